@@ -1,2 +1,1 @@
-"""One agent a node: it joins the coordinator, starts the workers of its node, and owns their exit
-codes."""
+"""One agent per node: joins the coordinator, starts its workers, and owns their exit codes."""

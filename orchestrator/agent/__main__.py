@@ -1,7 +1,7 @@
-"""`python -m orchestrator.agent --run-dir DIR --node NAME`: what a backend starts on every node.
+"""`python -m orchestrator.agent --run-dir DIR --node NAME`: the program that backends start per
+node.
 
-The exit code is the run's, by the table in `orchestrator.plan.exits`. The environment is what
-workers will inherit.
+The exit code is the run's (`orchestrator.plan.exits`). Workers inherit its environment.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.run.folder import RunFolder, ending, first_read, read_secret
 from orchestrator.run.intent import END, END_BY_FORCE
-from orchestrator.run.request import read_request, used_nodes
+from orchestrator.run.request import LaunchRequest, read_request, used_nodes
 from orchestrator.run.store_socket import own_addresses
 
-from .leader.elasticity import ScaleUpPolicy, WorldSizes
+from .leader.world_sizes import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent, NodeFacts
-from .node.metrics import serve
+from .node.metrics_server import serve
 from .node.recorder import Recorder
 from .process import AgentProcess
 
-_ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
-#: Signals by which schedulers announce an end. Slurm's `--signal` may be any of the last two.
+_WILDCARD_ADDRESSES = ("0.0.0.0", "::")  # every interface; nobody can connect to these
+#: Signals by which schedulers announce an end. Slurm's `--signal` may be either of the last two.
 _TERMINATION_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -40,10 +41,10 @@ _TERMINATION_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-#: The notice of a job's script to all processes of its steps, of which only agents hear it: the
-#: workers' children must live until the workers have saved. It is repeated, as it may come before
-#: an agent listens.
-_NOTICE = signal.SIGURG
+#: The termination signal of a job script to all processes of its steps. Only agents handle it: the
+#: workers' children must live until the workers have saved. The script repeats it, since it may
+#: send the first one before an agent has installed its handler.
+_JOB_SCRIPT_SIGNAL = signal.SIGURG
 
 log = logging.getLogger("orch.agent")
 
@@ -51,12 +52,15 @@ log = logging.getLogger("orch.agent")
 def main(
     argv: list[str] | None = None,
     key: bytes | None = None,
-    on_notice: Callable[[], None] | None = None,
+    on_termination_signal: Callable[[], None] | None = None,
     root: Path = Path("/"),
 ) -> int:
-    """`key`: the run's, where it does not lie in the run folder. `on_notice`: called when a signal
-    asks this process to end; those that come once the agent has ended then wait for whatever the
-    caller does next. `root`: where the machine's own files are."""
+    """Runs the agent and returns the exit code.
+
+    `key`: the run's key, if it is not in the run folder. `on_termination_signal`: called when a
+    signal asks this process to end; signals that arrive after the agent has ended are blocked for
+    the caller's next step. `root`: the root of the machine's own files.
+    """
     args = _parse(argv)
     os.umask(0o077)
     logging.basicConfig(
@@ -66,10 +70,10 @@ def main(
         force=True,
     )
     try:
-        return asyncio.run(_run(args, key, on_notice, root))
+        return asyncio.run(_run(args, key, on_termination_signal, root))
     except Exception as error:
-        code, text = ending(error)
-        log.error("%s", text, exc_info=code == Exit.INTERNAL)
+        code, message = ending(error)
+        log.error("%s", message, exc_info=code == Exit.INTERNAL)
         return code
 
 
@@ -83,152 +87,204 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--address", default="127.0.0.1", help="where the other nodes reach this one"
     )
     parser.add_argument(
-        "--metrics-fd", type=int, help="the metrics page: a listening socket of the launcher"
+        "--metrics-fd", type=int, help="descriptor of a listening socket for the metrics page"
     )
     parser.add_argument(
         "--metrics-port",
         type=int,
-        help="of this node's page; left out: the plan's on the first node",
+        help="port of the metrics page; by default the plan's on the first node, else any free one",
     )
     parser.add_argument(
         "--coordinator",
         choices=("here", "elsewhere"),
-        help="left out: on the node that the plan names first",
+        help="where the coordinator runs; by default on the plan's first node",
     )
     parser.add_argument(
-        "--coordinator-port", type=int, default=0, help="where it listens; 0: any free port"
+        "--coordinator-port",
+        type=int,
+        default=0,
+        help="port of the coordinator; 0: any free port",
     )
     parser.add_argument(
-        "--gpus", type=int, help="GPUs granted on this node; left out: those that the machine has"
+        "--gpus", type=int, help="GPUs granted on this node; by default all GPUs of the machine"
     )
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="the run goes on when nodes are lost, and when some come",
+        help="the run continues when nodes are lost or join",
     )
     parser.add_argument(
-        "--grow-after-s", type=float, default=60.0, help="not before nodes have stayed this long"
+        "--grow-after-s",
+        type=float,
+        default=60.0,
+        help="seconds for which nodes must have stayed before the run grows",
     )
     parser.add_argument(
         "--lifeline",
         action="store_true",
-        help="standard input is a pipe of the launcher; its end is ours",
+        help="end when standard input, a pipe of the launcher, is closed",
     )
     return parser.parse_args(argv)
 
 
 async def _run(
-    args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None, root: Path
+    args: argparse.Namespace,
+    key: bytes | None,
+    on_termination_signal: Callable[[], None] | None,
+    root: Path,
 ) -> int:
     folder = RunFolder(args.run_dir)
     key = key or first_read(lambda: read_secret(folder.key))
     request = first_read(lambda: read_request(folder))
     plan = first_read(lambda: load_plan(folder.plan))
-    if plan.hash != request.plan_hash and not args.elastic:
-        raise OrchError(
-            f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}",
-            Exit.CONFIG,
-        )
-    nodes = used_nodes(plan)
-    if args.node not in nodes and not args.elastic:
-        raise OrchError(f"the plan gives no rank to node {args.node!r}", Exit.CONFIG)
-    first = args.node == nodes[0] if args.coordinator is None else args.coordinator == "here"
+    if not args.elastic:
+        _check_plan(plan, request, args.node)
+    leads = _leads(args, plan)
     recorder = Recorder(folder, args.node, plan)
     recorder.metrics.begin_epoch(-1)
     recorder.event("agent_started", pid=os.getpid())
-    metrics = plan.job.metrics
-    port = metrics.port if first else 0
-    if args.metrics_port is not None:
-        port = args.metrics_port
-    server, address = await _serve(recorder, metrics.host, port, args, folder)
-    log.info(
-        "node %s, pid %d, metrics on %s",
-        args.node,
-        os.getpid(),
-        f"http://{address}/metrics" if address else "no port",
-    )
-    gpus = _gpus(plan) if args.gpus is None else args.gpus
-    addresses = tuple(own_addresses())
-    facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics(), addresses)
+    server, address = await _serve_metrics(args, folder, plan, recorder, leads)
     process = AgentProcess(
-        folder, request, args.node, key, recorder, (args.address, args.coordinator_port)
+        folder,
+        request,
+        args.node,
+        key=key,
+        recorder=recorder,
+        listen_address=(args.address, args.coordinator_port),
     )
-    connector = process.connector(
-        ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None
+    agent = Agent(
+        folder,
+        plan,
+        request,
+        node=args.node,
+        facts=_node_facts(args, plan),
+        recorder=recorder,
+        metrics_address=address,
+        connector=process.connector(
+            ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None
+        ),
+        root=root,
     )
-    agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector, root)
-    _listen_to_signals(agent, on_notice)
+    _listen_to_signals(agent, on_termination_signal)
     if args.lifeline:
         _watch_lifeline(agent)
-    if first and not args.elastic:
+    if leads and not args.elastic:
         first_read(lambda: process.lead(WorldSizes.fixed(plan)))
     try:
         return await process.run(agent, args.elastic)
     finally:
-        if on_notice:  # process 1 of a pod does not get what comes while nobody handles it
+        if on_termination_signal:
+            # The kernel drops signals to a pod's process 1 that has no handler; blocked ones stay
+            # pending.
             signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION_SIGNALS)
         if server:
             server.close()
         recorder.close()
 
 
-async def _serve(
-    recorder: Recorder, host: str, port: int, args: argparse.Namespace, folder: RunFolder
+def _check_plan(plan: Plan, request: LaunchRequest, node: str) -> None:
+    """Raises OrchError if the plan of a run with fixed nodes is another one, or lacks the node."""
+    if plan.hash != request.plan_hash:
+        raise OrchError(
+            f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}",
+            Exit.CONFIG,
+        )
+    if node not in used_nodes(plan):
+        raise OrchError(f"the plan gives no rank to node {node!r}", Exit.CONFIG)
+
+
+def _leads(args: argparse.Namespace, plan: Plan) -> bool:
+    """Returns whether the coordinator starts on this node."""
+    if args.coordinator is None:
+        return bool(args.node == used_nodes(plan)[0])
+    return bool(args.coordinator == "here")
+
+
+async def _serve_metrics(
+    args: argparse.Namespace,
+    folder: RunFolder,
+    plan: Plan,
+    recorder: Recorder,
+    leads: bool,
 ) -> tuple[asyncio.Server | None, str | None]:
-    """The metrics page, and host:port of it. Nothing where it cannot be served: that ends no
-    run."""
+    """Serves the metrics page; returns the server and host:port of the page, or (None, None).
+
+    A page that cannot be served does not end the run.
+    """
+    host = plan.job.metrics.host
+    port = plan.job.metrics.port if leads else 0
+    if args.metrics_port is not None:
+        port = args.metrics_port
     try:
         server = await serve(recorder.metrics, host, port, args.metrics_fd, folder.discovery)
     except OSError as error:
         log.error("no metrics page on %s: %s", host, error)
         recorder.event("metrics_not_served", host=host, reason=str(error))
+        log.info("node %s, pid %d, metrics on no port", args.node, os.getpid())
         return None, None
-    bound = server.sockets[0].getsockname()
-    if port and bound[1] != port and args.metrics_fd is None:
-        log.warning("port %d of %s is taken: metrics are on port %d", port, host, bound[1])
-    return server, f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
+    bound_host, bound_port, *_ = server.sockets[0].getsockname()
+    if port and bound_port != port and args.metrics_fd is None:
+        log.warning("port %d of %s is taken: metrics are on port %d", port, host, bound_port)
+    shown_host = args.address if bound_host in _WILDCARD_ADDRESSES else bound_host
+    address = f"{shown_host}:{bound_port}"
+    log.info("node %s, pid %d, metrics on http://%s/metrics", args.node, os.getpid(), address)
+    return server, address
 
 
-def _listen_to_signals(agent: Agent, on_notice: Callable[[], None] | None) -> None:
-    loop = asyncio.get_running_loop()
-
-    def told(signum: signal.Signals, passed: str) -> None:
-        if on_notice:
-            on_notice()
-        agent.terminate(f"got {signum.name}", passed)
-
-    for signum in _TERMINATION_SIGNALS:
-        # a program may know USR1 and USR2; whatever else it was, to a worker it is the usual
-        # request to end
-        passed = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
-        loop.add_signal_handler(signum, told, signum, passed)
-    loop.add_signal_handler(END, agent.end_as_asked, False)
-    loop.add_signal_handler(END_BY_FORCE, agent.end_as_asked, True)
-    loop.add_signal_handler(
-        _NOTICE, agent.terminate, "got the notice of the job's script", "SIGTERM", False
+def _node_facts(args: argparse.Namespace, plan: Plan) -> NodeFacts:
+    return NodeFacts(
+        host=platform.node(),
+        address=args.address,
+        pid=os.getpid(),
+        gpus=_gpus(plan) if args.gpus is None else args.gpus,
+        nics=_nics(),
+        addresses=tuple(own_addresses()),
     )
 
 
+def _listen_to_signals(agent: Agent, on_termination_signal: Callable[[], None] | None) -> None:
+    loop = asyncio.get_running_loop()
+
+    def handle_signal(signum: signal.Signals, worker_signal: str) -> None:
+        if on_termination_signal:
+            on_termination_signal()
+        agent.terminate(f"got {signum.name}", worker_signal)
+
+    for signum in _TERMINATION_SIGNALS:
+        # A program may handle USR1 and USR2 itself; for all others workers get SIGTERM.
+        worker_signal = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
+        loop.add_signal_handler(signum, handle_signal, signum, worker_signal)
+    loop.add_signal_handler(END, agent.request_end, False)
+    loop.add_signal_handler(END_BY_FORCE, agent.request_end, True)
+    terminate = partial(
+        agent.terminate, "got the termination signal of the job script", can_force=False
+    )
+    loop.add_signal_handler(_JOB_SCRIPT_SIGNAL, terminate)
+
+
 def _watch_lifeline(agent: Agent) -> None:
-    """End when the launcher ends: its side of our standard input closes, however it died. What it
-    says there is the name of a signal that it got, and that may have come here as well."""
+    """Ends the agent when the launcher ends, which closes standard input however it died.
+
+    The launcher writes there the name of a signal that it received; this process may have received
+    the signal as well.
+    """
     loop = asyncio.get_running_loop()
     fd = sys.stdin.fileno()
 
     def readable() -> None:
         with contextlib.suppress(OSError):
-            if said := os.read(fd, 512):
-                agent.terminate(f"got {said.decode(errors='replace').split()[0]}", insists=False)
+            if packet := os.read(fd, 512):
+                signal_name = packet.decode(errors="replace").split()[0]
+                agent.terminate(f"got {signal_name}", can_force=False)
                 return
         loop.remove_reader(fd)
-        agent.terminate("the supervisor is gone", insists=False)
+        agent.terminate("the supervisor is gone", can_force=False)
 
     loop.add_reader(fd, readable)
 
 
 def _gpus(plan: Plan) -> int:
-    """GPUs of this machine, by the driver's device files; on a CPU cluster what the plan calls one
-    node's share."""
+    """Returns this machine's GPUs by its device files, or the plan's count on a CPU cluster."""
     if plan.cluster.device == "cpu":
         return plan.cluster.gpus_per_node
     return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))

@@ -1,4 +1,4 @@
-"""One agent process: the agent of its node, and the coordinator when this node has to lead."""
+"""One agent process: the agent of its node, and the coordinator if this node has to lead."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from orchestrator.run.request import LaunchRequest
 
 from .leader.context import Context
 from .leader.coordinator import Coordinator
-from .leader.elasticity import ScaleUpPolicy, WorldSizes
 from .leader.election import LeaderElection
 from .leader.state_writer import StateWriter
+from .leader.world_sizes import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent
 from .node.connection import Connector, FixedCoordinator
 from .node.recorder import Recorder
 
 
 class AgentProcess:
-    """`listens_at`: address and port of a coordinator in this process; port 0: any free one."""
+    """Runs the agent of a node, and the coordinator if this node leads.
+
+    `listen_address` is the address and port of a coordinator in this process; port 0: any free one.
+    """
 
     def __init__(
         self,
@@ -30,81 +33,91 @@ class AgentProcess:
         node: str,
         key: bytes,
         recorder: Recorder,
-        listens_at: tuple[str, int],
+        listen_address: tuple[str, int],
     ):
         self._folder = folder
         self._request = request
         self._node = node
         self._key = key
         self._recorder = recorder
-        self._listens_at = listens_at
+        self._listen_address = listen_address
         self._coordinator: Coordinator | None = None
-        self._leading: asyncio.Task | None = None
-        self._leads = asyncio.Event()
+        self._coordinator_task: asyncio.Task | None = None
+        self._lead_started = asyncio.Event()
 
     def connector(self, scale_up: ScaleUpPolicy | None) -> Connector:
-        """How this process finds the coordinator. `scale_up`: of an elastic run, in which it may
-        become it."""
+        """Returns the connector by which this process finds the coordinator.
+
+        `scale_up` is set in an elastic run, in which this process may become the coordinator.
+        """
         if scale_up is None:
             join_s = self._request.policy.join_timeout_s
             return FixedCoordinator(self._folder, self._node, self._key, join_s)
 
         def lead(lease: EpochLease) -> None:
             self._recorder.event("coordinates", epoch_claimed=lease.held)
-            self.lead(WorldSizes.of_request(self._folder, self._request, scale_up), lease)
+            self.lead(WorldSizes.from_request(self._folder, self._request, scale_up), lease)
 
         return LeaderElection(self._folder, self._node, self._key, self._request.policy, lead)
 
     def lead(self, sizes: WorldSizes, lease: EpochLease | None = None) -> None:
-        """Starts the coordinator, with the plan that is in force. `lease`: of an elastic run."""
+        """Starts the coordinator with the plan in force. Elastic runs need a `lease`."""
         plan = load_plan(self._folder.plan)
         discovery = Discovery(self._folder, self._request.discovery_dir)
-        record = StateWriter(self._folder, plan, self._node, discovery, lease)
-        about = (
+        context = Context(
             self._folder,
             plan,
             self._request.policy,
-            self._key,
-            self._node,
-            self._recorder,
-            record,
+            key=self._key,
+            node=self._node,
+            recorder=self._recorder,
+            state_writer=StateWriter(self._folder, plan, self._node, discovery, lease),
+            elastic=sizes.elastic,
         )
-        self._coordinator = Coordinator(Context(*about, sizes.elastic), sizes)
-        self._leading = asyncio.create_task(self._coordinator.run(*self._listens_at))
-        self._leads.set()
+        self._coordinator = Coordinator(context, sizes)
+        self._coordinator_task = asyncio.create_task(self._coordinator.run(*self._listen_address))
+        self._lead_started.set()
 
     async def run(self, agent: Agent, elastic: bool) -> int:
-        """Runs the agent, and the coordinator if there is one; returns the exit code.
-
-        A coordinator of an elastic run whose own agent has to leave hands the run over to another
-        node.
-        """
-        work = asyncio.create_task(agent.run())
-        leads = asyncio.create_task(self._leads.wait())
+        """Runs the agent, and the coordinator if there is one; returns the exit code."""
+        agent_task = asyncio.create_task(agent.run())
+        leading = asyncio.create_task(self._lead_started.wait())
         try:
-            await asyncio.wait({work, leads}, return_when=asyncio.FIRST_COMPLETED)
-            if self._leading and self._coordinator:
-                await asyncio.wait({work, self._leading}, return_when=asyncio.FIRST_COMPLETED)
-                if self._leading.done():
-                    decision = (
-                        self._leading.result()
-                    )  # a bug in it must be seen, and not leave the agent waiting
-                    if elastic and (
-                        decision.code == Exit.FENCED or not self._coordinator.has_ended_the_run
-                    ):
-                        agent.leave(decision.code, decision.reason)
-                elif not elastic:
-                    self._coordinator.agent_left()
-                    await (
-                        self._leading
-                    )  # it still has to end the other agents, and to write how the run ended
-                elif self._coordinator.has_ended_the_run:
-                    await self._leading  # it tells the other agents
-            return await work
+            await asyncio.wait({agent_task, leading}, return_when=asyncio.FIRST_COMPLETED)
+            if self._coordinator_task and self._coordinator:
+                tasks = {agent_task, self._coordinator_task}
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                await self._after_first_end(
+                    agent, self._coordinator, self._coordinator_task, elastic
+                )
+            return await agent_task
         finally:
-            tasks = [task for task in (work, leads, self._leading) if task]
-            for task in tasks:
+            started = [task for task in (agent_task, leading, self._coordinator_task) if task]
+            for task in started:
                 task.cancel()
-            await asyncio.gather(
-                *tasks, return_exceptions=True
-            )  # the agent's workers are gone then
+            # The agent's workers are gone once its task has ended.
+            await asyncio.gather(*started, return_exceptions=True)
+
+    async def _after_first_end(
+        self,
+        agent: Agent,
+        coordinator: Coordinator,
+        task: asyncio.Task,
+        elastic: bool,
+    ) -> None:
+        """Handles the end of the agent or of the coordinator, whichever is first.
+
+        A coordinator of an elastic run whose own agent has to leave hands the run over to
+        another node.
+        """
+        if task.done():
+            # raises a bug's error, instead of leaving the agent waiting
+            decision = task.result()
+            is_fenced = decision.code == Exit.FENCED
+            if elastic and (is_fenced or not coordinator.has_ended_the_run):
+                agent.exit_with(decision.code, decision.reason)
+        elif not elastic:
+            coordinator.on_agent_exit()
+            await task  # it still has to end the other agents, and to write how the run ended
+        elif coordinator.has_ended_the_run:
+            await task  # it still has to end the other agents

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from orchestrator.agent.protocol import admission
-from orchestrator.agent.protocol.admission import MOST, RefusalLog
+from orchestrator.agent.protocol.admission import MAX_STRANGERS, RefusalLog
 from orchestrator.agent.protocol.messages import WorkerExit
 from tests.patience import PATIENCE_S
 
@@ -39,9 +39,9 @@ async def test_hundreds_of_strangers_delay_no_node_and_are_noted_once(w, says):
     count = [0]
     strangers = [
         asyncio.create_task(_stranger(where["host"], where["port"], says, count))
-        for _ in range(MOST + 50)
+        for _ in range(MAX_STRANGERS + 50)
     ]
-    while count[0] < MOST + 50:
+    while count[0] < MAX_STRANGERS + 50:
         await asyncio.sleep(0.01)
     a, b = await asyncio.wait_for(w.started(), PATIENCE_S)
     a.workers_end(0, 0), b.workers_end(0, 0)

@@ -345,7 +345,7 @@ async def test_a_bug_in_the_heartbeat_is_seen_and_silences_nobody(w, monkeypatch
     def asked(_):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(Context, "asked", property(asked))
+    monkeypatch.setattr(Context, "end_intent", property(asked))
     with pytest.raises(ZeroDivisionError):
         await w.end()
     assert len(agents) == 2, "which have not left"

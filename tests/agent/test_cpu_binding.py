@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from orchestrator.agent.node.cpu_binding import as_list, bind, narrowed
+from orchestrator.agent.node.cpu_binding import bind, device_visibility, format_cpu_list
 from orchestrator.run.request import AGENT
 from tests.beds.bundles import events, make_bundle, submitted, wait_end
 from tests.beds.plans import make_plan
@@ -66,7 +66,7 @@ def bound(
     root: Path, workers: int, environ=(), allowed=range(256), one_gpu_each=False
 ) -> list[str]:
     found = bind(root, dict(environ), set(allowed), workers, one_gpu_each)
-    return [*map(as_list, found.cores), *([found.reason] if found.reason else [])]
+    return [*map(format_cpu_list, found.cores), *([found.reason] if found.reason else [])]
 
 
 def test_workers_get_the_cores_of_their_gpu_s_domain(tmp_path):
@@ -162,12 +162,16 @@ def test_a_program_that_binds_its_threads_itself_is_left_alone(tmp_path, name):
 
 
 def test_the_plan_s_gpus_are_counted_among_those_that_the_agent_sees():
-    assert narrowed({}, [0, 1]) == narrowed({"CUDA_VISIBLE_DEVICES": "4,5"}, [0, 1]) == {}
-    assert narrowed({}, [1, 3]) == {"CUDA_VISIBLE_DEVICES": "1,3"}
-    assert narrowed({"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,7"}, [1, 2]) == {
+    assert (
+        device_visibility({}, [0, 1])
+        == device_visibility({"CUDA_VISIBLE_DEVICES": "4,5"}, [0, 1])
+        == {}
+    )
+    assert device_visibility({}, [1, 3]) == {"CUDA_VISIBLE_DEVICES": "1,3"}
+    assert device_visibility({"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,7"}, [1, 2]) == {
         "CUDA_VISIBLE_DEVICES": "5,GPU-a"
     }
-    assert narrowed({"CUDA_VISIBLE_DEVICES": "4"}, [1]) == {}
+    assert device_visibility({"CUDA_VISIBLE_DEVICES": "4"}, [1]) == {}
 
 
 AGENT_THERE = "import sys, pathlib; from orchestrator.agent.__main__ import main; "

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from orchestrator.agent.faults.attribution import FaultHistory, attribute
 from orchestrator.agent.faults.detector import HangDetector
-from orchestrator.agent.faults.diagnosis import diagnose, hang_timeout_s, peers_usual, slowdown
+from orchestrator.agent.faults.diagnosis import diagnose, hang_timeout_s, peer_medians_s, slowdown
 from orchestrator.agent.faults.policy import Budget, EpochEnd, WorkerEnd, decide
 from orchestrator.agent.node.progress import ProgressMonitor
 from orchestrator.agent.protocol.messages import WorkerStatus
@@ -97,7 +97,7 @@ def test_programs_without_progress_reports_are_not_judged():
 
 
 def slow_nodes(plan, seen, ratio=1.5):
-    peers = peers_usual(plan, seen)
+    peers = peer_medians_s(plan, seen)
     by_node = {
         rank.node: [one for one in seen if plan.ranks[one.rank].node == rank.node]
         for rank in plan.ranks
@@ -132,7 +132,7 @@ def test_what_is_usual_for_a_nodes_peers_is_the_median_of_the_others_of_that_sta
         ]
         if others and any(plan.ranks[one.rank].coord.pp == stage for one in mine):
             peers[node, stage] = statistics.median(others)
-    assert peers_usual(plan, seen) == pytest.approx(peers)
+    assert peer_medians_s(plan, seen) == pytest.approx(peers)
 
 
 def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
@@ -174,15 +174,15 @@ def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
                 WorkerStatus(rank=r, usual_step_s=1.0, usual_own_s=slow if r == 3 else 0.3)
                 for r in ranks
             ]
-            lookout.hear(node, seen, float(second))
+            lookout.add_report(node, seen, float(second))
         lookout.diagnosis(float(second))
-        if (news := lookout.slow()) is not None:
+        if (news := lookout.new_stragglers()) is not None:
             told.append((second, news))
         lasting.append(lookout.lastingly_slow())
     assert told == [(2, {"node1": 3.0}), (18, {})]
     assert lasting == [{}] * 10 + [{"node1": 3.0}] * 8 + [{}] * 12
-    lookout.hear("node1", [WorkerStatus(rank=3, usual_step_s=1.0, usual_own_s=0.9)], 30.0)
-    assert lookout.slow() is None, "one slow word is none"
+    lookout.add_report("node1", [WorkerStatus(rank=3, usual_step_s=1.0, usual_own_s=0.9)], 30.0)
+    assert lookout.new_stragglers() is None, "one slow word is none"
 
 
 def test_a_monitor_counts_its_own_looks_and_a_step_is_newer_than_the_report_before_it():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from orchestrator.agent.leader.elasticity import ScaleUpPolicy, WorldSizes
+from orchestrator.agent.leader.world_sizes import ScaleUpPolicy, WorldSizes
 from orchestrator.agent.protocol.messages import (
     Assign,
     Prepare,
@@ -46,7 +46,7 @@ def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     lease = EpochLease(folder, "node0")
     lease.take(0)
     return coordinating(
-        folder, PLAN, rules, WorldSizes.of_request(folder, request, ScaleUpPolicy()), lease
+        folder, PLAN, rules, WorldSizes.from_request(folder, request, ScaleUpPolicy()), lease
     )
 
 

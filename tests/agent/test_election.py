@@ -75,12 +75,12 @@ def test_any_news_starts_the_wait_again(when, turn):
 
 def test_turns_go_by_the_plan_without_who_is_gone():
     order = ["node2", "node0", "node1"]
-    assert [turn_of(node, order, gone="node2") for node in ("node0", "node1", "spare-0")] == [
+    assert [turn_of(node, order, lost_node="node2") for node in ("node0", "node1", "spare-0")] == [
         0,
         1,
         2,
     ]
-    assert turn_of("node2", order, gone="") == 0
+    assert turn_of("node2", order, lost_node="") == 0
 
 
 RULES = Policy(max_restarts=0, grace_s=1.0, heartbeat_timeout_s=60.0, join_timeout_s=60.0)

@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from orchestrator.agent.faults.policy import Budget, Decision
-from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.final_checkpoint import is_due
+from orchestrator.agent.leader.world_sizes import WorldSizes
 from orchestrator.agent.protocol.messages import (
     Assign,
     Done,
@@ -126,7 +126,7 @@ async def test_a_node_that_is_lost_while_saving_leaves_it_to_the_others_who_say_
         over = await released(world, a)
         assert over.code == Exit.CAPACITY
         assert over.reason.endswith(
-            "; what the nodes' memories hold was not saved: replica of step 7: 1 of 3 files were"
+            "; the state in the nodes' memories was not saved: replica of step 7: 1 of 3 files were"
             " lost with their nodes"
         )
         assert [epoch.outcome for epoch in world.state().epochs] == [

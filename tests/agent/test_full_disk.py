@@ -163,7 +163,7 @@ async def test_the_heart_beats_on_whatever_the_disk_says(w, monkeypatch, number)
     disk = Disk(monkeypatch, number)
     a, _ = await w.started()
     disk.full = True
-    w.context.record.slow({"node1": 3.0})
+    w.context.state_writer.record_stragglers({"node1": 3.0})
     while disk.refused < 3:
         assert isinstance((await a.channel.receive())[1], CoordinatorAlive)
     disk.full = False

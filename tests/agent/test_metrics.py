@@ -16,7 +16,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
-from orchestrator.agent.node.metrics import NodeMetrics, serve
+from orchestrator.agent.node.metrics import NodeMetrics
+from orchestrator.agent.node.metrics_server import serve
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_load import ExpertLoad
 from orchestrator.plan.worker import EventReport, StepReport

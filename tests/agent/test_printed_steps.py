@@ -64,7 +64,7 @@ def test_a_line_counts_when_it_ends_and_a_last_one_when_the_worker_does(tmp_path
         *[(s, 2 / 20, None, 0) for s in range(2, 22)]
     ]  # a progress bar
     assert printed.look("step 22 loss 1", 4.0) == []
-    asyncio.run(printed.steps.ended(0))
+    asyncio.run(printed.steps.on_worker_exit(0))
     assert [(one.step, one.loss) for one in printed.reports] == [(22, 1.0)]
 
 
@@ -100,7 +100,7 @@ def test_a_pattern_that_takes_exponential_time_is_cut_off_and_given_up(tmp_path)
     assert printed.steps.given_up and "metrics.pattern took over 0.5 s" in printed.log.read_text()
     began = time.process_time()
     assert printed.look("x" * 64 + "\nstep 3\n", 2.0) == [] and time.process_time() - began < 0.2
-    asyncio.run(printed.steps.ended(0))
+    asyncio.run(printed.steps.on_worker_exit(0))
     printed.steps.begin_epoch(4)
     printed.steps.follow(0, printed.log, 0)
     assert printed.look("step 4\n", 3.0) == []

@@ -28,10 +28,10 @@ def record(folder, node, epoch) -> StateWriter:
 def test_the_claim_that_made_it_coordinator_is_its_first_epoch(folder):
     pen = record(folder, "node0", 0)
     pen.begin_epoch()
-    assert (pen.epoch, pen.claimed) == (0, 0)
-    pen.claim()
-    pen.claim()  # one ahead, whoever asks how often
-    assert (pen.epoch, pen.claimed) == (0, 1)
+    assert (pen.epoch, pen.leased_epoch) == (0, 0)
+    pen.lease_next_epoch()
+    pen.lease_next_epoch()  # one ahead, whoever asks how often
+    assert (pen.epoch, pen.leased_epoch) == (0, 1)
     pen.begin_epoch()
     assert read_state(folder).epoch == 1
 
@@ -46,8 +46,8 @@ def test_nothing_is_written_after_a_newer_claim(folder):
     old.update(state="running", nodes=nodes)
     new = record(folder, "node1", 1)
     before = folder.state.read_bytes()
-    changes = lambda: old.lost("node1"), lambda: old.update(reason="x")
-    for write in (old.begin_epoch, old.running, old.reassert, *changes):
+    changes = lambda: old.record_lost("node1"), lambda: old.update(reason="x")
+    for write in (old.begin_epoch, old.record_running, old.rewrite_if_replaced, *changes):
         with pytest.raises(LeaseLost):
             write()
     assert folder.state.read_bytes() == before
@@ -65,10 +65,10 @@ def test_a_write_that_had_frozen_on_its_way_is_put_right(folder):
     pen = record(folder, "node1", 0)
     pen.begin_epoch()
     truth = folder.state.read_bytes()
-    pen.reassert()
+    pen.rewrite_if_replaced()
     assert folder.state.read_bytes() == truth
     write_state(folder, stale)
-    pen.reassert()
+    pen.rewrite_if_replaced()
     assert folder.state.read_bytes() == truth
 
 
@@ -84,14 +84,14 @@ def test_a_spare_that_comes_changes_nothing_for_those_who_run(folder):
         "plan_hash": PLAN.hash,
         "metrics": "h:1",
     }
-    pen.joined({name: Join(node=name, **joins) for name in ("node0", "node1")})
-    pen.running()
-    pen.lost("node1")
-    pen.parked("spare-0", Join(node="spare-0", **joins))
+    pen.record_joined({name: Join(node=name, **joins) for name in ("node0", "node1")})
+    pen.record_running()
+    pen.record_lost("node1")
+    pen.record_spare("spare-0", Join(node="spare-0", **joins))
     nodes = read_state(folder).nodes
     states = {name: node.state for name, node in nodes.items()}
     assert states == {"node0": "running", "node1": "lost", "spare-0": "joined"}
     found = [entry["labels"]["node"] for entry in json.loads(folder.discovery.read_text())]
     assert sorted(found) == ["node0", "spare-0"]
-    pen.running()
+    pen.record_running()
     assert read_state(folder).nodes["spare-0"].state == "joined", "it holds no rank"

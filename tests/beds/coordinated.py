@@ -8,8 +8,8 @@ import json
 
 from orchestrator.agent.leader.context import Context
 from orchestrator.agent.leader.coordinator import Coordinator
-from orchestrator.agent.leader.elasticity import WorldSizes
 from orchestrator.agent.leader.state_writer import StateWriter
+from orchestrator.agent.leader.world_sizes import WorldSizes
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol import messages
 from orchestrator.agent.protocol.channel import connect

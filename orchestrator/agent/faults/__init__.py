@@ -1,1 +1,1 @@
-"""What went wrong, whose fault it is, and what to do. Pure."""
+"""Detects faults, attributes them, and decides what follows. Pure."""

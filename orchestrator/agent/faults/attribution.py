@@ -1,9 +1,9 @@
-"""Fault attribution: whether a failure is due to the data or the code, or to a node. Pure.
+"""Fault attribution: decides whether a failure is due to the data or the code, or to a node. Pure.
 
-A step that fails on different nodes does not depend on where it runs. A node that fails at
-different steps, while the others do not, does not depend on what runs. A gradient that is not
-finite is the same on all ranks: if it comes again at the same step after a restart, it was no
-transient error of a machine.
+A step that fails on different nodes does not depend on the node. A node that fails at different
+steps, while the others do not, does not depend on the step. A gradient that is not finite is the
+same on all ranks: if it recurs at the same step after a restart, it was not a transient error of a
+machine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from typing import Literal
 from orchestrator.plan.exits import Exit
 from orchestrator.run.state import Cause
 
-#: Ends that somebody outside may have brought about, which say nothing of data, code and node.
-OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, int(Exit.RESTART))
-_OF_CODE = ("worker_exit", "worker_spinning", "worker_stuck", "non_finite")
-_OF_NODE = ("worker_exit", "worker_spinning", "worker_stuck")
+#: Exit codes that may be due to someone outside the run; they blame neither data, code nor node.
+EXTERNAL_CODES = (
+    -signal.SIGKILL,
+    -signal.SIGTERM,
+    -signal.SIGINT,
+    -signal.SIGHUP,
+    int(Exit.RESTART),
+)
+_CODE_CAUSES = ("worker_exit", "worker_spinning", "worker_stuck", "non_finite")
+_NODE_CAUSES = ("worker_exit", "worker_spinning", "worker_stuck")
 
 
 @dataclass(frozen=True)
 class FaultHistory:
-    """`causes`: of the failures of this attempt so far, oldest first. `nodes`: of the epoch that
-    has ended."""
+    """The failures of this attempt, oldest first, and the nodes of the epoch that ended."""
 
     causes: tuple[Cause, ...] = ()
     nodes: int = 1
@@ -36,54 +41,50 @@ NO_FAULTS = FaultHistory()
 
 @dataclass(frozen=True)
 class Attribution:
-    """`at_fault`: "data" stands for the data or the code; "" where nothing can be said."""
+    """The attribution of a failure. "data" stands for the data or the code, "" for unknown."""
 
     at_fault: Literal["data", "node", ""] = ""
-    text: str = ""
+    reason: str = ""
 
 
 def attribute(cause: Cause, history: FaultHistory) -> Attribution:
-    """What a failure is due to, by the failures before it in this attempt."""
-    text = cause.text
-    if _of_code(cause):
-        same = [
-            one
-            for one in history.causes
-            if _of_code(one) and (one.kind, one.step) == (cause.kind, cause.step)
-        ]
-        if cause.kind == "non_finite" and same:
-            return Attribution(
-                "data", f"{text}; so it was after the last restart: the data or the code"
-            )
-        other = next((one for one in same if one.node != cause.node), None)
-        if other:
-            return Attribution(
-                "data", f"{text}; the same step failed on {other.node} before: the data or the code"
-            )
-    if history.bad_node_after and history.nodes > 1 and _of_node(cause):
-        row = [cause]
-        for one in reversed([one for one in history.causes if _of_node(one)]):
-            if one.node != cause.node:
+    """Attributes a failure by comparing it with earlier failures of this attempt."""
+    if _may_be_code(cause):
+        suspects = [failure for failure in history.causes if _may_be_code(failure)]
+        key = (cause.kind, cause.step)
+        repeats = [failure for failure in suspects if (failure.kind, failure.step) == key]
+        if cause.kind == "non_finite" and repeats:
+            reason = "so it was after the last restart: the data or the code"
+            return Attribution("data", f"{cause.text}; {reason}")
+        elsewhere = [failure.node for failure in repeats if failure.node != cause.node]
+        if elsewhere:
+            reason = f"the same step failed on {elsewhere[0]} before: the data or the code"
+            return Attribution("data", f"{cause.text}; {reason}")
+    if history.bad_node_after and history.nodes > 1 and _may_be_node(cause):
+        streak = [cause]
+        suspects = [failure for failure in history.causes if _may_be_node(failure)]
+        for failure in reversed(suspects):
+            if failure.node != cause.node:
                 break
-            row.append(one)
-        steps = {one.step for one in row}
-        if len(row) >= history.bad_node_after and len(steps) >= min(
-            len(row), history.bad_node_after
-        ):
-            return Attribution(
-                "node", f"{text}; {len(row)} failures in a row on {cause.node}, at different steps"
-            )
+            streak.append(failure)
+        steps = {failure.step for failure in streak}
+        if len(steps) >= history.bad_node_after:
+            reason = f"{len(streak)} failures in a row on {cause.node}, at different steps"
+            return Attribution("node", f"{cause.text}; {reason}")
     return Attribution()
 
 
-def _of_code(cause: Cause) -> bool:
-    return cause.kind in _OF_CODE and cause.step is not None and not _from_outside(cause)
+def _may_be_code(cause: Cause) -> bool:
+    return cause.kind in _CODE_CAUSES and cause.step is not None and not _from_outside(cause)
 
 
-def _of_node(cause: Cause) -> bool:
-    return cause.kind in _OF_NODE and cause.node is not None and not _from_outside(cause)
+def _may_be_node(cause: Cause) -> bool:
+    return cause.kind in _NODE_CAUSES and cause.node is not None and not _from_outside(cause)
 
 
 def _from_outside(cause: Cause) -> bool:
-    """A worker that hung was killed by its own agent: there the signal says nothing."""
-    return cause.kind == "worker_exit" and cause.code in OUTSIDE
+    """Returns whether the exit code of a worker may be due to someone outside the run.
+
+    A hung worker is killed by its own agent, so its exit code does not count.
+    """
+    return cause.kind == "worker_exit" and cause.code in EXTERNAL_CODES

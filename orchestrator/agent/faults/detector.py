@@ -1,5 +1,4 @@
-"""Hang and straggler detector: evaluates what all agents report of a running epoch, about once a
-second."""
+"""Hang and straggler detector: evaluates the reports of all agents about once per second."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.run.request import Policy
 
-from .diagnosis import Diagnosis, diagnose, gathered, peers_usual, slowdown
+from .diagnosis import Diagnosis, diagnose, peer_medians_s, reported_workers, slowdown
 
-_EVERY_S = 0.9
-_COMPARE_S = 0.4  # for 16,384 ranks it takes 50 ms each
-#: Reports of an agent, one or two a second, each about the last eight steps. To name a straggler
-#: costs nothing; to replace it costs an epoch, which a machine that was busy for a moment is not
-#: worth.
+_EVERY_S = 0.9  # between two diagnoses
+_COMPARE_S = 0.4  # between two comparisons; for 16,384 ranks one takes 50 ms
+#: Thresholds in reports of an agent: one or two per second, each about the last eight steps. Naming
+#: a straggler costs nothing; replacing it costs an epoch, so a machine that was busy for a moment
+#: is not replaced.
 _SURE_REPORTS = 2
 _LASTING_REPORTS = 10
 _OVER_REPORTS = 4
@@ -25,79 +24,84 @@ _OVER_REPORTS = 4
 @dataclass
 class _Slow:
     ratio: float = 1.0
-    reports: int = 0  # in which it is slow
-    against: int = 0  # the last ones, in which it is not
+    reports: int = 0  # reports in which the node is slow
+    normal_reports: int = 0  # consecutive last reports in which it is not
 
 
 class HangDetector:
-    """One per coordinator. Call `begin_epoch` before anything else."""
+    """Detects hangs and stragglers for one coordinator. Call `begin_epoch` before anything else."""
 
     _plan: Plan
 
     def __init__(self, rules: Policy):
         self._rules = rules
-        self._seen: dict[
-            str, Sequence[WorkerStatus]
-        ] = {}  # by node, what its agent has reported last
-        self._peers: Mapping[tuple[str, int], float] = {}
-        self._looked = self._compared = float("-inf")  # loop times
+        # node -> its agent's last report
+        self._last_reports: dict[str, Sequence[WorkerStatus]] = {}
+        self._peer_medians_s: Mapping[tuple[str, int], float] = {}
+        self._diagnosed_at = float("-inf")  # loop time
+        self._compared_at = float("-inf")  # loop time
         self._urgent = False
         self._slow: dict[str, _Slow] = {}
-        self._told: frozenset[str] = frozenset()
+        self._reported: frozenset[str] = frozenset()
 
     def begin_epoch(self, plan: Plan) -> None:
         self._plan = plan
-        self._seen.clear()
-        self._peers = {}
+        self._last_reports.clear()
+        self._peer_medians_s = {}
         self._slow.clear()
-        self._looked = self._compared = float("-inf")
+        self._diagnosed_at = float("-inf")
+        self._compared_at = float("-inf")
         self._urgent = False
 
-    def hear(self, node: str, seen: Sequence[WorkerStatus], now: float) -> None:
-        """Takes one report of an agent. `now`: loop time, seconds."""
-        self._seen[node] = seen
-        self._urgent = any(one.is_frozen for one in seen)
-        if now - self._compared >= _COMPARE_S:
-            self._compared, self._peers = (
-                now,
-                peers_usual(self._plan, gathered(self._seen, self._plan)),
-            )
-        theirs = gathered({node: seen}, self._plan)
-        self._count(node, slowdown(self._plan, theirs, self._peers, self._rules.straggler_ratio))
+    def add_report(self, node: str, workers: Sequence[WorkerStatus], now: float) -> None:
+        """Adds one report of an agent. `now` is the loop time in seconds."""
+        self._last_reports[node] = workers
+        self._urgent = any(worker.is_frozen for worker in workers)
+        if now - self._compared_at >= _COMPARE_S:
+            self._compared_at = now
+            everyone = reported_workers(self._last_reports, self._plan)
+            self._peer_medians_s = peer_medians_s(self._plan, everyone)
+        node_workers = reported_workers({node: workers}, self._plan)
+        ratio = slowdown(
+            self._plan, node_workers, self._peer_medians_s, self._rules.straggler_ratio
+        )
+        self._update_slow(node, ratio)
 
     def diagnosis(self, now: float) -> Diagnosis | None:
-        """What is wrong, None for nothing. Most calls return at once, since thousands of agents
-        report."""
-        if now - self._looked < _EVERY_S and not self._urgent:
-            return None
-        self._looked = now
-        return diagnose(self._plan, gathered(self._seen, self._plan), self._rules)
+        """Returns the diagnosis of a hang, or None.
 
-    def slow(self) -> dict[str, float] | None:
-        """Stragglers with their ratios, if they are others than those returned last; else None."""
-        sure = self._since(_SURE_REPORTS)
-        if sure.keys() == self._told:
+        Most calls return at once, since thousands of agents report.
+        """
+        if now - self._diagnosed_at < _EVERY_S and not self._urgent:
             return None
-        self._told = frozenset(sure)
-        return sure
+        self._diagnosed_at = now
+        return diagnose(self._plan, reported_workers(self._last_reports, self._plan), self._rules)
+
+    def new_stragglers(self) -> dict[str, float] | None:
+        """Returns the stragglers and their ratios if they have changed since the last call."""
+        slowdowns = self._slow_for(_SURE_REPORTS)
+        if slowdowns.keys() == self._reported:
+            return None
+        self._reported = frozenset(slowdowns)
+        return slowdowns
 
     def lastingly_slow(self) -> dict[str, float]:
-        """Nodes that have been stragglers for long enough to replace them, with their ratios."""
-        return self._since(_LASTING_REPORTS)
+        """Returns the nodes and ratios that have been slow for long enough to be replaced."""
+        return self._slow_for(_LASTING_REPORTS)
 
-    def _since(self, reports: int) -> dict[str, float]:
+    def _slow_for(self, reports: int) -> dict[str, float]:
         return {
             node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.reports >= reports
         }
 
-    def _count(self, node: str, ratio: float | None) -> None:
+    def _update_slow(self, node: str, ratio: float | None) -> None:
         slow = self._slow.get(node)
         if ratio is not None:
             slow = self._slow.setdefault(node, _Slow())
             slow.ratio = ratio
-            slow.reports = slow.reports + 1
-            slow.against = 0
+            slow.reports += 1
+            slow.normal_reports = 0
         elif slow:
-            slow.against += 1
-            if slow.reports < _SURE_REPORTS or slow.against >= _OVER_REPORTS:
+            slow.normal_reports += 1
+            if slow.reports < _SURE_REPORTS or slow.normal_reports >= _OVER_REPORTS:
                 del self._slow[node]

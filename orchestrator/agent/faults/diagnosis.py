@@ -1,10 +1,10 @@
 """Finds the rank at fault when a run hangs, from the status of all its ranks. Pure.
 
-In synchronous training one rank that does not advance stops all others: they wait in a collective
-that it has not entered. So if no rank has completed a step for too long, the one at fault is the
-one that waits for nobody; how it spends its time says what is wrong with it. If every rank waits,
-none is missing, and the network is at fault. A worker that is stopped by a signal needs no
-comparison: the kernel says so.
+In synchronous training, one rank that makes no progress stops all others: they wait in a collective
+that it has not entered. So if no rank has completed a step for too long, the rank at fault is the
+one that does not wait; how it spends its time tells the kind of its fault. If every rank waits,
+none is missing, and the network is at fault. A worker that a signal has stopped needs no
+comparison: the kernel reports it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Policy
 from orchestrator.run.state import Cause
 
-_SPINS = 0.3  # CPU seconds a second: computing, not waiting
-# without a progress report, in a run that hangs: its last report no longer says where it is
+_SPINNING_LOAD = 0.3  # CPU seconds per second from which a worker computes and does not wait
+#: Seconds without a progress report after which a worker's last report is out of date.
 _MUTE_S = 5.0
-_LEAST_S = 0.005  # of compute time above the peers', to be a straggler
-_SHARE = 0.1  # of the step that a straggler must cost the others
+#: A straggler's own compute time exceeds its peers' by this many seconds and by this share of a
+#: step.
+_MIN_EXCESS_S = 0.005
+_MIN_EXCESS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`kind`: of `launch.state.WORKER_CAUSES`. Rank and node are None where nobody's own fault is
-    seen."""
+    """The diagnosis of a hang. `kind` is one of `run.state.WORKER_CAUSES`.
+
+    `rank` and `node` are None if no single rank is at fault.
+    """
 
     kind: str
     text: str
     rank: int | None = None
     node: str | None = None
-    step: int | None = None  # the last one that was completed
+    step: int | None = None  # the last completed step
 
     def cause(self, folder: RunFolder, epoch: int) -> Cause:
-        """The cause of the epoch's end that it makes, with the paths of the worker's log and
-        stack."""
+        """Returns the cause of the epoch's end, with the paths of the worker's log and stack."""
         cause = Cause(
             kind=self.kind,
             text=self.text,
@@ -57,171 +60,191 @@ class Diagnosis:
         log = folder.rank_log(self.rank)
         stack = folder.stack(epoch, self.rank)
         return structs.replace(
-            cause, log=str(log.relative_to(folder.path)), stack=str(stack.relative_to(folder.path))
+            cause,
+            log=str(log.relative_to(folder.path)),
+            stack=str(stack.relative_to(folder.path)),
         )
 
 
-def diagnose(plan: Plan, seen: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
-    """What is wrong, None for nothing. `seen`: the status of the ranks that are alive."""
-    frozen = [one for one in seen if one.is_frozen]
+def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
+    """Returns the diagnosis of a hang, or None. `workers` are the statuses of living ranks."""
+    frozen = [worker for worker in workers if worker.is_frozen]
     if frozen:
-        first = max(frozen, key=lambda one: (one.stopped_s, -one.rank))
-        how = f"stopped by a signal (state T) for {first.stopped_s:g} s"
-        return _diagnosis("worker_frozen", plan, first, seen, how)
-    silent = {one.rank: one.silent_s for one in seen if one.silent_s is not None}
-    watched = [one for one in seen if one.rank in silent]
-    if (
-        not watched
-        or len(watched) < len(seen)
-        or min(one.step_s for one in watched) < hang_timeout_s(watched, rules)
-    ):
+        suspect = max(frozen, key=lambda worker: (worker.stopped_s, -worker.rank))
+        behavior = f"stopped by a signal (state T) for {suspect.stopped_s:g} s"
+        return _rank_diagnosis("worker_frozen", plan, suspect, workers, behavior)
+    if not workers or any(worker.silent_s is None for worker in workers):
         return None
-    free = [one for one in watched if one.waiting is None or silent[one.rank] > _MUTE_S]
-    if not free:
-        return _nobody(watched)
-    first = min(free, key=lambda one: (one.step, -one.still_s, one.rank))
-    if first.busy >= _SPINS or first.state == "R":  # a busy machine may give it little
-        how = (
-            f"it computes ({first.busy:.0%} of a core), and does not get on for {first.still_s:g} s"
+    if min(worker.step_s for worker in workers) < hang_timeout_s(workers, rules):
+        return None
+    not_waiting = [worker for worker in workers if worker.waiting is None or _is_mute(worker)]
+    if not not_waiting:
+        return _network_diagnosis(workers)
+    suspect = min(not_waiting, key=lambda worker: (worker.step, -worker.still_s, worker.rank))
+    # On a busy machine a worker that computes may get little of a core.
+    if suspect.busy >= _SPINNING_LOAD or suspect.state == "R":
+        behavior = (
+            f"it computes ({suspect.busy:.0%} of a core) without progress for {suspect.still_s:g} s"
         )
-        return _diagnosis("worker_spinning", plan, first, seen, how)
-    mute = silent[first.rank] > _MUTE_S
-    held = (
-        f"without a progress report for {first.silent_s:g} s"
-        if mute
-        else "neither computing nor waiting"
-    )
-    how = f"{held}, state {first.state}, for {first.still_s:g} s"
-    return _diagnosis("worker_stuck", plan, first, seen, how)
+        return _rank_diagnosis("worker_spinning", plan, suspect, workers, behavior)
+    idleness = "neither computing nor waiting"
+    if _is_mute(suspect):
+        idleness = f"without a progress report for {suspect.silent_s:g} s"
+    behavior = f"{idleness}, state {suspect.state}, for {suspect.still_s:g} s"
+    return _rank_diagnosis("worker_stuck", plan, suspect, workers, behavior)
 
 
-def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
-    """Seconds that may pass without a step of any rank before something is wrong."""
-    usual = [one.usual_step_s for one in watched if one.usual_step_s is not None]
-    if len(usual) < len(watched) or any(one.phase in ("start", "checkpoint") for one in watched):
+def _is_mute(worker: WorkerStatus) -> bool:
+    return worker.silent_s is not None and worker.silent_s > _MUTE_S
+
+
+def hang_timeout_s(workers: Collection[WorkerStatus], rules: Policy) -> float:
+    """Returns the seconds without a completed step of any rank after which a run hangs."""
+    step_times_s = [worker.usual_step_s for worker in workers if worker.usual_step_s is not None]
+    is_slow_phase = any(worker.phase in ("start", "checkpoint") for worker in workers)
+    if len(step_times_s) < len(workers) or is_slow_phase:
         return max(rules.start_hang_after_s, rules.hang_after_s)
-    return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(usual))
+    return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(step_times_s))
 
 
 def slowdown(
     plan: Plan,
-    theirs: Collection[WorkerStatus],
-    peers: Mapping[tuple[str, int], float],
+    workers: Collection[WorkerStatus],
+    medians_s: Mapping[tuple[str, int], float],
     least_ratio: float,
 ) -> float | None:
-    """Own compute time of a node's slowest rank over the median of its `peers`; None if it is not a
-    straggler.
+    """Returns the own compute time of a node's slowest rank over its peers' median.
 
-    Own time has no time spent in waiting for others, so ranks that a straggler holds up are not
-    stragglers.
+    Returns None if the node is not a straggler. Own time excludes the time spent waiting for other
+    ranks, so ranks that wait for a straggler are not stragglers.
     """
-    found = []
-    for one in filter(_is_timed, theirs):
-        place = plan.ranks[one.rank]
-        own = _of_the_most(plan, one)
-        usual = peers.get((place.node, place.coord.pp), 0.0)
-        more = own - usual
-        if (
-            usual > 0
-            and more > max(_LEAST_S, _SHARE * (one.usual_step_s or 0.0))
-            and own / usual >= least_ratio
-        ):
-            found.append(round(own / usual, 2))
-    return max(found, default=None)
+    ratios = []
+    for worker in filter(_is_timed, workers):
+        rank = plan.ranks[worker.rank]
+        own_s = _scaled_own_s(plan, worker)
+        usual_s = medians_s.get((rank.node, rank.coord.pp), 0.0)
+        min_excess_s = max(_MIN_EXCESS_S, _MIN_EXCESS_SHARE * (worker.usual_step_s or 0.0))
+        if usual_s <= 0 or own_s - usual_s <= min_excess_s:
+            continue
+        if own_s / usual_s >= least_ratio:
+            ratios.append(round(own_s / usual_s, 2))
+    return max(ratios, default=None)
 
 
-def peers_usual(plan: Plan, seen: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
-    """(node, stage) -> median of own compute time of that stage's ranks on other nodes, seconds.
+def peer_medians_s(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
+    """Returns (node, stage) -> median own compute time of that stage's ranks on other nodes,
+    seconds.
 
-    One sort per stage, in which a node's own ranks are stepped over, since there may be 16,384
-    ranks.
+    Sorts once per stage and skips a node's own ranks, since there may be 16,384 ranks.
     """
-    stages: dict[int, list[tuple[float, str]]] = defaultdict(list)
-    for one in filter(_is_timed, seen):
-        stages[plan.ranks[one.rank].coord.pp].append(
-            (_of_the_most(plan, one), plan.ranks[one.rank].node)
-        )
-    found: dict[tuple[str, int], float] = {}
-    for stage, order in stages.items():
-        order.sort()
-        places: dict[str, list[int]] = defaultdict(list)
-        for place, (_, node) in enumerate(order):
-            places[node].append(place)
-        for node, own in places.items():
-            others = len(order) - len(own)
-            if others:
-                low, high = (order[_without(own, at)][0] for at in ((others - 1) // 2, others // 2))
-                found[node, stage] = (low + high) / 2
-    return found
+    times_by_stage: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for worker in filter(_is_timed, workers):
+        rank = plan.ranks[worker.rank]
+        times_by_stage[rank.coord.pp].append((_scaled_own_s(plan, worker), rank.node))
+    medians: dict[tuple[str, int], float] = {}
+    for stage, times in times_by_stage.items():
+        times.sort()
+        indices_by_node: dict[str, list[int]] = defaultdict(list)
+        for index, (_, node) in enumerate(times):
+            indices_by_node[node].append(index)
+        for node, node_indices in indices_by_node.items():
+            peer_count = len(times) - len(node_indices)
+            if peer_count:
+                low_index = _index_outside(node_indices, (peer_count - 1) // 2)
+                high_index = _index_outside(node_indices, peer_count // 2)
+                medians[node, stage] = (times[low_index][0] + times[high_index][0]) / 2
+    return medians
 
 
-def _without(left_out: Collection[int], at: int) -> int:
-    """The index of the `at`-th element that is not in `left_out`, which is sorted."""
-    for place in left_out:
-        at += place <= at
-    return at
+def _index_outside(excluded: Collection[int], position: int) -> int:
+    """Returns the index of the `position`-th element not in `excluded`, which is sorted."""
+    for index in excluded:
+        position += index <= position
+    return position
 
 
-def _is_timed(one: WorkerStatus) -> bool:
-    return one.usual_own_s is not None and bool(one.usual_step_s)
+def _is_timed(worker: WorkerStatus) -> bool:
+    return worker.usual_own_s is not None and bool(worker.usual_step_s)
 
 
-def _of_the_most(plan: Plan, one: WorkerStatus) -> float:
-    """Own time of a rank, seconds, scaled to the largest number of micro-batches that any replica
-    computes."""
-    par = plan.parallel
-    assert one.usual_own_s is not None
-    if plan.program:  # nobody knows of batches
-        return one.usual_own_s
-    return (
-        one.usual_own_s
-        * par.micro_batches
-        / computed(par, replica_of(par, plan.ranks[one.rank].coord))
-    )
+def _scaled_own_s(plan: Plan, worker: WorkerStatus) -> float:
+    """Returns a rank's own seconds, scaled to the replica with the most micro-batches."""
+    parallel = plan.parallel
+    assert worker.usual_own_s is not None
+    if plan.program:  # its batches are unknown
+        return worker.usual_own_s
+    replica = replica_of(parallel, plan.ranks[worker.rank].coord)
+    return worker.usual_own_s * parallel.micro_batches / computed(parallel, replica)
 
 
-def _diagnosis(
-    kind: str, plan: Plan, one: WorkerStatus, seen: Collection[WorkerStatus], how: str
+def _rank_diagnosis(
+    kind: str,
+    plan: Plan,
+    worker: WorkerStatus,
+    workers: Collection[WorkerStatus],
+    behavior: str,
 ) -> Diagnosis:
-    place = plan.ranks[one.rank]
-    others = Counter(other.waiting for other in seen if other.rank != one.rank and other.waiting)
-    waits = f"did not enter {others.most_common(1)[0][0]}" if others and not one.waiting else None
-    phase = f"in {one.phase}" if one.phase not in ("", "start", "step") else "at work"
-    where = f"rank {one.rank} on {place.node} (gpu {place.gpu})"
-    if not one.step:
-        did = "had not begun to train"
-    else:
-        did = f"{waits or f'is {phase}'} of step {one.step}" + (
-            f", {phase}" if waits and phase != "at work" else ""
-        )
+    rank = plan.ranks[worker.rank]
+    location = f"rank {worker.rank} on {rank.node} (gpu {rank.gpu})"
     return Diagnosis(
-        kind, f"{where} {did}: {how}", one.rank, place.node, one.step - 1 if one.step else None
+        kind,
+        text=f"{location} {_situation(worker, workers)}: {behavior}",
+        rank=worker.rank,
+        node=rank.node,
+        step=worker.step - 1 if worker.step else None,
     )
 
 
-def _nobody(watched: Collection[WorkerStatus]) -> Diagnosis:
-    by_place: dict[str, list[int]] = {}
-    for one in sorted(watched, key=lambda one: one.rank):
-        by_place.setdefault(f"{one.waiting} of step {one.step}", []).append(one.rank)
-    where = "; ".join(f"{_ranks(ranks)} in {place}" for place, ranks in list(by_place.items())[:4])
-    still = min(one.still_s for one in watched)
-    step = min(one.step for one in watched)
+def _situation(worker: WorkerStatus, workers: Collection[WorkerStatus]) -> str:
+    """Describes the point of the step at which a worker hangs."""
+    if not worker.step:
+        return "had not begun to train"
+    phase = "at work"
+    if worker.phase not in ("", "start", "step"):
+        phase = f"in {worker.phase}"
+    peers = [peer for peer in workers if peer.rank != worker.rank]
+    awaited = Counter(peer.waiting for peer in peers if peer.waiting)
+    if worker.waiting or not awaited:
+        return f"is {phase} of step {worker.step}"
+    collective, _ = awaited.most_common(1)[0]
+    situation = f"did not enter {collective} of step {worker.step}"
+    return situation if phase == "at work" else f"{situation}, {phase}"
+
+
+def _network_diagnosis(watched: Collection[WorkerStatus]) -> Diagnosis:
+    """Returns the diagnosis of a hang in which every rank waits."""
+    ranks_by_collective: dict[str, list[int]] = {}
+    for worker in sorted(watched, key=lambda worker: worker.rank):
+        collective = f"{worker.waiting} of step {worker.step}"
+        ranks_by_collective.setdefault(collective, []).append(worker.rank)
+    groups = list(ranks_by_collective.items())[:4]
+    waiting_ranks = "; ".join(f"{_listed_ranks(ranks)} in {name}" for name, ranks in groups)
+    still_s = min(worker.still_s for worker in watched)
+    step = min(worker.step for worker in watched)
     text = (
-        f"every rank waits for another for {still:g} s ({where}): none is missing, what carries the"
-        " exchange is"
+        f"every rank waits for another, for {still_s:g} s ({waiting_ranks}): no rank is missing,"
+        " so the network is at fault"
     )
     return Diagnosis("collective_hung", text, step=step - 1 if step else None)
 
 
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"rank {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def _listed_ranks(ranks: list[int]) -> str:
+    first_ranks = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank {first_ranks}{more}"
 
 
-def gathered(by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan) -> list[WorkerStatus]:
-    """The status of all ranks, each as reported by the agent of its node."""
-    return [one for node, seen in by_node.items() for one in seen if _is_of(plan, one.rank, node)]
+def reported_workers(
+    workers_by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan
+) -> list[WorkerStatus]:
+    """Returns the statuses of all ranks, each as reported by the agent of its own node."""
+    return [
+        worker
+        for node, workers in workers_by_node.items()
+        for worker in workers
+        if _runs_on(plan, worker.rank, node)
+    ]
 
 
-def _is_of(plan: Plan, rank: int, node: str) -> bool:
+def _runs_on(plan: Plan, rank: int, node: str) -> bool:
     return 0 <= rank < len(plan.ranks) and plan.ranks[rank].node == node

@@ -1,1 +1,1 @@
-"""The coordinator of a run, and how it is elected."""
+"""The coordinator of a run, its election, and what it decides."""

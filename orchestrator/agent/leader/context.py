@@ -1,5 +1,4 @@
-"""What the components of a coordinator share: the run, its members, and the queue of events that
-have come in."""
+"""The state that a coordinator's components share: the run, its members, and the event queue."""
 
 from __future__ import annotations
 
@@ -26,14 +25,19 @@ Result = TypeVar("Result")
 
 
 class Event(NamedTuple):
-    epoch: int  # in which it was received
+    """A message of an agent, or an event about a node."""
+
+    epoch: int  # the coordinator's epoch when the event was received
     node: str
-    what: FromAgent | MemberLost | MemberUnfit | LeaseLost
+    message: FromAgent | MemberLost | MemberUnfit | LeaseLost
 
 
 class Context:
-    """`plan`: the one in force. `elastic`: nodes may be lost, leave and join while the run goes
-    on."""
+    """Shared state of a coordinator's components.
+
+    `plan` is the plan in force. In an `elastic` run nodes may be lost, leave and join while the run
+    continues.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class Context:
         key: bytes,
         node: str,
         recorder: Recorder,
-        record: StateWriter,
+        state_writer: StateWriter,
         elastic: bool,
     ):
         self.folder = folder
@@ -51,32 +55,33 @@ class Context:
         self.node = node
         self.elastic = elastic
         self.recorder = recorder
-        self.record = record
+        self.state_writer = state_writer
         self.plan = plan
-        self.ranked = used_nodes(plan)
+        self.ranked_nodes = used_nodes(plan)
         self.budget = policy.Budget(
-            rules.max_restarts,
-            record.restarts,
-            0,
-            rules.max_restarts_by_cause,
-            record.restarts_by_cause,
+            max_restarts=rules.max_restarts,
+            used=state_writer.restarts,
+            limits=rules.max_restarts_by_cause,
+            by_cause=state_writer.restarts_by_cause,
         )
         self.end_request: policy.Request | None = None
-        self._told: Intent | None = None  # what people want and the disk does not have
-        self.furthest_step = -1  # completed in any epoch
+        #: A request of people to end the run that the disk could not take.
+        self._unwritten_intent: Intent | None = None
+        #: The furthest step that was completed in any epoch.
+        self.furthest_step = -1
         self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self.membership = Membership(
             run=folder.run_id,
             plan=plan,
             key=key,
-            expected=self.ranked,
-            epoch=lambda: record.epoch,
-            tell=self.put,
-            note=self.note,
-            silence_s=rules.heartbeat_timeout_s,
+            expected=self.ranked_nodes,
+            epoch=lambda: state_writer.epoch,
+            deliver=self.put_event,
+            record_event=self.record_event,
+            heartbeat_timeout_s=rules.heartbeat_timeout_s,
             elastic=elastic,
         )
-        self.membership.excluded.update(record.excluded)
+        self.membership.excluded.update(state_writer.excluded)
 
     @property
     def members(self) -> dict[str, Member]:
@@ -84,133 +89,153 @@ class Context:
 
     @property
     def epoch(self) -> int:
-        return self.record.epoch
+        return self.state_writer.epoch
 
     def set_plan(self, plan: Plan) -> None:
-        """Makes this the plan in force. `ranked`: its nodes that hold ranks, in the plan's
-        order."""
+        """Puts `plan` in force; `ranked_nodes` are its nodes that hold ranks, in plan order."""
         self.plan = plan
-        self.ranked = used_nodes(plan)
+        self.ranked_nodes = used_nodes(plan)
 
     # ---------------------------------------------------------------------------------- events
 
-    def put(self, node: str, what: FromAgent | MemberLost | MemberUnfit | LeaseLost) -> None:
-        self._queue.put_nowait(Event(self.epoch, node, what))
+    def put_event(
+        self, node: str, message: FromAgent | MemberLost | MemberUnfit | LeaseLost
+    ) -> None:
+        self._queue.put_nowait(Event(self.epoch, node, message))
 
     def on_ticker_end(self, ticker: asyncio.Task[None]) -> None:
-        """Without heartbeats every node would take a healthy coordinator for lost: a bug in them is
-        to be seen."""
+        """Raises the heartbeat task's error in `next_event`.
+
+        Without heartbeats every node would consider a healthy coordinator lost, so a bug in that
+        task must end the run.
+        """
         if not ticker.cancelled() and (error := ticker.exception()):
             self._queue.put_nowait(error)
 
     async def next_event(self, until: float | None) -> Event | None:
-        """The next event; None at loop time `until`. Raises LeaseLost once another coordinator has
-        claimed an epoch."""
+        """Returns the next event, or None at loop time `until`.
+
+        Raises LeaseLost once another coordinator holds a newer epoch.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
-                left = None if until is None else max(0.0, until - loop.time())
-                event = await asyncio.wait_for(self._queue.get(), left)
+                timeout_s = None if until is None else max(0.0, until - loop.time())
+                event = await asyncio.wait_for(self._queue.get(), timeout_s)
             except TimeoutError:
                 return None
             if isinstance(event, BaseException):
                 raise event
-            if isinstance(event.what, LeaseLost) and event.epoch == self.epoch:
-                raise event.what
-            if isinstance(event.what, TerminationSignal) and event.what.by_people:
-                self._told = unwritten_end(event.what.force)
-            # an answer that was still in the queue when its epoch ended must not count for the next
-            # one
-            if event.epoch == self.epoch or isinstance(event.what, MemberLost | TerminationSignal):
+            if isinstance(event.message, LeaseLost) and event.epoch == self.epoch:
+                raise event.message
+            if isinstance(event.message, TerminationSignal) and event.message.by_people:
+                self._unwritten_intent = unwritten_end(event.message.force)
+            # A message left in the queue from an earlier epoch must not count for this one.
+            if event.epoch == self.epoch or isinstance(
+                event.message, MemberLost | TerminationSignal
+            ):
                 return event
 
-    def note(self, name: str, **fields: object) -> None:
+    def record_event(self, name: str, **fields: object) -> None:
         """Logs an event, and writes it to the run folder."""
         log.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
         self.recorder.event(name, **fields)
 
-    def note_epoch_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
+    def record_epoch_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
         cause = decision.cause
-        about = (
-            {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code}
-            if cause
-            else {}
-        )
-        said = {
+        fields: dict[str, object] = {
+            "epoch": self.epoch if epoch is None else epoch,
             "reason": decision.reason,
             "again": decision.again,
             "counted": decision.counted,
-            **about,
         }
-        self.note("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
+        if cause:
+            fields |= {
+                "fault": cause.kind,
+                "on": cause.node,
+                "rank": cause.rank,
+                "code": cause.code,
+            }
+        self.record_event("epoch_ended", **fields)
 
     # ---------------------------------------------------------------------------------- records
 
-    async def on_disk(self, record: Callable[[], Result]) -> Result:
-        """What `record` returns, called until the disk lets it, in at most RECORD_S; heartbeats go
-        on meanwhile.
+    async def retry_on_disk_errors(self, operation: Callable[[], Result]) -> Result:
+        """Returns the result of `operation`, which is retried for at most RECORD_S after disk
+        errors.
 
-        Raises what it has raised last, and LeaseLost.
+        Heartbeats continue meanwhile. Raises the last disk error, and LeaseLost.
         """
         insistence = Insistence()
         while True:
             try:
-                return record()
+                return operation()
             except RECORD_ERRORS as error:
                 insistence.refused(error)
             await asyncio.sleep(RECORD_AGAIN_S)
 
     async def begin_epoch(self) -> None:
-        """Starts the next epoch, which is on disk before anybody hears of it."""
-        await self.on_disk(self.record.claim)
-        self.record.begin_epoch()
-        await self.on_disk(self.record.retry)
+        """Starts the next epoch. Its number is on disk before any agent receives it."""
+        await self.retry_on_disk_errors(self.state_writer.lease_next_epoch)
+        self.state_writer.begin_epoch()
+        await self.retry_on_disk_errors(self.state_writer.retry)
 
     # ---------------------------------------------------------------------------------- members
 
-    def lose(self, node: str, text: str) -> None:
-        """Removes a member that is lost, and records it."""
-        self.membership.drop(node, "node_lost", text)
-        self.record.lost(node)
+    def remove_lost_node(self, node: str, reason: str) -> None:
+        """Removes a member whose node is lost, and records the loss."""
+        self.membership.remove(node, "node_lost", reason)
+        self.state_writer.record_lost(node)
 
-    def dismiss(self, node: str, code: Exit, reason: str) -> None:
-        """Tells a member to exit with `code`, and removes it."""
+    def release_node(self, node: str, code: Exit, reason: str) -> None:
+        """Sends a member away with exit code `code`, and removes it."""
         if member := self.members.get(node):
             member.channel.send(self.epoch, Done(code=int(code), reason=reason))
-            self.membership.drop(node, "node_left", reason)
-            self.record.left(node)
+            self.membership.remove(node, "node_left", reason)
+            self.state_writer.record_left(node)
 
     # ---------------------------------------------------------------------------------- the end
 
     @property
-    def asked(self) -> Intent | None:
-        """What people have asked for since this attempt began, if it has to end for that."""
-        return self._told or due(self.folder, self.record.intent)
+    def end_intent(self) -> Intent | None:
+        """The request of people, made since this attempt began, that ends it, or None."""
+        return self._unwritten_intent or due(self.folder, self.state_writer.first_intent)
 
     def request_end(self, signal: TerminationSignal) -> policy.Request:
-        """Notes that somebody asked for the end of the run; the first request counts, or what
-        people have asked."""
-        if (asked := self.asked) and (self.end_request is None or asked.want == "end"):
+        """Returns the request that ends the run: a cancel by people, else the first request."""
+        if (intent := self.end_intent) and (self.end_request is None or intent.want == "end"):
             self.end_request = policy.Request(
-                "cancelled" if asked.want == "end" else "stopped", asked.text
+                "cancelled" if intent.want == "end" else "stopped", intent.text
             )
         elif self.end_request is None:
             self.end_request = policy.Request("stopped", signal.reason)
         return self.end_request
 
-    def not_started(self, signal: TerminationSignal) -> policy.Decision:
-        """The decision when the end is asked for before any worker has started."""
+    def end_before_start(self, signal: TerminationSignal) -> policy.Decision:
+        """Returns the decision for a request to end the run before any worker has started."""
         request = self.request_end(signal)
-        return self.end(request.kind, Exit.RESTART, f"{request.reason}; nothing had started")
+        return self.end_run(request.kind, Exit.RESTART, f"{request.reason}; nothing had started")
 
-    def end(
+    def end_run(
         self,
         state: policy.FinalState,
         code: int,
-        text: str,
+        reason: str,
         kind: str = "",
         node: str | None = None,
     ) -> policy.Decision:
-        """The decision that ends a run outside an epoch. `kind`: of the cause; "" for none."""
-        cause = Cause(kind=kind, text=text, epoch=self.epoch, node=node) if kind else None
-        return policy.Decision(False, state, text, self.budget, int(code), cause=cause)
+        """Returns the decision that ends a run outside an epoch.
+
+        `kind` is the kind of its cause, "" if nothing failed.
+        """
+        cause = None
+        if kind:
+            cause = Cause(kind=kind, text=reason, epoch=self.epoch, node=node)
+        return policy.Decision(
+            again=False,
+            state=state,
+            reason=reason,
+            budget=self.budget,
+            code=int(code),
+            cause=cause,
+        )

@@ -1,1 +1,1 @@
-"""The agent of one node and its worker processes."""
+"""The agent of one node, and its worker processes."""

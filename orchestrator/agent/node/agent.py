@@ -1,5 +1,4 @@
-"""The agent of one node: joins the coordinator, controls its node's workers as told, and reports on
-them."""
+"""The agent of one node: joins the coordinator, controls its workers on its behalf, and reports."""
 
 from __future__ import annotations
 
@@ -22,18 +21,18 @@ from .progress import LOOK_S
 from .recorder import Recorder
 from .worker_control import WorkerControl
 
-_ORPHAN_GRACE_S = (
-    10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
-)
-_ELASTIC_ORPHAN_GRACE_S = 3.0  # where another coordinator waits for this node
-_FEW_NODES = 1024  # whose agents may report at each look, which is twice a heartbeat
+#: Seconds for workers whose coordinator is gone: they can no longer agree on a step to save.
+_ORPHAN_GRACE_S = 10.0
+_ELASTIC_ORPHAN_GRACE_S = 3.0  # another coordinator waits for this node
+#: Up to so many nodes, agents report at each examination of their workers, twice per heartbeat.
+_FEW_NODES = 1024
 
 log = logging.getLogger("orch.agent")
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What only the node's machine knows of it."""
+    """Facts that only the node's machine knows."""
 
     host: str
     address: str
@@ -44,8 +43,11 @@ class NodeFacts:
 
 
 class Agent:
-    """`metrics_address`: host:port of this node's Prometheus endpoint. `root`: of the machine's own
-    files."""
+    """The agent of one node.
+
+    `metrics_address` is host:port of this node's Prometheus endpoint, `root` the root of the
+    machine's own files.
+    """
 
     def __init__(
         self,
@@ -67,25 +69,28 @@ class Agent:
         self._recorder = recorder
         self._metrics_address = metrics_address
         self._control = WorkerControl(
-            folder, plan, request, node, recorder, self._send, connector.moves, root
+            folder,
+            plan,
+            request,
+            node=node,
+            recorder=recorder,
+            send=self._send,
+            replans=connector.moves,
+            root=root,
         )
         self._channel: Channel | None = None
         self._epoch = -1  # the last epoch it followed
         self._silent_ticks = 0
-        self._assigned: messages.Assign | None = (
-            None  # of this epoch, until its workers are told to stop
-        )
+        #: The assignment of this epoch, until its workers have to stop.
+        self._assigned: messages.Assign | None = None
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._signalled = self._insisted = (
-            False  # told from outside that the end is wanted; by a signal
-        )
-        self._notice: messages.TerminationSignal | None = (
-            None  # what was said of it: also to the next coordinator
-        )
+        self._signalled = False  # a termination signal was received
+        self._next_forces = False  # a further signal kills the workers without a save
+        #: The last termination signal; it is sent to the next coordinator as well.
+        self._termination: messages.TerminationSignal | None = None
 
     async def run(self) -> int:
-        """Runs until the run is over; returns the exit code. Nothing that it has started is alive
-        then."""
+        """Runs until the run is over; returns the exit code once all processes below are gone."""
         tasks: list[asyncio.Task] = []
         try:
             self._control.open()
@@ -99,7 +104,7 @@ class Agent:
                     [self._result, *tasks], return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in done - {self._result}:
-                    task.result()  # a bug: let it be seen
+                    task.result()  # raises the error of a bug
                 if self._result.done() or not self._connector.moves:
                     return await self._result
                 await self._disconnect(tasks)
@@ -119,46 +124,49 @@ class Agent:
 
     # ---------------------------------------------------------------------------------- the end
 
-    def terminate(self, reason: str, signal_name: str = "SIGTERM", insists: bool = True) -> None:
-        """Asks the coordinator to end the run, or to go on without this node.
+    def terminate(self, reason: str, signal_name: str = "SIGTERM", can_force: bool = True) -> None:
+        """Asks the coordinator to end the run, or to continue without this node.
 
-        The second time, if it `insists`, the workers are killed at once, without a save.
+        The second signal that `can_force` kills the workers at once, without a save.
         """
-        if self._signalled and not insists:
+        if self._signalled and not can_force:
             return
-        force = self._insisted and insists
-        self._insisted = self._insisted or insists
-        told = f"{self._node}: {reason}"
-        notice = messages.TerminationSignal(reason=told, signal=signal_name, force=force)
-        self._pass_on(reason, notice)
+        force = self._next_forces and can_force
+        self._next_forces = self._next_forces or can_force
+        node_reason = f"{self._node}: {reason}"
+        termination = messages.TerminationSignal(
+            reason=node_reason,
+            signal=signal_name,
+            force=force,
+        )
+        self._forward_termination(reason, termination)
 
-    def end_as_asked(self, force: bool) -> None:
-        """Tells the coordinator that people want the run to end."""
-        wish = unwritten_end(force).text
-        notice = messages.TerminationSignal(
-            reason=wish,
+    def request_end(self, force: bool) -> None:
+        """Forwards a request of people to end the run to the coordinator."""
+        reason = unwritten_end(force).text
+        termination = messages.TerminationSignal(
+            reason=reason,
             signal="SIGTERM",
             force=force,
             by_people=True,
         )
-        self._pass_on(wish, notice)
+        self._forward_termination(reason, termination)
 
-    def _pass_on(self, reason: str, notice: messages.TerminationSignal) -> None:
-        """`reason`: as this node says it."""
+    def _forward_termination(self, reason: str, termination: messages.TerminationSignal) -> None:
+        """Sends a termination signal to the coordinator. `reason` is for this node's log."""
         self._signalled = True
-        self._notice = notice
+        self._termination = termination
         log.warning("%s", reason)
-        self._recorder.event("notice", reason=reason, force=notice.force)
+        self._recorder.event("notice", reason=reason, force=termination.force)
         if self._channel is None:
             self._finish(Exit.RESTART, reason)
             return
-        self._send(notice)
-        if notice.force:
+        self._send(termination)
+        if termination.force:
             self._control.kill()
 
-    def leave(self, code: int, reason: str) -> None:
-        """Ends this agent; the coordinator in this process is fenced, or this node must leave the
-        run."""
+    def exit_with(self, code: int, reason: str) -> None:
+        """Ends this agent: its coordinator is fenced, or this node must leave the run."""
         if code == Exit.FENCED:
             self._control.kill()
         self._finish(code, reason)
@@ -169,8 +177,7 @@ class Agent:
             self._recorder.event("leaving", code=int(code), reason=reason)
             self._result.set_result(int(code))
 
-    # ---------------------------------------------------------------------------------- the
-    #     connection
+    # ------------------------------------------------------------------------- the connection
 
     def _send(self, message: messages.FromAgent) -> None:
         if self._channel:
@@ -190,12 +197,12 @@ class Agent:
                 warm=self._control.warm,
             )
         )
-        if self._notice:
-            self._send(self._notice)
+        if self._termination:
+            self._send(self._termination)
         return channel
 
     async def _disconnect(self, tasks: list[asyncio.Task]) -> None:
-        """Leaves a coordinator that is gone; no worker runs any more."""
+        """Leaves a coordinator that is gone, after the last worker has ended."""
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -203,14 +210,16 @@ class Agent:
         self._channel = None
         self._silent_ticks = 0
         self._assigned = None
-        self._control.disconnected()
+        self._control.on_disconnect()
         if channel:
             await channel.close()
 
     async def _heartbeats(self, channel: Channel) -> None:
-        """Sends heartbeats, and aborts the connection when the coordinator is silent. See
-        protocol/heartbeat.py."""
-        most = timeout_ticks(self._rules.heartbeat_timeout_s, LOOK_S)
+        """Sends heartbeats, and closes the connection if the coordinator is silent.
+
+        See protocol/heartbeat.py.
+        """
+        timeout = timeout_ticks(self._rules.heartbeat_timeout_s, LOOK_S)
         clock = asyncio.get_running_loop().time
         timer = HeartbeatTimer(LOOK_S, clock())
         while True:
@@ -219,16 +228,16 @@ class Agent:
             due, in_time = timer.tick(began, clock())
             self._control.watch()
             pids = self._control.pids
-            seen = self._recorder.progress.look(pids)
-            if due or self._few_nodes or any(one.is_frozen for one in seen):
-                self._send(messages.AgentAlive(step=self._recorder.furthest_step, seen=seen))
+            workers = self._recorder.progress.look(pids)
+            if due or self._few_nodes or any(worker.is_frozen for worker in workers):
+                self._send(messages.AgentAlive(step=self._recorder.furthest_step, seen=workers))
             self._recorder.metrics.set("orch_workers", len(pids))
             self._silent_ticks += in_time
-            if in_time and self._silent_ticks == most:
-                channel.abort()  # _listen goes on from there
+            if in_time and self._silent_ticks == timeout:
+                channel.abort()  # ends `_listen`, which handles the loss
 
     async def _listen(self, channel: Channel) -> None:
-        """Follows the coordinator's messages until it is gone."""
+        """Handles the coordinator's messages until it is gone."""
         reason = "the coordinator is gone"
         try:
             while (received := await channel.receive()) is not None:
@@ -240,7 +249,7 @@ class Agent:
             await self._on_coordinator_lost(reason)
 
     async def _on_coordinator_lost(self, reason: str) -> None:
-        """Stops the workers, since without a coordinator nobody may write any more."""
+        """Stops the workers, since nobody may write to the run without a coordinator."""
         log.error("%s", reason)
         self._recorder.event("coordinator_lost", reason=reason)
         grace_s = _ELASTIC_ORPHAN_GRACE_S if self._connector.moves else _ORPHAN_GRACE_S
@@ -250,8 +259,7 @@ class Agent:
         if not self._connector.moves:
             self._finish(Exit.CAPACITY, reason)
 
-    # ---------------------------------------------------------------------------------- the
-    #     coordinator's messages
+    # ------------------------------------------------------------- the coordinator's messages
 
     def _handle(self, epoch: int, message: messages.FromCoordinator) -> None:
         if isinstance(message, messages.Fenced):
@@ -269,10 +277,8 @@ class Agent:
                 self._epoch = epoch
                 self._assigned = None
                 self._control.begin_epoch(epoch)
-                self._get_ready(epoch)
-        elif (
-            epoch == self._epoch
-        ):  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
+                self._send_ready(epoch)
+        elif epoch == self._epoch:  # else a heartbeat of an epoch for which there was no Prepare
             self._handle_current(message)
 
     def _handle_current(
@@ -293,22 +299,20 @@ class Agent:
             case _:
                 assert_never(message)
 
-    def _get_ready(self, epoch: int) -> None:
-        """Says where rank 0's store would listen; while no socket can be opened, this is tried
-        again."""
+    def _send_ready(self, epoch: int) -> None:
+        """Reports the port of a store for rank 0; retries while no socket can be opened."""
         if epoch != self._epoch or self._result.done():
             return
         try:
             port = self._control.open_store(self._facts.address)
         except OSError as error:
-            log.error("no socket for the store: %s", error)
-            asyncio.get_running_loop().call_later(LOOK_S, self._get_ready, epoch)
+            log.error("cannot open a socket for the store; will retry: %s", error)
+            asyncio.get_running_loop().call_later(LOOK_S, self._send_ready, epoch)
         else:
             self._send(messages.Ready(port=port))
 
     def _assign(self, order: messages.Assign, until: float) -> None:
-        """Starts the workers; while their plan cannot be read here, this is tried again until loop
-        time `until`."""
+        """Starts the workers; retries until loop time `until` while their plan is unreadable."""
         if self._assigned is not order or self._result.done():
             return
         loop = asyncio.get_running_loop()
@@ -325,7 +329,8 @@ class Agent:
         if examination is None:
             self._control.stop(order)
         else:
-            # another node was faster in ending its workers: ours are ended when their stacks are saved
+            # Another node ended its workers first: this node's workers end once their stacks are
+            # saved.
             examination.add_done_callback(
                 lambda task: None if task.cancelled() else self._handle(epoch, order)
             )

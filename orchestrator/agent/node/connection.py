@@ -1,4 +1,4 @@
-"""How an agent finds the coordinator and connects to it."""
+"""Finds the coordinator and connects an agent to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CoordinatorAddress(Frozen, omit_defaults=True):
     host: str
     port: int
     node: str = ""
-    epoch: int = -1  # the newest that it has claimed
+    epoch: int = -1  # the newest epoch that it holds the lease on
     heartbeats: int = msgspec.field(default=0, name="beat")
 
 
@@ -46,24 +46,26 @@ class NoCoordinator(Exception):
 
 
 class Connector(Protocol):
-    """`moves`: when the coordinator is gone, another node may have a new one."""
+    """Finds an agent's coordinator. `moves`: the coordinator may move to another node."""
 
     moves: bool
 
-    async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
-        """A channel to the coordinator. `epoch`: the newest that the agent has followed; `order`:
-        the plan's nodes.
+    async def connect(self, epoch: int, order: Sequence[str], ended: asyncio.Future) -> Channel:
+        """Connects to the coordinator.
 
-        Raises NoCoordinator, also when `over` is done, and WrongKey.
+        `epoch` is the newest epoch that the agent has followed, `order` the plan's nodes. Raises
+        NoCoordinator, also when `ended` is done, and WrongKey.
         """
 
     def workers_started(self, order: Sequence[str]) -> None:
-        """To be called when the agent has started its workers."""
+        """Handles the start of the node's workers."""
 
 
 class FixedCoordinator:
-    """The coordinator of a run with fixed nodes. It may start after the agents: they try until the
-    join timeout."""
+    """Connects to the coordinator of a run with fixed nodes.
+
+    It may start after the agents, which retry until the join timeout.
+    """
 
     moves = False
 
@@ -73,23 +75,28 @@ class FixedCoordinator:
         self._key = key
         self._join_timeout_s = join_timeout_s
 
-    async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
-        end = time.monotonic() + self._join_timeout_s
-        problem = "it has not said where it listens"
-        while not over.done():
+    async def connect(self, epoch: int, order: Sequence[str], ended: asyncio.Future) -> Channel:
+        deadline = time.monotonic() + self._join_timeout_s
+        problem = "it has not announced its address"
+        while not ended.done():
             try:
-                where = msgspec.json.decode(
-                    self._folder.coordinator.read_bytes(), type=CoordinatorAddress
+                document = self._folder.coordinator.read_bytes()
+                address = msgspec.json.decode(document, type=CoordinatorAddress)
+                return await connect(
+                    address.host,
+                    address.port,
+                    run=self._folder.run_id,
+                    node=self._node,
+                    key=self._key,
+                    message_type=FromCoordinator,
                 )
-                arguments = self._folder.run_id, self._node, self._key, FromCoordinator
-                return await connect(where.host, where.port, *arguments)
             except WrongKey:
                 raise
-            except FileNotFoundError:  # not yet
+            except FileNotFoundError:  # the coordinator has not started yet
                 pass
             except (OSError, Refused, *UNREADABLE) as error:
                 problem = str(error)
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 break
             await asyncio.sleep(_POLL_S)
         raise NoCoordinator(Exit.CAPACITY, f"no coordinator: {problem}")

@@ -1,5 +1,4 @@
-"""Files of the run folder, read and written beside the event loop: if their file system hangs, the
-agent does not."""
+"""Reads and writes files of the run folder in a thread, so that a hung disk hangs no agent."""
 
 from __future__ import annotations
 
@@ -11,66 +10,72 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-_MOST_S = 5.0  # for one piece of work; on a healthy disk it takes milliseconds
+_TIMEOUT_S = 5.0  # for one operation; on a healthy disk it takes milliseconds
 
 T = TypeVar("T")
 
 
-def append(path: Path, text: str) -> None:
-    """Adds to a log what orch has to say there, if the disk takes it."""
+def append(path: Path, lines: str) -> None:
+    """Appends orch's own lines to a worker's log, if the disk allows it."""
     with contextlib.suppress(OSError), path.open("a") as file:
-        file.write(text)
+        file.write(lines)
 
 
 class Disk:
-    """A thread that does one piece of work after the other. What takes too long counts as not done;
-    until it has ended after all, nothing else is begun."""
+    """A thread that runs one disk operation after the other.
 
-    def __init__(self, most_s: float = _MOST_S):
-        self._most_s = most_s
-        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
+    An operation that takes too long counts as failed; until it ends, no other one starts.
+    """
+
+    def __init__(self, timeout_s: float = _TIMEOUT_S):
+        self._timeout_s = timeout_s
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
-        self._late = 0  # pieces of work that nobody waits for any more
+        self._late = 0  # operations that timed out and are still running
 
     @property
     def hangs(self) -> bool:
         return self._late > 0
 
-    async def do(self, work: Callable[[], T], otherwise: T) -> T:
-        """What `work()` returns; `otherwise` if it fails with an OSError, or hangs."""
+    async def run(self, operation: Callable[[], T], default: T) -> T:
+        """Returns the result of `operation`, or `default` if it raises an OSError or hangs."""
         if self.hangs:
-            return otherwise
-        if self._thread is None:  # a daemon: one that hangs keeps no process from its end
-            self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
+            return default
+        if self._thread is None:  # a daemon, so that a hung one does not keep the process alive
+            self._thread = threading.Thread(
+                target=self._serve,
+                name="disk",
+                daemon=True,
+            )
             self._thread.start()
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._orders.put((work, done))
-        finished, _ = await asyncio.wait([done], timeout=self._most_s)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._tasks.put((operation, future))
+        finished, _ = await asyncio.wait([future], timeout=self._timeout_s)
         if not finished:
             self._late += 1
-            done.add_done_callback(self._ended_late)
-            return otherwise
+            future.add_done_callback(self._ended_late)
+            return default
         with contextlib.suppress(OSError):
-            return done.result()
-        return otherwise
+            return future.result()
+        return default
 
     def close(self) -> None:
-        self._orders.put(None)
+        self._tasks.put(None)
 
-    def _ended_late(self, done: asyncio.Future[Any]) -> None:
+    def _ended_late(self, future: asyncio.Future[Any]) -> None:
         self._late -= 1
-        done.exception()  # of no interest any more
+        future.exception()  # marks the error as retrieved
 
     def _serve(self) -> None:
-        while (order := self._orders.get()) is not None:
-            work, done = order
+        while (task := self._tasks.get()) is not None:
+            operation, future = task
             try:
-                tell = done.set_result
-                found = work()
+                set_outcome = future.set_result
+                outcome = operation()
             except Exception as error:
-                tell = done.set_exception
-                found = error
+                set_outcome = future.set_exception
+                outcome = error
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                done.get_loop().call_soon_threadsafe(tell, found)
+                future.get_loop().call_soon_threadsafe(set_outcome, outcome)

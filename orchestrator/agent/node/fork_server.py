@@ -1,20 +1,20 @@
 """The fork server: imports the program once per node and forks workers that start in milliseconds.
 
-Importing torch costs seconds and hundreds of MiB a process. All workers of a node, in every epoch
-of the run, share one import and its memory, so a restart does not wait for it.
+Importing torch costs seconds, and hundreds of MiB per process. All workers of a node, in every
+epoch of the run, share one import and its memory, so a restart does not wait for it.
 
 The worker supervisor starts the fork server. A worker becomes the supervisor's own child: it is
-forked twice, the process in between exits, and the kernel gives the orphan to the nearest
+forked twice, the intermediate process exits, and the kernel gives the orphan to the nearest
 subreaper, which is the supervisor. The worker waits for the supervisor's go-ahead before it runs,
 so the supervisor knows every worker that runs. If the fork server is gone, the supervisor starts
 workers by fork and exec.
 
-The program is a package with two modules: `<package>.preload`, imported here, whose
-`prepare(arguments, environment)` runs here before a worker is forked (more to import for this
-worker) and `after_fork()` first in every worker; and `<package>.__main__` with `main(arguments)`.
-Forking is safe because this process has one thread and computes nothing.
+The program is a package with two modules. `<package>.preload` is imported here; its
+`prepare(arguments, environment)` runs here before a worker is forked (more imports for this
+worker), and its `after_fork()` runs first in every worker. `<package>.__main__` has
+`main(arguments)`. Forking is safe because this process has one thread and computes nothing.
 
-Agent, supervisor and fork server talk by packets: one JSON object each, over a Unix socketpair of
+Agent, supervisor and fork server exchange packets, one JSON object each, over a Unix socketpair of
 type SEQPACKET.
 """
 
@@ -38,10 +38,9 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.processes import die_with_parent, name_process
 
 LARGEST_PACKET = 1 << 17  # bytes
-REPORT_FD = 3  # where a worker finds its report pipe
-STORE_FD = 4  # where rank 0 finds the socket of its store
-#: Signals that the worker supervisor and the fork server ignore; workers get their default
-#: handlers.
+REPORT_FD = 3  # a worker's report pipe
+STORE_FD = 4  # the socket of rank 0's store
+#: Signals that the worker supervisor and the fork server ignore. Workers get the default handlers.
 SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -52,12 +51,11 @@ SIGNALS = (
     signal.SIGPIPE,
     signal.SIGXFSZ,
 )
-_ADOPTION_S = 10.0  # the kernel's part of it takes microseconds
+_ADOPTION_S = 10.0  # until the supervisor is the parent, which the kernel does in microseconds
 
 
 def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
-    """Packets that can be read without waiting, in order; None, always last, if the peer is
-    gone."""
+    """Yields packets that are available now; None, always last, if the peer is gone."""
     while True:
         try:
             packet = peer.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
@@ -71,27 +69,31 @@ def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
         yield json.loads(packet)
 
 
-def settle(supervisor: int, log: int, report: int, store: int | None, cores: Sequence[int]) -> None:
-    """Sets up a new worker: own session, default signals, output to the log, report pipe on
-    descriptor 3, and on 4 the socket of rank 0's store; bound to `cores`, if there are any.
+def set_up_worker(
+    supervisor: int,
+    log: int,
+    report: int,
+    store: int | None,
+    cores: Sequence[int],
+) -> None:
+    """Sets up a new worker process, which dies with its supervisor.
 
-    It dies with its supervisor.
+    It gets its own session, default signal handlers, the log as output, the report pipe as
+    descriptor 3 and the socket of rank 0's store as descriptor 4. It is bound to `cores`, if any.
     """
     os.setsid()
     if cores:
-        with contextlib.suppress(
-            OSError
-        ):  # the job's cores have changed just now: it runs where it may
+        with contextlib.suppress(OSError):  # the job's cores have just changed: it stays unbound
             os.sched_setaffinity(0, cores)
     signal.set_wakeup_fd(-1)
     for signum in (*SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     die_with_parent(supervisor)
-    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    sources = {0: nothing, 1: log, 2: log, REPORT_FD: report} | (
-        {} if store is None else {STORE_FD: store}
-    )
-    # out of the way of the numbers above
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    sources = {0: null, 1: log, 2: log, REPORT_FD: report}
+    if store is not None:
+        sources[STORE_FD] = store
+    # Duplicates above the fixed numbers, so that no source is overwritten before it is copied.
     free = {
         fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STORE_FD + 1) for fd in set(sources.values())
     }
@@ -104,11 +106,18 @@ def settle(supervisor: int, log: int, report: int, store: int | None, cores: Seq
 
 
 class ForkServer:
-    """Serves one worker supervisor. One packet per worker: JSON, and descriptors of log, reports,
-    go-ahead pipe, and for rank 0 the socket of the store."""
+    """Serves one worker supervisor.
+
+    Each worker is ordered by one packet: JSON, and descriptors of its log, reports and go-ahead
+    pipe, and for rank 0 of the store's socket.
+    """
 
     def __init__(
-        self, orders: socket.socket, supervisor: int, program: ModuleType, preload: ModuleType
+        self,
+        orders: socket.socket,
+        supervisor: int,
+        program: ModuleType,
+        preload: ModuleType,
     ):
         self._orders = orders
         self._supervisor = supervisor
@@ -117,36 +126,37 @@ class ForkServer:
 
     def serve(self) -> None:
         """Forks workers on request until the supervisor is gone."""
-        with contextlib.suppress(
-            Exception
-        ):  # as below; no worker has been asked for, its program is known
+        # No worker has been ordered, but its program is known. Errors are handled as below.
+        with contextlib.suppress(Exception):
             self._preload.prepare([], os.environ)
         gc.collect()
-        with contextlib.suppress(OSError):  # the supervisor is gone: the next packet says so
+        with contextlib.suppress(OSError):  # the supervisor is gone: the next recv notices
             self._orders.send(json.dumps({"warm": True}).encode())
         while True:
             packet, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST_PACKET, 4)
             if not packet:
                 return
             order = json.loads(packet)
-            with contextlib.suppress(
-                Exception
-            ):  # the worker meets it again, and says so in its own log
+            with contextlib.suppress(Exception):  # the worker will log the same error
                 self._preload.prepare(order["arguments"], order["environment"])
-            # a collection in a worker would write to, and so copy, every page it shares with this
-            # process
+            # A garbage collection in a worker would write to, and so copy, every shared page.
             gc.freeze()
-            between = os.fork()
-            if between == 0:
+            intermediate = os.fork()
+            if intermediate == 0:
                 self._fork_worker(order, *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-            os.waitpid(between, 0)
+            os.waitpid(intermediate, 0)
 
     def _fork_worker(
-        self, order: dict, log: int, report: int, go_ahead: int, store: int | None = None
+        self,
+        order: dict,
+        log: int,
+        report: int,
+        go_ahead: int,
+        store: int | None = None,
     ) -> NoReturn:
-        """In the intermediate process: fork the worker, send its pid, exit."""
+        """Forks the worker, sends its pid and exits. Runs in the intermediate process."""
         try:
             pid = os.fork()
             if pid == 0:
@@ -156,19 +166,24 @@ class ForkServer:
             os._exit(0)
 
     def _run_worker(
-        self, order: dict, log: int, report: int, go_ahead: int, store: int | None
+        self,
+        order: dict,
+        log: int,
+        report: int,
+        go_ahead: int,
+        store: int | None,
     ) -> NoReturn:
-        """In the worker."""
-        code = int(Exit.FENCED)  # cancelled
+        """Runs the program in the worker process."""
+        code = int(Exit.FENCED)  # stays if the worker is cancelled
         try:
             end = time.monotonic() + _ADOPTION_S
             while os.getppid() != self._supervisor and time.monotonic() < end:
                 time.sleep(0.0005)
-            settle(self._supervisor, log, report, store, order["cores"])
+            set_up_worker(self._supervisor, log, report, store, order["cores"])
             for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # as in every Python program
                 signal.signal(signum, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if os.read(go_ahead, 1):  # nothing: the supervisor has cancelled this worker
+            if os.read(go_ahead, 1):  # nothing: the supervisor cancelled this worker
                 for inherited in (go_ahead, self._orders.fileno()):
                     os.close(inherited)
                 os.environ.update(order["environment"])
@@ -193,22 +208,19 @@ class ForkServer:
 
 
 def main() -> int:
-    """`python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE`, started by the worker
-    supervisor."""
+    """Runs `python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE`."""
     orders = socket.socket(fileno=int(sys.argv[1]))
     package = sys.argv[2]
     supervisor = os.getppid()
     die_with_parent(supervisor)
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    with contextlib.suppress(
-        OSError
-    ):  # so that no descriptor that arrives later has a number of a worker's own
+    # Descriptors that arrive later must not get the fixed numbers of a worker's own ones.
+    with contextlib.suppress(OSError):
         while os.open(os.devnull, os.O_RDONLY) <= STORE_FD:
             pass
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # threads of this process would be missing in its children
+    # Threads of this process would be missing in its children.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     preload = importlib.import_module(f"{package}.preload")
     program = importlib.import_module(f"{package}.__main__")
     with orders:

@@ -1,20 +1,16 @@
-"""The Prometheus endpoint of a node. Names, types and units: docs/protocol.md, Metrics.
+"""The Prometheus metrics of a node. Names, types and units: docs/protocol.md, Metrics.
 
-Labels are job (the run id) and node; of gauges, which hold for one epoch, also plan_epoch. Counters
-and histograms go on from one epoch to the next, so that the page does not grow with the epochs of a
-run. There is no rank label, since a job may have tens of thousands of ranks: a series is the sum or
-the maximum over the ranks of its node, as its help text says; `sum by (job)` or `max by (job)` over
-the nodes gives the job's value. A report costs microseconds.
+Labels are job (the run id) and node; gauges, which are valid for one epoch, also have plan_epoch.
+Counters and histograms continue from one epoch to the next, so that the page does not grow with the
+epochs of a run. There is no rank label, since a job may have tens of thousands of ranks: a series
+is the sum or the maximum over the ranks of its node, as its help text says; `sum by (job)` or `max
+by (job)` over the nodes gives the job's value. Handling a report costs microseconds.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -23,7 +19,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from orchestrator import __version__
@@ -83,7 +78,7 @@ _GAUGES = {
     "orch_ettr_ratio": (
         "Effective training time ratio: productive seconds of this node over all its seconds."
     ),
-    "orch_tokens_per_second": "Tokens a second of the whole job over the last step.",
+    "orch_tokens_per_second": "Tokens per second of the whole job over the last step.",
     "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
     "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
     "orch_pipeline_bubble_ratio": (
@@ -119,7 +114,7 @@ _GAUGES = {
     "orch_plan_info": "The plan in force, as labels.",
     "orch_build_info": "The version of orch.",
 }
-_EXTRA = {
+_EXTRA_LABELS = {
     "orch_loss_term": ["term"],
     "orch_expert_bytes": ["level"],
     "orch_expert_seconds": ["level"],
@@ -152,19 +147,23 @@ class _Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        running = 0.0
-        result: list[tuple[str, float]] = []
+        total = 0.0
+        bounds_and_counts: list[tuple[str, float]] = []
         for bound, count in zip((*BUCKETS, float("inf")), self.counts, strict=True):
-            running += count
-            result.append(("+Inf" if bound == float("inf") else str(bound), running))
-        return result
+            total += count
+            bounds_and_counts.append(("+Inf" if bound == float("inf") else str(bound), total))
+        return bounds_and_counts
 
 
 class NodeMetrics(Collector):
     """The metrics of one node, computed from the reports of its workers."""
 
     def __init__(
-        self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic
+        self,
+        job: str,
+        node: str,
+        plan: Plan,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._job = job
         self._node = node
@@ -185,19 +184,27 @@ class NodeMetrics(Collector):
         self._dropped: dict[int, int] = {}
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
-        for reason in ("failure", "saved"):  # the first restart is an increase, too
+        for reason in ("failure", "saved"):  # so that the first restart shows as an increase
             self.add("orch_restarts", 0, reason)
 
     def begin_epoch(self, epoch: int) -> None:
         """Starts an epoch: gauges of older epochs are dropped, counters are kept."""
         self.enter("rendezvous")
         self._epoch = epoch
-        keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
-        self._gauges = {k: v for k, v in self._gauges.items() if k[0].startswith(keep)}
+        kept_prefixes = (
+            "orch_last_durable",
+            "orch_checkpoint",
+            "orch_healthy",
+            "orch_wanted",
+            "orch_spare",
+        )
+        self._gauges = {
+            key: value for key, value in self._gauges.items() if key[0].startswith(kept_prefixes)
+        }
         self._memory.clear()
         self._bubbles.clear()
         self._dropped.clear()
-        self._say_plan()
+        self._set_plan_info()
         self.set("orch_build_info", 1, __version__)
 
     def replan(self, plan: Plan) -> None:
@@ -207,12 +214,12 @@ class NodeMetrics(Collector):
         self._gauges = {
             key: value for key, value in self._gauges.items() if key[0] != "orch_plan_info"
         }
-        self._say_plan()
+        self._set_plan_info()
 
-    def _say_plan(self) -> None:
-        par = self._plan.parallel
-        degrees = (str(getattr(par, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
-        self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, par.schedule)
+    def _set_plan_info(self) -> None:
+        parallel = self._plan.parallel
+        degrees = (str(getattr(parallel, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
+        self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, parallel.schedule)
 
     def enter(self, state: WallState) -> None:
         """Sets the state that this node's time counts as, until its next step."""
@@ -227,27 +234,8 @@ class NodeMetrics(Collector):
             self._gauges[name, labels] = value
 
     def on_step(self, report: StepReport, at: float) -> None:
-        if (
-            self._ranks and report.rank == self._ranks[0]
-        ):  # one worker speaks for the node's progress
-            stall_s = report.phase_s.get("checkpoint", 0.0)
-            back_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
-            if back_s is not None:
-                self._recoveries.setdefault((), _Histogram()).observe(back_s)
-            self.add("orch_step", 1)
-            self.add(
-                "orch_tokens", report.tokens * len(self._ranks) / self._plan.parallel.world_size
-            )
-            self.set("orch_last_step", report.step)
-            self.set("orch_last_step_timestamp_seconds", at)
-            self.set(
-                "orch_tokens_per_second",
-                report.tokens / report.step_s if report.step_s > 0 else None,
-            )
-            self.set("orch_mfu_ratio", report.mfu)
-            self.set("orch_hfu_ratio", report.hfu)
-            for phase, seconds in {"step": report.step_s, **report.phase_s}.items():
-                self._durations.setdefault((phase,), _Histogram()).observe(seconds)
+        if self._ranks and report.rank == self._ranks[0]:  # one worker reports for the node
+            self._on_node_step(report, at)
         self.set("orch_loss", report.loss)
         for name, value in report.loss_terms.items():
             self.set("orch_loss_term", value, name)
@@ -258,11 +246,7 @@ class NodeMetrics(Collector):
         for axis, seconds in report.comm_s.items():
             self.add("orch_comm_seconds", seconds, axis)
         self._on_experts(report)
-        if report.memory_bytes:
-            self._memory[report.rank] = report.memory_bytes
-            for category in report.memory_bytes:
-                worst = max(memory.get(category, 0) for memory in self._memory.values())
-                self.set("orch_memory_bytes", worst, category)
+        self._on_memory(report)
         if report.bubble_ratio is not None:
             self._bubbles[report.rank] = report.bubble_ratio
             self.set("orch_pipeline_bubble_ratio", max(self._bubbles.values()))
@@ -271,6 +255,31 @@ class NodeMetrics(Collector):
             self._dropped[report.rank] = report.dropped_reports
             self.add("orch_reports_dropped", dropped)
 
+    def _on_node_step(self, report: StepReport, at: float) -> None:
+        stall_s = report.phase_s.get("checkpoint", 0.0)
+        recovery_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
+        if recovery_s is not None:
+            self._recoveries.setdefault((), _Histogram()).observe(recovery_s)
+        node_tokens = report.tokens * len(self._ranks) / self._plan.parallel.world_size
+        self.add("orch_step", 1)
+        self.add("orch_tokens", node_tokens)
+        self.set("orch_last_step", report.step)
+        self.set("orch_last_step_timestamp_seconds", at)
+        if report.step_s > 0:
+            self.set("orch_tokens_per_second", report.tokens / report.step_s)
+        self.set("orch_mfu_ratio", report.mfu)
+        self.set("orch_hfu_ratio", report.hfu)
+        for phase, seconds in {"step": report.step_s, **report.phase_s}.items():
+            self._durations.setdefault((phase,), _Histogram()).observe(seconds)
+
+    def _on_memory(self, report: StepReport) -> None:
+        if not report.memory_bytes:
+            return
+        self._memory[report.rank] = report.memory_bytes
+        for category in report.memory_bytes:
+            largest = max(memory.get(category, 0) for memory in self._memory.values())
+            self.set("orch_memory_bytes", largest, category)
+
     def _on_experts(self, report: StepReport) -> None:
         for level, count in report.expert_bytes.items():
             self.add("orch_expert_bytes", count, level)
@@ -278,13 +287,10 @@ class NodeMetrics(Collector):
             self.add("orch_expert_seconds", seconds, level)
         if (moe := self._plan.model.moe) is None:
             return
+        expert_ranks = expert_mesh(self._plan.parallel).ep
         for layer, load in report.experts.items():
             self.set("orch_expert_load_ratio", load.ratio, layer)
-            self.set(
-                "orch_expert_rank_load_ratio",
-                load.rank_ratio(expert_mesh(self._plan.parallel).ep),
-                layer,
-            )
+            self.set("orch_expert_rank_load_ratio", load.rank_ratio(expert_ranks), layer)
             self.set("orch_expert_balance_ratio", load.balance(moe.top_k), layer)
             self.set("orch_expert_dropped_ratio", load.dropped, layer)
             self.set("orch_router_entropy_ratio", load.entropy, layer)
@@ -306,113 +312,46 @@ class NodeMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         self._wall.look(self._clock())
         self.set("orch_ettr_ratio", self._wall.ettr)
-        for name, text in _COUNTERS.items():
-            family = CounterMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
-            for (which, labels), value in list(self._counters.items()):
-                if which == name:
+        for name, help_text in _COUNTERS.items():
+            family = CounterMetricFamily(
+                name, help_text, labels=_LABELS + _EXTRA_LABELS.get(name, [])
+            )
+            for (series, labels), value in list(self._counters.items()):
+                if series == name:
                     family.add_metric([self._job, self._node, *labels], value)
             yield family
-        for name, text in _GAUGES.items():
+        for name, help_text in _GAUGES.items():
             gauge = GaugeMetricFamily(
-                name, text, labels=[*_LABELS, "plan_epoch", *_EXTRA.get(name, [])]
+                name, help_text, labels=[*_LABELS, "plan_epoch", *_EXTRA_LABELS.get(name, [])]
             )
-            for (which, labels), value in list(self._gauges.items()):
-                if which == name:
+            for (series, labels), value in list(self._gauges.items()):
+                if series == name:
                     gauge.add_metric([self._job, self._node, str(self._epoch), *labels], value)
             yield gauge
-        text = "Duration of a step and of its phases, as reported by the node's first worker."
-        yield self._histogram("orch_step_duration_seconds", text, ["phase"], self._durations)
-        text = (
+        help_text = "Duration of a step and of its phases, as reported by the node's first worker."
+        yield self._histogram("orch_step_duration_seconds", help_text, ["phase"], self._durations)
+        help_text = (
             "Duration of a save, from the first byte to durable, if a worker of this node"
             " reports it."
         )
-        yield self._histogram("orch_checkpoint_duration_seconds", text, [], self._saves)
+        yield self._histogram("orch_checkpoint_duration_seconds", help_text, [], self._saves)
 
-        text = (
+        help_text = (
             "From the first sign of an epoch's end to the start of the next step, if steps were"
             " interrupted."
         )
-        yield self._histogram("orch_recovery_duration_seconds", text, [], self._recoveries)
+        yield self._histogram("orch_recovery_duration_seconds", help_text, [], self._recoveries)
 
     def _histogram(
-        self, name: str, text: str, extra: list[str], found: Mapping[tuple[str, ...], _Histogram]
+        self,
+        name: str,
+        help_text: str,
+        label_names: list[str],
+        histograms: Mapping[tuple[str, ...], _Histogram],
     ) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=[*_LABELS, *extra])
-        for labels, histogram in list(found.items()):
+        family = HistogramMetricFamily(name, help_text, labels=[*_LABELS, *label_names])
+        for labels, histogram in list(histograms.items()):
             family.add_metric(
                 [self._job, self._node, *labels], histogram.cumulative(), histogram.total
             )
         return family
-
-
-_REQUEST_S = 5.0
-_MOST_ASKING = 64  # connections; the oldest makes room
-_ANSWER = (
-    "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection:"
-    " close\r\n\r\n"
-)
-
-
-async def serve(
-    metrics: NodeMetrics, host: str, port: int, fd: int | None = None, targets: Path | None = None
-) -> asyncio.Server:
-    """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one.
-    `fd`: a socket that listens already, of another network namespace perhaps; it becomes the
-    server's. GET /targets, for Prometheus's http_sd: the endpoints of all nodes, from the file of
-    that name where this node has it (the coordinator's does).
-
-    OSError: `host` is no address of this machine.
-    """
-
-    asking: dict[asyncio.StreamWriter, None] = {}  # oldest first
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(asking) >= _MOST_ASKING:
-            oldest = next(iter(asking))
-            del asking[oldest]
-            oldest.transport.abort()
-        asking[writer] = None
-        try:
-            await answer(reader, writer)
-        finally:
-            asking.pop(writer, None)
-            writer.close()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(
-            OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
-        ):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
-            first, *rest = head.decode("latin-1").split("\r\n")
-            headers = {
-                k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)
-            }
-            method, path, *_ = [*first.split(" "), "", ""]
-            path = path.split("?")[0]
-            if path not in ("/metrics", "/targets"):
-                status = "404 Not Found"
-                kind = "text/plain"
-                body = b"see /metrics and /targets\n"
-            elif method != "GET":
-                status = "405 Method Not Allowed"
-                kind = "text/plain"
-                body = b"GET only\n"
-            elif path == "/targets":
-                body = targets.read_bytes() if targets is not None and targets.exists() else b"[]\n"
-                status = "200 OK"
-                kind = "application/json"
-            else:
-                encode, kind = choose_encoder(headers.get("accept", ""))
-                status = "200 OK"
-                body = encode(metrics.registry)
-            writer.write(_ANSWER.format(status=status, kind=kind, size=len(body)).encode() + body)
-            await asyncio.wait_for(writer.drain(), _REQUEST_S)
-
-    if fd is not None:
-        return await asyncio.start_server(connected, sock=socket.socket(fileno=fd), limit=1 << 14)
-    try:
-        return await asyncio.start_server(connected, host, port, limit=1 << 14)
-    except OSError:
-        if port == 0:
-            raise
-        return await asyncio.start_server(connected, host, 0, limit=1 << 14)

@@ -1,47 +1,103 @@
-"""Progress monitor: the status of a node's workers, from their progress reports and from the
-kernel.
+"""Progress monitor: the status of a node's workers, from their progress reports and the kernel.
 
-It counts its examinations, not seconds, so that a pause of this agent does not count against its
-workers. Nothing is judged here: whether a worker without progress is at fault shows only against
-the others (`faults.diagnosis`).
+It counts examinations, not seconds, so that a pause of this agent does not count against its
+workers. It does not judge: whether a worker without progress is at fault shows only in comparison
+with the others (`faults.diagnosis`).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan.worker import ProgressReport, StepReport
 from orchestrator.run.processes import Identity, Load, identity, load_of
 
-LOOK_S = 0.5
-_USUAL_STEPS = 32  # that a median is taken of
-_OWN_STEPS = 8  # of own compute time: a straggler shows after five
+LOOK_S = 0.5  # between two examinations of the workers
+_USUAL_STEPS = 32  # steps of which the median is taken
+_OWN_STEPS = 8  # own compute times of which the median is taken; a straggler shows after five
 _BUSY_LOOKS = 4
-_LONGEST_TEXT = 120
+_MAX_CHARS = 120
 
 
 @dataclass
 class _Rank:
+    """The progress of one worker. Counts of looks are since its last progress, step or report."""
+
     process: Identity | None = None
     report: ProgressReport | None = None
-    making: int = 0  # the step after the last that was completed: `report` may be older than that
-    still: int = 0  # looks
-    in_step: int = 0
-    silent: int = 0
-    stopped: int = 0
+    next_step: int = 0  # the step after the last completed one; `report` may be older
+    still_looks: int = 0
+    step_looks: int = 0
+    silent_looks: int = 0
+    stopped_looks: int = 0
     load: Load | None = None
-    used_s: deque[float] = field(
-        default_factory=lambda: deque(maxlen=_BUSY_LOOKS)
-    )  # CPU seconds between looks
+    #: CPU seconds between two looks.
+    used_s: deque[float] = field(default_factory=lambda: deque(maxlen=_BUSY_LOOKS))
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
     own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_STEPS))
 
+    def examine(self, pid: int) -> None:
+        """Updates the counts of looks and the load of the process."""
+        process = identity(pid)
+        if process != self.process:
+            self.process = process
+            self.load = None
+        previous_load = self.load
+        self.load = load_of(process) if process else None
+        has_run = self.silent_looks == 0
+        if previous_load and self.load:
+            used_s = self.load.cpu_s - previous_load.cpu_s
+            self.used_s.append(used_s)
+            has_run = has_run or used_s > 0
+        self.still_looks += 1
+        self.step_looks += 1
+        self.silent_looks += 1
+        if self.load is None or self.load.state != "T":
+            self.stopped_looks = 0
+        elif has_run:  # stopped and continued in turn: slow, not frozen
+            self.stopped_looks = 1
+        else:
+            self.stopped_looks += 1
+
+    def status(self, rank: int) -> WorkerStatus:
+        report = self.report
+        silent_s = self.silent_looks * LOOK_S if report else None
+        status = WorkerStatus(
+            rank=rank,
+            step=self.next_step,
+            still_s=self.still_looks * LOOK_S,
+            step_s=self.step_looks * LOOK_S,
+            silent_s=silent_s,
+            stopped_s=self.stopped_looks * LOOK_S,
+            state=self.load.state if self.load else "?",
+            busy=self._busy(),
+            usual_step_s=_median(self.steps_s, at_least=2),
+            usual_own_s=_median(self.own_s, at_least=5),
+        )
+        if report is None or report.step < self.next_step:
+            return status
+        return structs.replace(
+            status,
+            step=report.step,
+            phase=_printable(report.phase),
+            waiting=_printable(report.waiting) if report.waiting else None,
+        )
+
+    def _busy(self) -> float:
+        if not self.used_s:
+            return 0.0
+        return round(sum(self.used_s) / (len(self.used_s) * LOOK_S), 2)
+
 
 class ProgressMonitor:
+    """Watches the progress of one node's workers. See the module."""
+
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
 
@@ -49,69 +105,44 @@ class ProgressMonitor:
         self._ranks.clear()
 
     def on_step(self, report: StepReport) -> None:
-        one = self._ranks.setdefault(report.rank, _Rank())
-        one.still = one.in_step = 0
-        one.making = report.step + 1
-        one.steps_s.append(report.step_s)
+        rank = self._ranks.setdefault(report.rank, _Rank())
+        rank.still_looks = 0
+        rank.step_looks = 0
+        rank.next_step = report.step + 1
+        rank.steps_s.append(report.step_s)
         if report.own_s is not None:
-            one.own_s.append(report.own_s)
+            rank.own_s.append(report.own_s)
 
     def on_progress(self, report: ProgressReport) -> None:
-        one = self._ranks.setdefault(report.rank, _Rank())
-        before = one.report
-        one.report = report
-        one.silent = 0
-        if before is None or before.step != report.step:
-            one.in_step = 0
-        if before is None or _position(before) != _position(report):
-            one.still = 0
+        rank = self._ranks.setdefault(report.rank, _Rank())
+        previous = rank.report
+        rank.report = report
+        rank.silent_looks = 0
+        if previous is None or previous.step != report.step:
+            rank.step_looks = 0
+        if previous is None or _position(previous) != _position(report):
+            rank.still_looks = 0
 
     def look(self, pids: Mapping[int, int]) -> list[WorkerStatus]:
-        """The status of the workers that are alive, to be called every LOOK_S. `pids`: by rank, 0:
-        being started."""
+        """Examines the workers that are alive and returns their statuses.
+
+        To be called every LOOK_S. `pids` are by rank; pid 0 is a worker that is being started.
+        """
         return [self._look(rank, pid) for rank, pid in sorted(pids.items()) if pid]
 
     def _look(self, rank: int, pid: int) -> WorkerStatus:
-        one = self._ranks.setdefault(rank, _Rank())
-        process = identity(pid)
-        if process != one.process:
-            one.process = process
-            one.load = None
-        before = one.load
-        one.load = load_of(process) if process else None
-        if before and one.load:
-            one.used_s.append(one.load.cpu_s - before.cpu_s)
-        stopped = one.load is not None and one.load.state == "T"
-        ran = one.silent == 0 or (
-            before is not None and one.load is not None and one.load.cpu_s > before.cpu_s
-        )
-        one.still = one.still + 1
-        one.in_step = one.in_step + 1
-        one.silent = one.silent + 1
-        one.stopped = (
-            (1 if ran else one.stopped + 1) if stopped else 0
-        )  # stopped and continued in turn: slow, not frozen
-        report = one.report
-        current = report if report and report.step >= one.making else None
-        return WorkerStatus(
-            rank=rank,
-            step=current.step if current else one.making,
-            phase=_shown(current.phase) if current else "",
-            waiting=_shown(current.waiting) if current and current.waiting else None,
-            still_s=one.still * LOOK_S,
-            step_s=one.in_step * LOOK_S,
-            silent_s=one.silent * LOOK_S if report else None,
-            stopped_s=one.stopped * LOOK_S,
-            state=one.load.state if one.load else "?",
-            busy=round(sum(one.used_s) / (len(one.used_s) * LOOK_S), 2) if one.used_s else 0.0,
-            usual_step_s=statistics.median(one.steps_s) if len(one.steps_s) > 1 else None,
-            usual_own_s=statistics.median(one.own_s) if len(one.own_s) > 4 else None,
-        )
+        worker = self._ranks.setdefault(rank, _Rank())
+        worker.examine(pid)
+        return worker.status(rank)
 
 
-def _shown(text: str) -> str:
-    """A worker's text, safe to print on a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_TEXT])
+def _median(seconds: Collection[float], at_least: int) -> float | None:
+    return statistics.median(seconds) if len(seconds) >= at_least else None
+
+
+def _printable(untrusted: str) -> str:
+    """Returns a worker's text, safe to print on a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in untrusted[:_MAX_CHARS])
 
 
 def _position(report: ProgressReport) -> tuple:

@@ -1,4 +1,4 @@
-"""Records what a node reports in three forms: metrics lines, events lines, Prometheus."""
+"""Records a node's reports in three forms: lines of metrics, lines of events, Prometheus."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from .metrics import NodeMetrics
 from .progress import ProgressMonitor
 from .worker_reports import JsonLines, parse, stamped
 
-#: Events of this node after which its time counts as another state.
-_ENTERS: dict[str, WallState] = {
+#: Events of this node -> the state that its time counts as afterwards.
+_STATE_AFTER_EVENT: dict[str, WallState] = {
     "workers_started": "startup",
     "flush_started": "checkpoint_stall",
     "worker_ended": "rendezvous",
     "coordinator_lost": "rendezvous",
 }
-_LONGEST_WORD = 500  # of a worker's own description of its failure
-_MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
+_MAX_FAILURE_CHARS = 500  # of a worker's description of its failure
+_MAX_UNREADABLE = 5  # unreadable lines recorded per epoch
 
 
 class Recorder:
-    """One per node. `clock` returns Unix seconds."""
+    """Records the reports of one node. `clock` returns Unix seconds."""
 
     def __init__(
-        self, folder: RunFolder, node: str, plan: Plan, clock: Callable[[], float] = time.time
+        self,
+        folder: RunFolder,
+        node: str,
+        plan: Plan,
+        clock: Callable[[], float] = time.time,
     ):
         self.node = node
         self.metrics = NodeMetrics(folder.run_id, node, plan)
@@ -41,15 +45,15 @@ class Recorder:
         self._epoch = -1
         self._unreadable = 0
         self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
-        self._reporting: set[int] = set()  # ranks that report their steps
-        self._failure: dict[int, EventReport] = {}  # rank -> how it says that it failed
+        self._self_reporting: set[int] = set()  # ranks that report their steps
+        self._failures: dict[int, EventReport] = {}  # rank -> its report of a failure
         self.progress = ProgressMonitor()
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._unreadable = 0
         self.last_step.clear()
-        self._failure.clear()
+        self._failures.clear()
         self.progress.begin_epoch()
         self.metrics.begin_epoch(epoch)
 
@@ -61,43 +65,46 @@ class Recorder:
         return max(self.last_step.values(), default=None)
 
     def failure_of(self, rank: int) -> dict[str, str]:
-        """`cause` and `error` of a worker's failure as it has reported them; empty if it has
-        not."""
-        fields = self._failure[rank].fields if rank in self._failure else {}
-        return {name: str(fields.get(name) or "")[:_LONGEST_WORD] for name in ("cause", "error")}
+        """Returns `cause` and `error` of a worker's failure as it reported them, or ""."""
+        fields = self._failures[rank].fields if rank in self._failures else {}
+        return {
+            name: str(fields.get(name) or "")[:_MAX_FAILURE_CHARS] for name in ("cause", "error")
+        }
 
     def on_line(self, rank: int, line: bytes) -> None:
-        """One line of a worker's report pipe."""
+        """Records one line of a worker's report pipe."""
         report = parse(line, rank, self._epoch)
-        at = self._clock()
+        received_at = self._clock()
         if isinstance(report, StepReport):
-            self._reporting.add(rank)
-            self._on_step(report, line, at)
+            self._self_reporting.add(rank)
+            self._on_step(report, line, received_at)
         elif isinstance(report, ProgressReport):
             self.progress.on_progress(report)
         elif isinstance(report, EventReport):
-            if report.name == "failed":
-                self._failure[rank] = report
-            self._events.write(stamped(line, at))
-            self.metrics.on_event(report, at)
-            if report.name == "checkpoint_saved" and report.step is not None:
-                self.last_step.setdefault(rank, report.step)  # a final checkpoint makes no steps
-            if report.name == "stopping":  # steps are over, the last save follows
-                self.metrics.enter("checkpoint_stall")
+            self._events.write(stamped(line, received_at))
+            self._on_event(rank, report, received_at)
         else:
-            self._unreadable += 1
-            self.metrics.add("orch_reports_unreadable", 1)
-            if self._unreadable <= _MOST_UNREADABLE:
-                self.event(
-                    "report_unreadable",
-                    rank=rank,
-                    line=line[:200].decode(errors="backslashreplace"),
-                )
+            self._on_unreadable(rank, line)
 
-    def on_printed(self, report: StepReport) -> None:
-        """A step that was read from what a worker printed: nothing of one that reports its steps
-        itself."""
-        if report.rank not in self._reporting:
+    def _on_event(self, rank: int, report: EventReport, received_at: float) -> None:
+        self.metrics.on_event(report, received_at)
+        if report.name == "failed":
+            self._failures[rank] = report
+        elif report.name == "checkpoint_saved" and report.step is not None:
+            self.last_step.setdefault(rank, report.step)  # a final checkpoint reports no steps
+        elif report.name == "stopping":  # the last save follows
+            self.metrics.enter("checkpoint_stall")
+
+    def _on_unreadable(self, rank: int, line: bytes) -> None:
+        self._unreadable += 1
+        self.metrics.add("orch_reports_unreadable", 1)
+        if self._unreadable <= _MAX_UNREADABLE:
+            sample = line[:200].decode(errors="backslashreplace")
+            self.event("report_unreadable", rank=rank, line=sample)
+
+    def on_printed_step(self, report: StepReport) -> None:
+        """Records a step that a worker printed, unless the worker reports its steps itself."""
+        if report.rank not in self._self_reporting:
             self._on_step(report, msgspec.json.encode(report), self._clock())
 
     def _on_step(self, report: StepReport, line: bytes, at: float) -> None:
@@ -108,9 +115,15 @@ class Recorder:
 
     def event(self, name: str, **fields: object) -> None:
         """Writes an event of the agent or the coordinator."""
-        if name in _ENTERS:
-            self.metrics.enter(_ENTERS[name])
-        record = {"kind": "agent", "name": name, "node": self.node, "epoch": self._epoch, **fields}
+        if name in _STATE_AFTER_EVENT:
+            self.metrics.enter(_STATE_AFTER_EVENT[name])
+        record = {
+            "kind": "agent",
+            "name": name,
+            "node": self.node,
+            "epoch": self._epoch,
+            **fields,
+        }
         self._events.write(stamped(msgspec.json.encode(record), self._clock()))
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""Starts, examines and stops the workers of a node as the coordinator says, and reports how they
-end."""
+"""Starts, examines and stops a node's workers for the coordinator, and reports their ends."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket
 
-from .cpu_binding import as_list, bind, narrowed
+from .cpu_binding import bind, device_visibility, format_cpu_list
 from .disk import Disk, append
 from .fork_server import REPORT_FD, STORE_FD
 from .printed_steps import PrintedSteps
@@ -45,8 +44,11 @@ log = logging.getLogger("orch.agent")
 
 
 class WorkerControl:
-    """`send`: a message of the current epoch to the coordinator. `replans`: the plan in force may
-    change. `root`: where the files of this machine's cores and GPUs are."""
+    """Controls the workers of one node.
+
+    `send` sends a message of the current epoch to the coordinator. `replans`: the plan in force may
+    change. `root` is the root of the machine's own files.
+    """
 
     def __init__(
         self,
@@ -70,20 +72,27 @@ class WorkerControl:
         self._root = root
         self._max_restarts = request.policy.max_restarts
         self._store_filter = request.policy.store_filter
-        program = preloaded(self._worker)
-        known = {"ORCH_PLAN": str(folder.plan)}
-        told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known
-        self._workers = Workers(*told, lambda: self._send(Started()))
+        self._workers = Workers(
+            on_exit=self._on_exit,
+            on_empty=self._on_empty,
+            on_line=recorder.on_line,
+            program=preloaded(self._worker),
+            on_warm=self._on_warm,
+            environment={"ORCH_PLAN": str(folder.plan)},
+            on_started=lambda: self._send(Started()),
+        )
         pattern = self._worker.pattern
         self._disk = Disk()
-        self._printed = PrintedSteps(pattern, recorder.on_printed, self._disk) if pattern else None
-        self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        self._telling: asyncio.Task[None] | None = None
+        self._printed_steps = (
+            PrintedSteps(pattern, recorder.on_printed_step, self._disk) if pattern else None
+        )
+        self._report_queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._report_task: asyncio.Task[None] | None = None
         self._epoch = -1
-        self._assigned = False  # workers of this epoch were started, and not all have ended
+        self._assigned = False  # workers of this epoch run
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
-        self._examining: set[asyncio.Task] = set()
-        self._store: StoreSocket | None = None  # of this epoch
+        self._examinations: set[asyncio.Task] = set()
+        self._store: StoreSocket | None = None  # of this epoch's rank 0
 
     @property
     def pids(self) -> dict[int, int]:
@@ -95,53 +104,51 @@ class WorkerControl:
         return self._workers.warm
 
     def watch(self) -> None:
-        """To be called every half second: sees to it that the end of a worker is heard of."""
-        if self._printed:
-            self._printed.watch()
-        if self._telling and self._telling.done():
-            self._telling.result()  # a bug: let it be seen
-        if done := self._workers.watch():
-            log.error("%s", done)
-            self._recorder.event("worker_supervisor_stopped", reason=done)
+        """Checks the worker supervisor and the printed steps; to be called every half second."""
+        if self._printed_steps:
+            self._printed_steps.watch()
+        if self._report_task and self._report_task.done():
+            self._report_task.result()  # raises the error of a bug
+        if outcome := self._workers.watch():
+            log.error("%s", outcome)
+            self._recorder.event("worker_supervisor_stopped", reason=outcome)
 
     @property
     def examination(self) -> asyncio.Task | None:
-        """One that is under way."""
-        return next(iter(self._examining), None)
+        """The stack dump in progress, or None."""
+        return next(iter(self._examinations), None)
 
     def open(self) -> None:
         self._workers.open()
-        self._telling = asyncio.create_task(self._tell_news())
+        self._report_task = asyncio.create_task(self._send_reports())
 
     def close(self) -> None:
         """Kills all workers and everything below them."""
-        for task in (*self._examining, self._telling):
+        for task in (*self._examinations, self._report_task):
             if task:
                 task.cancel()
-        if self._printed:
-            self._printed.close()
+        if self._printed_steps:
+            self._printed_steps.close()
         self._workers.close()
         self._close_store()
         self._disk.close()
 
     def begin_epoch(self, epoch: int) -> None:
-        """The coordinator starts an epoch when all workers of the last one are gone; makes sure of
-        it."""
+        """Begins an epoch, and kills workers of the last one, if any are left."""
         self._workers.kill()
         self._epoch = epoch
         self._assigned = False
         self._recorder.begin_epoch(epoch)
-        if self._printed:
-            self._printed.begin_epoch(epoch)
+        if self._printed_steps:
+            self._printed_steps.begin_epoch(epoch)
 
     def open_store(self, address: str) -> int:
-        """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns
-        its port."""
+        """Opens the socket of this epoch's store, in case rank 0 runs here; returns its port."""
         self._close_store()
         self._store = StoreSocket(address, self._worker.bundled, self._store_filter)
         return self._store.port
 
-    def _gives_store(self, rank: int) -> bool:
+    def _gets_store(self, rank: int) -> bool:
         return rank == 0 and self._store is not None and self._store.listens
 
     def _close_store(self) -> None:
@@ -149,8 +156,8 @@ class WorkerControl:
             self._store.close()
             self._store = None
 
-    def disconnected(self) -> None:
-        """The coordinator is gone, and with it the assignment of ranks."""
+    def on_disconnect(self) -> None:
+        """Forgets the assignment of ranks of a coordinator that is gone."""
         self._assigned = False
 
     def kill(self) -> None:
@@ -169,66 +176,90 @@ class WorkerControl:
     # ---------------------------------------------------------------------------------- start
 
     def has_plan(self, plan_hash: str) -> bool:
-        """Whether this node has the plan that is in force, which is read here where it has changed.
-        A shared folder may not show it, or not let it be read, for a while."""
+        """Returns whether this node holds the plan in force, after reading it if it has changed.
+
+        A shared folder may not show a new plan, or not let it be read, for a while.
+        """
         if self._replans and plan_hash != self.plan.hash:
             self._read_plan()
         return plan_hash == self.plan.hash or not self._replans
 
     def start(self, assign: Assign) -> str | None:
-        """Starts this node's workers, if the assignment is what this node's copy of the plan says;
-        else why not."""
-        ours = sorted((rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node)
-        told = sorted((one.rank, one.gpu) for one in assign.ranks)
-        as_planned = assign.final_checkpoint or (
-            told == ours and assign.world_size == len(self.plan.ranks)
-        )
-        if assign.plan_hash != self.plan.hash or not as_planned:
-            return (
-                f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
-            )
+        """Starts this node's workers; returns a reason if the assignment contradicts its plan."""
+        if problem := self._contradiction(assign):
+            return problem
         self._assigned = True
-        by_gpu = sorted(assign.ranks, key=lambda one: one.gpu)
+        assignments = sorted(assign.ranks, key=lambda assignment: assignment.gpu)
+        ranks = [assignment.rank for assignment in assignments]
         on_gpus = self.plan.cluster.device == "cuda"
-        visible = narrowed(os.environ, [one.gpu for one in by_gpu]) if on_gpus else {}
-        ranks = [one.rank for one in by_gpu]
+        visible: dict[str, str] = {}
+        if on_gpus:
+            visible = device_visibility(os.environ, [assignment.gpu for assignment in assignments])
         cores: list[Set[int]] = [frozenset()] * len(ranks)
         if self._worker.numa_binding and (on_gpus or not self._worker.bundled):
             cores = bound_cores(self._root, ranks, visible, self._worker.bundled, self._recorder)
-        if any(one.rank == 0 for one in assign.ranks) and self._store:
+        if 0 in ranks and self._store:
             self._store.admit(assign.peers)
         else:
             self._close_store()
-        argv = (
-            [*self._worker.argv, "--final-checkpoint"]
-            if assign.final_checkpoint
-            else self._worker.argv
-        )
-        for local_rank, one in enumerate(by_gpu):
-            variables = self._environment(assign, one.rank, local_rank).variables() | visible
-            path = self._folder.rank_log(one.rank)
-            start = self._log_starts[one.rank] = size_of(path)
-            if self._printed:
-                self._printed.follow(one.rank, path, start)
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
-            store = self._store.fileno() if self._gives_store(one.rank) and self._store else None
-            self._workers.start(
-                one.rank, argv, variables, self._worker.cwd, path, banner, store, cores[local_rank]
-            )
-        self._recorder.event(
-            "flush_started" if assign.final_checkpoint else "workers_started", ranks=ranks
-        )
+        for local_rank, rank in enumerate(ranks):
+            variables = self._environment(assign, rank, local_rank).variables() | visible
+            self._start_worker(rank, variables, cores[local_rank], assign.final_checkpoint)
+        event = "flush_started" if assign.final_checkpoint else "workers_started"
+        self._recorder.event(event, ranks=ranks)
         return None
+
+    def _contradiction(self, assign: Assign) -> str | None:
+        """Returns the contradiction between an assignment and this node's plan, or None."""
+        node_ranks = [rank for rank in self.plan.ranks if rank.node == self._node]
+        planned = sorted((rank.rank, rank.gpu) for rank in node_ranks)
+        assigned = sorted((assignment.rank, assignment.gpu) for assignment in assign.ranks)
+        as_planned = assigned == planned and assign.world_size == len(self.plan.ranks)
+        if assign.plan_hash == self.plan.hash and (as_planned or assign.final_checkpoint):
+            return None
+        return (
+            f"the assignment has (rank, gpu) {assigned} of plan {assign.plan_hash[:12]}, this node's"
+            f" plan has {planned}"
+        )
+
+    def _start_worker(
+        self,
+        rank: int,
+        variables: dict[str, str],
+        cores: Set[int],
+        final_checkpoint: bool,
+    ) -> None:
+        argv = self._worker.argv
+        if final_checkpoint:
+            argv = [*argv, "--final-checkpoint"]
+        log_path = self._folder.rank_log(rank)
+        log_start = size_of(log_path)
+        self._log_starts[rank] = log_start
+        if self._printed_steps:
+            self._printed_steps.follow(rank, log_path, log_start)
+        banner = ""
+        if log_start:
+            started_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            banner = f"--- orch: epoch {self._epoch} on {self._node}, {started_at} UTC\n"
+        self._workers.start(
+            rank,
+            argv,
+            environment=variables,
+            cwd=self._worker.cwd,
+            log=log_path,
+            banner=banner,
+            store=self._store.fileno() if self._store and self._gets_store(rank) else None,
+            cores=cores,
+        )
 
     def _read_plan(self) -> None:
         try:
-            found = load_plan(self._folder.plan)
+            plan = load_plan(self._folder.plan)
         except PlanError as error:
             log.error("%s", error)
             return
-        self.plan = found
-        self._recorder.replan(found)
+        self.plan = plan
+        self._recorder.replan(plan)
 
     def _environment(self, assign: Assign, rank: int, local_rank: int) -> WorkerEnv:
         return WorkerEnv(
@@ -246,7 +277,7 @@ class WorkerControl:
             plan_hash=self.plan.hash,
             run_dir=str(self._folder.path),
             report_fd=REPORT_FD,
-            store_fd=STORE_FD if self._gives_store(rank) else None,
+            store_fd=STORE_FD if self._gets_store(rank) else None,
             nodes=len(used_nodes(self.plan)),
             max_restarts=self._max_restarts,
         )
@@ -255,21 +286,21 @@ class WorkerControl:
 
     def examine(self, order: Examine) -> None:
         """Saves the stacks of all workers, then kills those in `order.end`."""
-        alive = {
-            rank: worker for rank, pid in self.pids.items() if pid and (worker := identity(pid))
-        }
+        identities = {rank: identity(pid) for rank, pid in self.pids.items() if pid}
+        alive = {rank: worker for rank, worker in identities.items() if worker}
         task = asyncio.create_task(self._examine(order, self._epoch, alive))
-        self._examining.add(task)
-        task.add_done_callback(self._examining.discard)
+        self._examinations.add(task)
+        task.add_done_callback(self._examinations.discard)
 
     async def _examine(self, order: Examine, epoch: int, alive: dict[int, Identity]) -> None:
         log.error("%s", order.reason)
-        await asyncio.gather(
-            *(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items())
-        )
+        dumps = [
+            self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()
+        ]
+        await asyncio.gather(*dumps)
         for rank in alive.keys() & order.end:
             last_line = f"orch: {order.reason}: killed\n"
-            await self._disk.do(partial(append, self._folder.rank_log(rank), last_line), None)
+            await self._disk.run(partial(append, self._folder.rank_log(rank), last_line), None)
             send_signal(alive[rank], signal.SIGKILL)
 
     async def _save_stack(self, epoch: int, rank: int, worker: Identity, reason: str) -> None:
@@ -283,42 +314,61 @@ class WorkerControl:
         self._recorder.event("workers_warm")
         self._send(Warm())
 
-    def _on_exit(self, rank: int, code: int, asked: bool) -> None:
-        self._news.put_nowait(partial(self._tell_exit, self._epoch, rank, code, asked))
+    def _on_exit(self, rank: int, code: int, after_stop: bool) -> None:
+        report = partial(self._report_exit, self._epoch, rank, code, after_stop)
+        self._report_queue.put_nowait(report)
 
     def _on_empty(self) -> None:
-        self._news.put_nowait(partial(self._tell_empty, self._epoch))
+        self._report_queue.put_nowait(partial(self._report_stopped, self._epoch))
 
-    async def _tell_news(self) -> None:
-        """In the order in which they came: the first worker that has failed is the cause, whatever
-        its log takes."""
+    async def _send_reports(self) -> None:
+        """Sends reports in the order of their events.
+
+        The first worker that fails is the cause, however long reading its log takes.
+        """
         while True:
-            tell = await self._news.get()
-            await tell()
+            send_report = await self._report_queue.get()
+            await send_report()
 
-    async def _tell_exit(self, epoch: int, rank: int, code: int, asked: bool) -> None:
-        if self._printed:
-            await self._printed.ended(rank)
+    async def _report_exit(self, epoch: int, rank: int, code: int, after_stop: bool) -> None:
+        """Records and reports the end of a worker. `after_stop`: it had been asked to stop."""
+        if self._printed_steps:
+            await self._printed_steps.on_worker_exit(rank)
         step = self._recorder.last_step.get(rank)
-        self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
+        self._recorder.event(
+            "worker_ended",
+            rank=rank,
+            code=code,
+            asked=after_stop,
+            step=step,
+        )
         log.info("rank %d ended: %s", rank, meaning(code))
-        tail: list[str] = await self._disk.do(lambda: self._last_words(rank), []) if code else []
-        said = self._recorder.failure_of(rank)
+        tail: list[str] = []
+        if code:
+            tail = await self._disk.run(lambda: self._explained_tail(rank), [])
+        worker_exit = WorkerExit(
+            rank=rank,
+            code=code,
+            asked=after_stop,
+            step=step,
+            tail=tail,
+            **self._recorder.failure_of(rank),
+        )
         if epoch == self._epoch:
-            self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **said))
+            self._send(worker_exit)
 
-    async def _tell_empty(self, epoch: int) -> None:
+    async def _report_stopped(self, epoch: int) -> None:
         if self._assigned and epoch == self._epoch:
             self._assigned = False
             self._send(Stopped())
 
-    def _last_words(self, rank: int) -> list[str]:
-        """The end of a worker's log, with what orch knows of it, which is also written there."""
+    def _explained_tail(self, rank: int) -> list[str]:
+        """Returns the end of a worker's log; adds orch's explanation of it there and to the log."""
         path = self._folder.rank_log(rank)
         tail = tail_of(path, self._log_starts.get(rank, 0))
-        if why := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
-            tail.append(f"orch: {why}")
-            append(path, f"orch: {why}\n")
+        if explanation := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
+            tail.append(f"orch: {explanation}")
+            append(path, f"orch: {explanation}\n")
         return tail
 
 
@@ -329,32 +379,33 @@ def bound_cores(
     one_gpu_each: bool,
     recorder: Recorder,
 ) -> list[Set[int]]:
-    """The cores of each of these ranks, by local rank, none of one that stays free; what was done
-    is recorded.
+    """Returns the cores of each rank, by local rank, empty for an unbound one; records the binding.
 
-    `visible`: variables that these workers get beside the agent's own.
+    `visible` are variables that these workers get in addition to the agent's own.
     """
     allowed = os.sched_getaffinity(0)
-    bound = bind(root, os.environ | visible, allowed, len(ranks), one_gpu_each)
-    sharing: dict[str, list[int]] = {}
-    for rank, cores in zip(ranks, bound.cores, strict=True):
+    binding = bind(root, os.environ | visible, allowed, len(ranks), one_gpu_each)
+    ranks_by_cores: dict[str, list[int]] = {}
+    for rank, cores in zip(ranks, binding.cores, strict=True):
         if cores:
-            sharing.setdefault(as_list(cores), []).append(rank)
-    if bound.reason:
-        log.warning("workers are not bound to the cores of their GPU: %s", bound.reason)
-    if bound.reason or sharing:
-        recorder.event("workers_bound", cores=sharing, reason=bound.reason)
-    return bound.cores
+            ranks_by_cores.setdefault(format_cpu_list(cores), []).append(rank)
+    if binding.reason:
+        log.warning("workers are not bound to the cores of their GPU: %s", binding.reason)
+    if binding.reason or ranks_by_cores:
+        recorder.event("workers_bound", cores=ranks_by_cores, reason=binding.reason)
+    return binding.cores
 
 
 def with_own_python(worker: Worker) -> Worker:
-    """The bundled trainer, or another module of it (`orch bench`), as this agent has it: in a
-    container the submitter's interpreter does not exist."""
+    """Returns the worker with this agent's interpreter if it is a module of the bundled trainer.
+
+    In a container the submitter's interpreter does not exist. `orch bench` runs such a module too.
+    """
     if worker.argv[1:3] != ["-P", "-m"] or worker.argv[3].split(".")[0] != "trainer":
         return worker
     return structs.replace(worker, argv=[*start.command(worker.argv[3]), *worker.argv[4:]])
 
 
 def preloaded(worker: Worker) -> list[str]:
-    """The words that start the bundled trainer; nothing for a program of the user's."""
+    """Returns the command that starts the bundled trainer, or [] for a program of the user."""
     return worker.argv[: worker.argv.index("trainer") + 1] if worker.bundled else []

@@ -1,5 +1,7 @@
-"""Reads the reports of workers: one JSON object a line on a pipe. None is trusted; reading never
-blocks."""
+"""Reads the reports of workers: one JSON object per line of a pipe.
+
+No line is trusted, and reading never blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,28 @@ from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.worker import Report
 
 LONGEST_LINE = 1 << 16  # bytes
-_AT_ONCE = 1 << 18  # bytes read before other work gets its turn
+_AT_ONCE = 1 << 18  # bytes read before other tasks get their turn
 
 _decoder = msgspec.json.Decoder(Report)
 
 
 class ReportPipe:
-    """Cuts the bytes of one worker's pipe into lines. A line that is too long is dropped whole."""
+    """Splits the bytes of one worker's pipe into lines. Lines that are too long are dropped."""
 
     def __init__(self, fd: int, on_line: Callable[[bytes], None]):
         self._fd = fd
         self._on_line = on_line
-        self._part = bytearray()
+        self._incomplete_line = bytearray()
         self._too_long = False
         self._open = True
         asyncio.get_running_loop().add_reader(fd, self.read)
 
     def read(self, at_most: int = _AT_ONCE) -> None:
-        """What there is by now, up to so many bytes."""
+        """Reads the available bytes, up to `at_most`."""
         if not self._open:
             return
-        left = at_most
-        while left > 0:
+        remaining = at_most
+        while remaining > 0:
             try:
                 chunk = os.read(self._fd, 1 << 16)
             except BlockingIOError:
@@ -43,26 +45,27 @@ class ReportPipe:
             except OSError:
                 chunk = b""
             if not chunk:
-                self.close()  # the worker, and all that inherited the pipe, have closed it
+                # the worker, and all processes that inherited the pipe, have closed it
+                self.close()
                 return
-            left -= len(chunk)
+            remaining -= len(chunk)
             self.feed(chunk)
 
     def feed(self, chunk: bytes) -> None:
-        *lines, rest = chunk.split(b"\n")
+        *lines, incomplete_line = chunk.split(b"\n")
         for line in lines:
-            whole = bytes(self._part) + line
-            self._part.clear()
-            if self._too_long or len(whole) > LONGEST_LINE:
-                self._on_line(b"")  # counted as one that could not be read
-            elif whole:
-                self._on_line(whole)
+            complete_line = bytes(self._incomplete_line) + line
+            self._incomplete_line.clear()
+            if self._too_long or len(complete_line) > LONGEST_LINE:
+                self._on_line(b"")  # counts as unreadable
+            elif complete_line:
+                self._on_line(complete_line)
             self._too_long = False
-        if len(self._part) + len(rest) > LONGEST_LINE:
+        if len(self._incomplete_line) + len(incomplete_line) > LONGEST_LINE:
             self._too_long = True
-            self._part.clear()
+            self._incomplete_line.clear()
         elif not self._too_long:
-            self._part += rest
+            self._incomplete_line += incomplete_line
 
     def close(self) -> None:
         if self._open:
@@ -72,7 +75,7 @@ class ReportPipe:
 
 
 def parse(line: bytes, rank: int, epoch: int) -> Report | None:
-    """The report in a line; None when it is none, or speaks for another rank or epoch."""
+    """Returns the report in a line, or None if it is not one, or not of this rank and epoch."""
     try:
         report = _decoder.decode(line)
     except UNREADABLE:
@@ -81,14 +84,13 @@ def parse(line: bytes, rank: int, epoch: int) -> Report | None:
 
 
 class JsonLines:
-    """A file that grows by whole lines. A disk that fails costs lines, never the run; they are
-    counted."""
+    """A file that grows by whole lines. A disk that fails loses lines, which are counted."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = path
         self._fd = -1
         self.lost = 0
-        with contextlib.suppress(OSError):  # with the next line then
+        with contextlib.suppress(OSError):  # `write` tries again
             self._open()
 
     def _open(self) -> None:
@@ -99,9 +101,9 @@ class JsonLines:
         try:
             if self._fd < 0:
                 self._open()
-            done = os.write(self._fd, line + b"\n")
-            if done != len(line) + 1:
-                os.write(self._fd, b"\n")  # the torn line must not swallow the next one
+            written = os.write(self._fd, line + b"\n")
+            if written != len(line) + 1:
+                os.write(self._fd, b"\n")  # a truncated line must not swallow the next one
                 self.lost += 1
         except OSError:
             self.lost += 1
@@ -113,5 +115,5 @@ class JsonLines:
 
 
 def stamped(line: bytes, at: float) -> bytes:
-    """A JSON object with the agent's time put in front: `{"at":1700000000.123, ...}`."""
+    """Returns a JSON object with the agent's time as first field: `{"at":1700000000.123, ...}`."""
     return b'{"at":%.3f,' % at + line.lstrip()[1:]

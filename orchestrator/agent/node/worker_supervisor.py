@@ -1,16 +1,15 @@
-"""The worker supervisor: a small process between an agent and its workers. It starts, signals and
-reaps them.
+"""The worker supervisor: a small process between an agent and its workers.
 
-Workers are its children, and it is a subreaper, so everything that a worker starts stays below it,
-forks and `setsid` included. When the agent goes away in whatever manner, the socket between them
-closes; the supervisor then kills all that is below it and exits. If the supervisor itself is
-killed, the kernel kills the workers (PR_SET_PDEATHSIG), and what they had started falls to the
-agent, which is a subreaper as well.
+It starts, signals and reaps them. Workers are its children, and it is a subreaper, so all processes
+that a worker starts stay below it, also after fork and `setsid`. When the agent ends in any way,
+the socket between them closes; the supervisor then kills all processes below it and exits. If the
+supervisor itself is killed, the kernel kills the workers (PR_SET_PDEATHSIG), and their descendants
+fall to the agent, which is a subreaper as well.
 
-It is single-threaded on purpose (code between fork and exec is only safe there) and imports only
-the standard library. Workers of a program that can be preloaded come from its fork server
-(fork_server.py), all others from fork and exec. Requests and answers are JSON, one a packet, over a
-Unix socketpair of type SEQPACKET: it keeps message borders, shows an end of file, and carries
+It is single-threaded on purpose (only then is code between fork and exec safe) and imports only the
+standard library. Workers of a program that can be preloaded come from its fork server
+(fork_server.py), all others from fork and exec. Requests and answers are JSON, one per packet, over
+a Unix socketpair of type SEQPACKET, which keeps message borders, shows an end of file, and carries
 descriptors.
 """
 
@@ -38,16 +37,19 @@ from orchestrator.run.processes import (
     reap_children,
 )
 
-from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
+from .fork_server import LARGEST_PACKET, SIGNALS, set_up_worker, waiting_packets
 
 _LOOK_S = 0.5
-_STOPPED_LOOKS = 4  # at a fork server that owes an answer
+_STOPPED_LOOKS = 4  # looks after which a stopped fork server that owes an answer is continued
 
 
 @dataclass
 class PendingFork:
-    """A worker that the fork server was asked for. Descriptors of its log, its reports, its
-    go-ahead pipe, and of the store's socket, which rank 0 gets."""
+    """A worker that the fork server has been asked for.
+
+    It holds descriptors of the worker's log, reports and go-ahead pipe, and for rank 0 of the
+    store's socket.
+    """
 
     order: dict
     log: int
@@ -62,25 +64,25 @@ class PendingFork:
 
 
 class WorkerSupervisor:
+    """Serves one agent. `program` is the command that can be preloaded, if there is one."""
+
     def __init__(self, agent: socket.socket, program: Sequence[str] = ()):
         self._agent = agent
-        self._program = list(program)  # interpreter, flags, "-m", package: what can be preloaded
+        self._program = list(program)  # interpreter, flags, "-m", package
         self._fork_server: socket.socket | None = None
-        self._fork_server_pid = 0  # the fork server's pid
-        self._pending: dict[
-            int, PendingFork
-        ] = {}  # by ticket: a rank may be asked for again before the fork server has answered
+        self._fork_server_pid = 0
+        #: Pending forks by ticket: a rank may be ordered again before the fork server has answered.
+        self._pending: dict[int, PendingFork] = {}
         self._tickets = itertools.count()
-        self._ranks: dict[int, int] = {}  # pid -> rank of the workers that live
+        self._ranks: dict[int, int] = {}  # pid -> rank of living workers
         self._stops = StopWatch(_STOPPED_LOOKS)
-        self._sweep = False  # workers have lived; what they left behind must go
+        self._sweep_needed = False  # processes that ended workers left behind must be killed
 
     def run(self) -> None:
-        """Serve the agent until it is gone, then kill everything below."""
+        """Serves the agent until it is gone, then kills all processes below this one."""
         become_subreaper()
-        for (
-            signum
-        ) in SIGNALS:  # a Ctrl-C or a scheduler's signal to the whole group is the agent's to judge
+        # The agent decides about a Ctrl-C or a scheduler's signal to the whole process group.
+        for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         wake, tick = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
@@ -94,18 +96,16 @@ class WorkerSupervisor:
             kill_descendants()
 
     def _serve(self, wake: int) -> bool:
-        heard: list[socket.socket | int] = [self._agent, wake]
+        sources: list[socket.socket | int] = [self._agent, wake]
         if self._fork_server:
-            heard.append(self._fork_server)
-        readable, _, _ = select.select(heard, [], [], _LOOK_S if self._pending else None)
+            sources.append(self._fork_server)
+        readable, _, _ = select.select(sources, [], [], _LOOK_S if self._pending else None)
         if self._pending:
-            self._stops.look(
-                self._fork_server_pid
-            )  # one that is killed is gone: its workers start by fork and exec
+            # A fork server that is killed for this is lost: its workers start by fork and exec.
+            self._stops.look(self._fork_server_pid)
         if self._fork_server and self._fork_server in readable:
-            self._on_fork_server(
-                self._fork_server
-            )  # before reaping: a worker may just have been forked
+            # Before reaping: a worker may just have been forked.
+            self._on_fork_server(self._fork_server)
         if wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
@@ -114,36 +114,36 @@ class WorkerSupervisor:
             return True
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._agent, LARGEST_PACKET, 2)
-        except ConnectionResetError:  # it went without having read all that we said
+        except ConnectionResetError:  # the agent ended without reading all answers
             return False
         if not packet:
             return False
         try:
-            self._obey(json.loads(packet), descriptors)
+            self._handle_order(json.loads(packet), descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
 
-    def _obey(self, order: dict, descriptors: list[int]) -> None:
-        what = order["do"]
-        if what == "start":
+    def _handle_order(self, order: dict, descriptors: list[int]) -> None:
+        verb = order["do"]
+        if verb == "start":
             self._start(order, *descriptors)
-        elif what == "signal":
+        elif verb == "signal":
             for pid in list(self._ranks):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, order["signal"])
             if order["signal"] != signal.SIGCONT:
                 self._cancel_pending(order["signal"])
-        elif what == "kill":
+        elif verb == "kill":
             for pid in descendants(os.getpid()):
                 if pid != self._fork_server_pid:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             self._cancel_pending(signal.SIGKILL)
 
-    def _tell(self, **answer: object) -> None:
-        with contextlib.suppress(OSError):  # the agent is gone: the next recv says so
+    def _send(self, **answer: object) -> None:
+        with contextlib.suppress(OSError):  # the agent is gone: the next recv notices
             self._agent.send(json.dumps(answer).encode())
 
     def _start(self, order: dict, report: int, store: int | None = None) -> None:
@@ -155,20 +155,22 @@ class WorkerSupervisor:
         if not os.path.isdir(cwd):
             problem = f"folder {cwd} does not exist"
         else:
-            os.chdir(cwd)  # a relative program is relative to where it runs
+            os.chdir(cwd)  # the path of a program may be relative to it
             if shutil.which(argv[0], path=environment.get("PATH", os.defpath)) is None:
                 problem = f"program {argv[0]!r} is not on PATH or not executable"
         log = _open_log(order["log"])
         try:
-            lines = [order.get("banner"), f"orch: {problem}\n" if problem else ""]
-            with contextlib.suppress(OSError):  # a log that is full stops no worker
+            lines = [order.get("banner")]
+            if problem:
+                lines.append(f"orch: {problem}\n")
+            with contextlib.suppress(OSError):  # a full disk must not stop the worker
                 os.write(log, "".join(filter(None, lines)).encode(errors="replace"))
             if problem:
-                self._tell(exit=rank, code=int(Exit.USAGE))
-                self._sweep = True
-                self._reap()  # says "empty" when no other process is left
+                self._send(exit=rank, code=int(Exit.USAGE))
+                self._sweep_needed = True
+                self._reap()  # answers "empty" if no other process is left
                 return
-            self._sweep = True
+            self._sweep_needed = True
             if self._fork_server and argv[: len(self._program)] == self._program:
                 self._request_fork(self._fork_server, order, log, report, store)
             else:
@@ -177,51 +179,80 @@ class WorkerSupervisor:
             os.close(log)
 
     def _exec(
-        self, order: dict, environment: dict[str, str], log: int, report: int, store: int | None
+        self,
+        order: dict,
+        environment: dict[str, str],
+        log: int,
+        report: int,
+        store: int | None,
     ) -> None:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(supervisor, order, environment, log, report, store)
+            _become_worker(
+                supervisor,
+                order,
+                environment,
+                log=log,
+                report=report,
+                store=store,
+            )
         self._worker_started(order["rank"], pid)
 
     def _worker_started(self, rank: int, pid: int) -> None:
         self._ranks[pid] = rank
-        self._tell(started=rank, pid=pid)
+        self._send(started=rank, pid=pid)
 
     # ---------------------------------------------------------------------------------- fork server
 
     def _start_fork_server(self) -> None:
-        self._fork_server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._fork_server, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         *interpreter, package = self._program
-        argv = [*interpreter, "orchestrator.agent.node.fork_server", str(theirs.fileno()), package]
-        with theirs:
+        argv = [
+            *interpreter,
+            "orchestrator.agent.node.fork_server",
+            str(server_end.fileno()),
+            package,
+        ]
+        with server_end:
             self._fork_server_pid = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                argv,
+                pass_fds=[server_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             ).pid
 
     def _request_fork(
-        self, server: socket.socket, order: dict, log: int, report: int, store: int | None
+        self,
+        server: socket.socket,
+        order: dict,
+        log: int,
+        report: int,
+        store: int | None,
     ) -> None:
-        theirs, go_ahead = os.pipe2(os.O_CLOEXEC)
+        go_ahead_reader, go_ahead = os.pipe2(os.O_CLOEXEC)
         pending = PendingFork(
             order, os.dup(log), os.dup(report), go_ahead, None if store is None else os.dup(store)
         )
         ticket = next(self._tickets)
         self._pending[ticket] = pending
-        wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
-        wanted |= {
+        fork_order = {
+            "ticket": ticket,
+            "name": f"orch-rank-{order['rank']}",
+            "cwd": order["cwd"],
             "arguments": order["argv"][len(self._program) :],
             "environment": order["environment"],
+            "cores": order["cores"],
         }
-        wanted["cores"] = order["cores"]
         try:
-            descriptors = [log, report, theirs] if store is None else [log, report, theirs, store]
-            socket.send_fds(server, [json.dumps(wanted).encode()], descriptors)
+            descriptors = [log, report, go_ahead_reader]
+            if store is not None:
+                descriptors.append(store)
+            socket.send_fds(server, [json.dumps(fork_order).encode()], descriptors)
         except OSError:
             self._fork_server_lost(server)
         finally:
-            os.close(theirs)
+            os.close(go_ahead_reader)
 
     def _on_fork_server(self, server: socket.socket) -> None:
         for answer in waiting_packets(server):
@@ -229,24 +260,24 @@ class WorkerSupervisor:
                 self._fork_server_lost(server)
                 return
             if "warm" in answer:
-                self._tell(warm=True)
+                self._send(warm=True)
                 continue
             pending = self._pending.pop(answer["ticket"], None)
-            if pending is not None:  # else it was cancelled, and finds its go-ahead pipe closed
+            if pending is not None:  # a cancelled worker finds its go-ahead pipe closed
                 self._worker_started(pending.order["rank"], answer["pid"])
-                with contextlib.suppress(
-                    BrokenPipeError
-                ):  # it has died already: the next reaping tells
+                with contextlib.suppress(BrokenPipeError):  # it is dead: reaping reports it
                     os.write(pending.go_ahead, b"!")
                 pending.close()
 
     def _fork_server_lost(self, server: socket.socket) -> None:
-        """It could not import the program, or was killed: from now on workers start by fork and
-        exec."""
+        """Handles the loss of the fork server: from now on workers start by fork and exec.
+
+        It could not import the program, or was killed.
+        """
         server.close()
         self._fork_server = None
         self._fork_server_pid = 0
-        self._tell(warm=True)  # as warm as it will ever be
+        self._send(warm=True)  # no import will make later starts faster
         waiting = self._pending
         self._pending = {}
         for pending in waiting.values():
@@ -257,28 +288,28 @@ class WorkerSupervisor:
             pending.close()
 
     def _cancel_pending(self, signum: int) -> None:
-        """Workers that are told to end before they were forked count as ended by that signal."""
-        gone = self._pending
+        """Cancels workers that are not forked yet; they count as ended by that signal."""
+        cancelled = self._pending
         self._pending = {}
-        for pending in gone.values():
+        for pending in cancelled.values():
             pending.close()
-            self._tell(exit=pending.order["rank"], code=-signum)
-        if gone:
+            self._send(exit=pending.order["rank"], code=-signum)
+        if cancelled:
             self._reap()
 
     def _reap(self) -> None:
         for pid, code in reap_children():
             rank = self._ranks.pop(pid, None)
-            if rank is not None:  # the others are orphans that fell to this process
-                self._tell(exit=rank, code=code)
-        if self._sweep and not self._ranks and not self._pending:
-            left = kill_descendants(spare=self._fork_server_pid)
-            self._sweep = False
-            self._tell(empty=True, survivors=left)
+            if rank is not None:  # other children are orphans of workers
+                self._send(exit=rank, code=code)
+        if self._sweep_needed and not self._ranks and not self._pending:
+            survivors = kill_descendants(spare=self._fork_server_pid)
+            self._sweep_needed = False
+            self._send(empty=True, survivors=survivors)
 
 
 def _open_log(path: str) -> int:
-    """A worker's log; where none can be opened, a worker without a log."""
+    """Opens a worker's log, or /dev/null if it cannot be opened."""
     try:
         return os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -295,11 +326,11 @@ def _become_worker(
     report: int,
     store: int | None,
 ) -> None:
-    """In the child. Never returns."""
+    """Runs a worker's program in the forked child. Never returns."""
     argv = order["argv"]
     code = Exit.USAGE
     try:
-        settle(supervisor, log, report, store, order["cores"])
+        set_up_worker(supervisor, log, report, store, order["cores"])
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
         if is_of_the_machine(error):

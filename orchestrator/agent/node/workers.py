@@ -1,5 +1,7 @@
-"""The workers of one node, as the agent sees them. The worker supervisor starts, signals and reaps
-them."""
+"""The workers of one node, as the agent sees them.
+
+The worker supervisor starts, signals and reaps them.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,17 @@ from .fork_server import LARGEST_PACKET, waiting_packets
 from .worker_reports import ReportPipe
 
 _PIPE_BYTES = 1 << 20
-_STOPPED_LOOKS = 4  # of a worker supervisor, until it is continued
+_STOPPED_LOOKS = 4  # looks after which a stopped worker supervisor is continued
 
 
 class Workers:
-    """Workers of at most one epoch at a time. Callbacks run in the event loop.
+    """The workers of at most one epoch at a time. Callbacks run in the event loop.
 
-    `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had
-    been told to stop). `on_empty()`: all have, and nothing that they started is left.
-    `on_line(rank, line)`: one report, unread. `on_started()`: all that were ordered run, or have
-    ended. `on_warm()`: from now on workers start as fast as they ever will.
+    `on_exit(rank, code, after_stop)`: one worker has ended. A negative code is the signal that
+    killed it; `after_stop`: it had been asked to stop. `on_empty()`: all workers have ended, and no
+    process that they started is left. `on_line(rank, line)`: one unparsed report. `on_started()`:
+    all workers that were ordered have started. `on_warm()`: from now on workers start as fast as
+    they ever will.
     """
 
     def __init__(
@@ -43,12 +46,13 @@ class Workers:
         environment: Mapping[str, str] = MappingProxyType({}),
         on_started: Callable[[], None] = lambda: None,
     ):
-        """`environment`: what all workers will be told alike, as far as it is known before there
-        are any."""
+        """Creates the workers' control without starting any process.
+
+        Commands that begin with `program` are forked from a preloaded process (fork_server.py).
+        `environment`: variables common to all workers that are known before the first one starts.
+        """
         self._environment = dict(environment)
-        self._program = (
-            program  # a command that begins so is forked from a preloaded process (fork server.py)
-        )
+        self._program = program
         self._on_exit = on_exit
         self._on_empty = on_empty
         self._on_line = on_line
@@ -56,12 +60,13 @@ class Workers:
         self._on_started = on_started
         self._starting = False
         self._stops = StopWatch(_STOPPED_LOOKS)
-        self.warm = not program  # what they import has been imported, or is not known
+        self.warm = not program  # their imports are done, or unknown
         self._supervisor: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
-        self._alive: dict[int, int] = {}  # rank -> pid, 0 until the worker supervisor has said it
+        # rank -> pid, 0 until the worker supervisor has reported it
+        self._alive: dict[int, int] = {}
         self._pipes: dict[int, ReportPipe] = {}
-        self._asked = False
+        self._stop_requested = False
         self._kill_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -73,26 +78,25 @@ class Workers:
         return self._supervisor.pid if self._supervisor else None
 
     def open(self) -> None:
-        """Start the worker supervisor. Its environment, this process's own, is what the workers
-        inherit."""
+        """Starts the worker supervisor, through which workers inherit this environment."""
         become_subreaper()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        agent_end, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with supervisor_end:
             argv = [
                 *start.command("orchestrator.agent.node.worker_supervisor"),
-                str(theirs.fileno()),
+                str(supervisor_end.fileno()),
                 *self._program,
             ]
             self.warm = not self._program
             self._supervisor = subprocess.Popen(
                 argv,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[supervisor_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=os.environ | self._environment,
             )
-        self._socket = ours
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._heard)
+        self._socket = agent_end
+        asyncio.get_running_loop().add_reader(agent_end.fileno(), self._on_supervisor_packets)
 
     def start(
         self,
@@ -105,92 +109,97 @@ class Workers:
         store: int | None = None,
         cores: Set[int] = frozenset(),
     ) -> None:
-        """Start one worker. Its standard output and error are appended to `log`. `store`: a
-        descriptor that it gets as number STORE_FD. `cores`: it is bound to them, if there are
-        any."""
+        """Starts one worker, whose standard output and error are appended to `log`.
+
+        `store` is a descriptor that it gets as number STORE_FD. It is bound to `cores`, if any.
+        """
         if self._socket is None:
             self.open()
-        read, write = os.pipe2(
-            os.O_NONBLOCK | os.O_CLOEXEC
-        )  # a worker that writes faster than we read never waits
-        with contextlib.suppress(OSError, AttributeError):  # a larger pipe is a courtesy
+        # The write end does not block: a worker that writes faster than the agent reads never
+        # waits.
+        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(OSError, AttributeError):  # a larger pipe is optional
             import fcntl
 
-            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        pipe = ReportPipe(read, lambda line: self._on_line(rank, line))
-        made = os.fstat(write)
-        known = {
-            "ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"
-        }  # children have the variables, not the pipe
+            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        pipe = ReportPipe(read_end, lambda line: self._on_line(rank, line))
+        pipe_stat = os.fstat(write_end)
+        # A worker's children inherit its variables but not the pipe: this variable identifies it.
+        pipe_variable = {"ORCH_REPORT_PIPE": f"{pipe_stat.st_dev}:{pipe_stat.st_ino}"}
         order = {
             "do": "start",
             "rank": rank,
             "argv": list(argv),
-            "environment": {**environment, **known},
+            "environment": {**environment, **pipe_variable},
             "cwd": cwd,
             "log": str(log),
             "banner": banner,
             "cores": sorted(cores),
         }
         try:
-            self._order(order, [write] if store is None else [write, store])
+            self._send_order(order, [write_end] if store is None else [write_end, store])
         except ValueError:
             pipe.close()
             raise
         finally:
-            os.close(write)
+            os.close(write_end)
         self._alive[rank] = 0
         self._pipes[rank] = pipe
         self._starting = True
 
     def watch(self) -> str:
-        """To be called every half second. A worker supervisor that somebody stopped would hide dead
-        workers: what was done about it, in words, "" for nothing. Workers die with one that has to
-        be killed."""
-        done = self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
-        return f"the worker supervisor was stopped by a signal: {done}" if done else ""
+        """Continues a worker supervisor that was stopped by a signal, or kills it if that recurs.
+
+        A stopped one would hide dead workers; workers die with one that is killed. To be called
+        every half second. Returns what was done in words, or "".
+        """
+        if self._supervisor is None or self._socket is None:
+            return ""
+        outcome = self._stops.look(self._supervisor.pid)
+        return f"the worker supervisor was stopped by a signal: {outcome}" if outcome else ""
 
     def signal(self, signum: int) -> None:
-        """Pass a signal on to every worker, to the worker itself and not to what it started."""
-        self._order({"do": "signal", "signal": int(signum)})
+        """Sends a signal to every worker, but not to the processes that it started."""
+        self._send_order({"do": "signal", "signal": int(signum)})
 
     def stop(self, signum: int, grace_s: float) -> None:
-        """Ask all to end; kill what is left after `grace_s`. A second call shortens the time, never
-        lengthens it."""
+        """Asks all workers to end, and kills those that are left after `grace_s`.
+
+        A second call can shorten the time but not lengthen it.
+        """
         if not self._alive:
             return
-        self._asked = True
+        self._stop_requested = True
         self.signal(signum)
-        self.signal(signal.SIGCONT)  # a stopped process would not hear it
+        self.signal(signal.SIGCONT)  # a stopped process would not handle it
         loop = asyncio.get_running_loop()
-        due = loop.time() + grace_s
-        if self._kill_timer is None or self._kill_timer.when() > due:
+        kill_at = loop.time() + grace_s
+        if self._kill_timer is None or self._kill_timer.when() > kill_at:
             self._cancel_timer()
-            self._kill_timer = loop.call_at(due, self.kill)
+            self._kill_timer = loop.call_at(kill_at, self.kill)
 
     def kill(self) -> None:
-        """SIGKILL to all workers and everything below them."""
+        """Kills all workers and all processes below them."""
         if self._alive:
-            self._asked = True
-            self._order({"do": "kill"})
+            self._stop_requested = True
+            self._send_order({"do": "kill"})
 
     def close(self) -> None:
-        """Kill everything and let the worker supervisor go. Blocks for the milliseconds that
-        takes."""
+        """Kills everything and ends the worker supervisor; blocks for some milliseconds."""
         self._cancel_timer()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()  # the worker supervisor's sign to clear up and leave
+            self._socket.close()  # the worker supervisor then kills its processes and exits
             self._socket = None
         if self._supervisor is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._supervisor.wait(15)
-        kill_descendants(reap=False)  # nothing, unless the worker supervisor was killed
+        kill_descendants(reap=False)  # finds processes only if the worker supervisor was killed
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes.clear()
 
-    def _order(self, order: dict, descriptors: Sequence[int] = ()) -> None:
+    def _send_order(self, order: dict, descriptors: Sequence[int] = ()) -> None:
         if self._socket is None:
             return
         packet = json.dumps(order).encode()
@@ -199,10 +208,10 @@ class Workers:
                 f"the command and environment of a worker take {len(packet)} bytes, over"
                 f" {LARGEST_PACKET}"
             )
-        with contextlib.suppress(OSError):  # the worker supervisor is gone: _heard tells
+        with contextlib.suppress(OSError):  # it is gone: _on_supervisor_packets notices
             socket.send_fds(self._socket, [packet], list(descriptors))
 
-    def _heard(self) -> None:
+    def _on_supervisor_packets(self) -> None:
         assert self._socket is not None
         for answer in waiting_packets(self._socket):
             if answer is None:
@@ -211,9 +220,9 @@ class Workers:
             if "started" in answer:
                 self._alive[answer["started"]] = answer["pid"]
             elif "exit" in answer:
-                self._ended(answer["exit"], answer["code"])
+                self._on_worker_end(answer["exit"], answer["code"])
             elif "empty" in answer:
-                self._all_ended()
+                self._on_all_ended()
             elif "warm" in answer and not self.warm:
                 self.warm = True
                 self._on_warm()
@@ -221,36 +230,38 @@ class Workers:
                 self._starting = False
                 self._on_started()
 
-    def _ended(self, rank: int, code: int) -> None:
+    def _on_worker_end(self, rank: int, code: int) -> None:
         if self._alive.pop(rank, None) is None:
             return
         pipe = self._pipes.pop(rank, None)
         if pipe:
-            pipe.read(_PIPE_BYTES)  # all that it said last: why it failed is at the end
+            pipe.read(_PIPE_BYTES)  # its last reports tell why it failed
             pipe.close()
-        self._on_exit(rank, code, self._asked)
+        self._on_exit(rank, code, self._stop_requested)
 
-    def _all_ended(self) -> None:
+    def _on_all_ended(self) -> None:
         if self._alive:
             return
         self._cancel_timer()
-        self._asked = False
+        self._stop_requested = False
         self._on_empty()
 
     def _supervisor_lost(self) -> None:
-        """Somebody killed the worker supervisor: the kernel has killed the workers, the rest is
-        ours now."""
+        """Handles the death of the worker supervisor.
+
+        The kernel has killed the workers; the processes that they started are left to this one.
+        """
         assert self._socket is not None and self._supervisor is not None
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self._socket = None
         self._supervisor.wait()
         kill_descendants()
-        had = list(self._alive)
-        for rank in had:
-            self._ended(rank, -signal.SIGKILL)
-        if had:
-            self._all_ended()
+        ranks = list(self._alive)
+        for rank in ranks:
+            self._on_worker_end(rank, -signal.SIGKILL)
+        if ranks:
+            self._on_all_ended()
 
     def _cancel_timer(self) -> None:
         if self._kill_timer is not None:

@@ -1,1 +1,1 @@
-"""The channel and the messages between agents and coordinator."""
+"""The channel and the messages between the agents and the coordinator."""

@@ -1,10 +1,10 @@
-"""Lets peers that hold the run's key in, and bounds what all others can cost.
+"""Admits peers that hold the run's key, and limits the cost of all others.
 
-Anybody who reaches the port may connect. A peer with the key proves it within one round trip; so a
-connection that has not is bounded in time, in number and in bytes, and a new one is never turned
-away for those that are there: the oldest of the address that has the most makes room. A refused
-connection is kept open for a second, without being read, so that a stranger who tries again and
-again does so once a second. What is noted about strangers is bounded as well.
+Anybody who reaches the port may connect. A peer with the key proves it within one round trip, so
+connections without the proof are limited in time, in number and in bytes. A new connection is never
+turned away because of older ones: the oldest connection of the address that has most of them is
+closed. A refused connection is kept open for a second without being read, so that a stranger can
+try only once per second. Log entries about strangers are limited as well.
 """
 
 from __future__ import annotations
@@ -17,80 +17,88 @@ from typing import Any
 
 from .channel import Channel, Refused, WrongKey, accept
 
-# connections that wait in the kernel; asyncio's 100 make a peer wait for a second when it is full
+#: Connections that may wait in the kernel. When asyncio's default of 100 is full, a peer waits a
+#: second.
 BACKLOG = 1024
-MOST = 256  # connections without the key
+MAX_STRANGERS = 256  # connections that have not proven the key
 _HOLD_S = 1.0
-_NOTE_EVERY_S = 60.0
-_LONGEST_REASON = 300  # characters
+_WRITE_EVERY_S = 60.0
+_MAX_REASON_CHARS = 300  # characters
 
 
 class RefusalLog:
-    """Notes refused connections: of each kind the first at once, then at most one line a minute,
-    with a count.
+    """Logs refused connections: the first of each kind at once, then one line per minute with a
+    count.
 
-    `note(peer, reason, count)` writes it: the newest refusal, and how many there were since the
-    last line.
+    `write(peer, reason, count)` receives the newest refusal, and the number since the last line.
     """
 
     def __init__(
-        self, note: Callable[[str, str, int], None], clock: Callable[[], float] = time.monotonic
+        self, write: Callable[[str, str, int], None], clock: Callable[[], float] = time.monotonic
     ):
-        self._note = note
+        self._write = write
         self._clock = clock
-        self._noted: dict[str, float] = {}  # kind -> when its last line was written
-        self._unsaid: dict[str, tuple[str, str, int]] = {}  # kind -> peer, reason, count
+        self._written_at: dict[str, float] = {}  # kind -> time of its last line
+        self._unwritten: dict[str, tuple[str, str, int]] = {}  # kind -> (peer, reason, count)
 
     def refused(self, kind: str, peer: str, reason: str) -> None:
-        """`kind`: what is counted together; only names from peers that hold the key, so that there
-        are few."""
-        count = self._unsaid[kind][2] if kind in self._unsaid else 0
-        self._unsaid[kind] = (peer, reason[:_LONGEST_REASON], count + 1)
+        """Adds a refusal. Refusals of one `kind` are counted together.
+
+        A kind contains a name only if the peer holds the key, so that there are few kinds.
+        """
+        count = self._unwritten[kind][2] if kind in self._unwritten else 0
+        self._unwritten[kind] = (peer, reason[:_MAX_REASON_CHARS], count + 1)
         self.flush()
 
     def flush(self, everything: bool = False) -> None:
-        """Writes what is due. To be called from time to time, and with `everything` at the end."""
+        """Writes the lines that are due. To be called regularly, with `everything` at the end."""
         now = self._clock()
-        for kind, said in list(self._unsaid.items()):
-            if everything or now - self._noted.get(kind, -_NOTE_EVERY_S) >= _NOTE_EVERY_S:
-                self._noted[kind] = now
-                del self._unsaid[kind]
-                self._note(*said)
+        for kind, refusal in list(self._unwritten.items()):
+            if everything or now - self._written_at.get(kind, -_WRITE_EVERY_S) >= _WRITE_EVERY_S:
+                self._written_at[kind] = now
+                del self._unwritten[kind]
+                self._write(*refusal)
 
 
 class Admission:
-    """The greeting of all connections to one port. `receives`: the messages of peers; `log`: gets
-    the refusals."""
+    """Greets all connections to one port.
 
-    def __init__(self, run: str, key: bytes, receives: Any, log: RefusalLog, most: int = MOST):
+    Peers send `message_type`; `log` receives the refusals.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        key: bytes,
+        message_type: Any,
+        log: RefusalLog,
+        max_strangers: int = MAX_STRANGERS,
+    ):
         self._run = run
         self._key = key
-        self._receives = receives
+        self._receives = message_type
         self._log = log
-        self._most = most
-        self._strangers: dict[
-            asyncio.StreamWriter, str
-        ] = {}  # in the greeting, oldest first -> address
-        self._refused: dict[asyncio.StreamWriter, asyncio.TimerHandle] = {}  # still open
+        self._max_strangers = max_strangers
+        #: Connections in the greeting, oldest first -> their address.
+        self._strangers: dict[asyncio.StreamWriter, str] = {}
+        #: Refused connections that are still open.
+        self._refused: dict[asyncio.StreamWriter, asyncio.TimerHandle] = {}
 
     async def admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Channel | None:
-        """The channel of a peer that holds the key; None for any other, whose connection will be
-        closed."""
+        """Returns the channel of a peer that holds the key; None if the connection is refused."""
         peer = writer.get_extra_info("peername")
         self._make_room()
         self._strangers[writer] = str(peer[0]) if peer else ""
         try:
             return await accept(reader, writer, self._run, self._key, self._receives)
         except (Refused, OSError) as error:
-            made_room = writer not in self._strangers
-            reason = (
-                "too many connections that have not proven themselves" if made_room else str(error)
-            )
-            self._log.refused(
-                "wrong key" if isinstance(error, WrongKey) else "stranger", str(peer), reason
-            )
+            reason = str(error)
+            if writer not in self._strangers:  # it was closed in favor of a newer connection
+                reason = "too many connections that have not proven themselves"
+            kind = "wrong key" if isinstance(error, WrongKey) else "stranger"
+            self._log.refused(kind, str(peer), reason)
             self._hold(writer)
             return None
         except BaseException:  # the caller is cancelled
@@ -100,14 +108,15 @@ class Admission:
             self._strangers.pop(writer, None)
 
     def _make_room(self) -> None:
-        while len(self._strangers) + len(self._refused) >= self._most:
+        while len(self._strangers) + len(self._refused) >= self._max_strangers:
             if self._refused:
                 self._release(next(iter(self._refused)))
             else:
-                ((address, _),) = Counter(self._strangers.values()).most_common(1)
-                oldest = next(writer for writer, of in self._strangers.items() if of == address)
+                ((busiest, _),) = Counter(self._strangers.values()).most_common(1)
+                strangers = self._strangers.items()
+                oldest = next(writer for writer, address in strangers if address == busiest)
                 del self._strangers[oldest]
-                oldest.transport.abort()  # `accept` ends
+                oldest.transport.abort()  # ends its `accept`
 
     def _hold(self, writer: asyncio.StreamWriter) -> None:
         if writer.is_closing():
@@ -122,8 +131,10 @@ class Admission:
         writer.transport.abort()
 
     def close(self) -> None:
-        """Closes what was refused, and writes what was not said yet. Tasks in `admit` are the
-        caller's to cancel."""
+        """Closes refused connections and writes the remaining lines.
+
+        The caller cancels the tasks in `admit`.
+        """
         for writer in list(self._refused):
             self._release(writer)
         self._log.flush(everything=True)

@@ -1,12 +1,12 @@
-"""The control channel: JSON lines over TCP, every line authenticated with the run's key.
+"""The control channel: JSON lines over TCP, each authenticated with the run's key.
 docs/protocol.md.
 
 Both sides prove that they hold the key without sending it (a nonce each, HMAC-SHA256 over the whole
-greeting), then derive one key a direction. A line is
+greeting), then derive one key per direction. A line is
 `{"mac":"<hex>","body":{"seq":n,"epoch":e,"message":{...}}}`; the mac covers the exact bytes of the
-body. So a line of another connection, direction or run, a changed, repeated, dropped or reordered
-one is refused, and a connection that sent one is closed: there is no way to go on from it. Never
-pickle, never eval.
+body. Lines that were changed, repeated, dropped or reordered, or that belong to another connection,
+direction or run, are refused, and the connection is closed: it cannot be resynchronized. Nothing is
+unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from orchestrator.plan.codec import UNREADABLE
 
 PROTOCOL = "orch.control/1"
 LONGEST_LINE = 1 << 20  # bytes
-READ_LIMIT = (
-    1 << 16
-)  # bytes that a connection may have buffered here, twice; also one that has not proven itself
-_LONGEST_GREETING = 4096
+#: Half the bytes that asyncio buffers per connection, also for one that has not proven the key.
+READ_LIMIT = 1 << 16
+_LONGEST_GREETING = 4096  # bytes
 _GREETING_S = 10.0
-# for a name and a connection, as a resolver waits for one answer; a kernel tries for two minutes
+#: Seconds to resolve a name and connect: a resolver's wait for one answer. A kernel tries for two
+#: minutes.
 _REACH_S = 5.0
-_MOST_UNSENT = 8 << 20  # bytes waiting for a peer that does not read
+_MOST_UNSENT = 8 << 20  # bytes queued for a peer that does not read
 _CLOSE_S = 1.0
 
 
 class Refused(Exception):
-    """A peer that does not keep to the protocol; the text says how."""
+    """A peer violates the protocol; the message says how."""
 
 
 class WrongKey(Refused):
-    """A peer that does not hold this run's key."""
+    """A peer does not hold this run's key."""
 
 
 class _Hello(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,17 +71,16 @@ class _Frame(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _mac(key: bytes, label: str, content: bytes) -> bytes:
-    """HMAC-SHA256 with the purpose in front, so that no value made for one purpose serves
-    another."""
+    """Returns an HMAC-SHA256 of a label and content, so that a mac serves one purpose only."""
     return hmac.digest(key, label.encode() + b"\0" + content, "sha256")
 
 
-def _same(found: str, expected: bytes) -> bool:
-    return hmac.compare_digest(found.encode(errors="replace"), expected.hex().encode())
+def _mac_matches(hex_mac: str, expected: bytes) -> bool:
+    return hmac.compare_digest(hex_mac.encode(errors="replace"), expected.hex().encode())
 
 
 class Channel:
-    """One authenticated connection. `peer` is the node name of the agent, or "coordinator"."""
+    """One authenticated connection. `peer` is the agent's node name, or "coordinator"."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class Channel:
         writer: asyncio.StreamWriter,
         send_key: bytes,
         receive_key: bytes,
-        receives: Any,
+        message_type: Any,
         peer: str,
     ):
         self.peer = peer
@@ -97,16 +96,21 @@ class Channel:
         self._writer = writer
         self._send_key = send_key
         self._receive_key = receive_key
-        self._decode = msgspec.json.Decoder(receives).decode
+        self._decode = msgspec.json.Decoder(message_type).decode
         self._sent = self._received = 0
 
     def send(self, epoch: int, message: msgspec.Struct) -> None:
-        """Queue one message. Never blocks: a peer that has stopped reading is cut off instead."""
+        """Queues one message. Never blocks: a peer that has stopped reading is disconnected."""
         if self._writer.is_closing():
             return
         self._sent += 1
+        raw = msgspec.Raw(msgspec.json.encode(message))
         body = msgspec.json.encode(
-            _Body(seq=self._sent, epoch=epoch, message=msgspec.Raw(msgspec.json.encode(message)))
+            _Body(
+                seq=self._sent,
+                epoch=epoch,
+                message=raw,
+            )
         )
         mac = _mac(self._send_key, "line", body).hex().encode()
         self._writer.write(b'{"mac":"' + mac + b'","body":' + body + b"}\n")
@@ -114,15 +118,17 @@ class Channel:
             self._writer.transport.abort()
 
     async def receive(self) -> tuple[int, Any] | None:
-        """The next (epoch, message), None when the peer has closed. Refused: a line that cannot be
-        trusted."""
+        """Returns the next (epoch, message), or None when the peer has closed the connection.
+
+        Raises Refused for a line that cannot be trusted.
+        """
         line = await _read_line(self._reader, LONGEST_LINE)
         if line is None:
             return None
         try:
             frame = msgspec.json.decode(line, type=_Frame)
             raw = bytes(frame.body)
-            if not _same(frame.mac, _mac(self._receive_key, "line", raw)):
+            if not _mac_matches(frame.mac, _mac(self._receive_key, "line", raw)):
                 raise Refused("a line with a wrong mac")
             body = msgspec.json.decode(raw, type=_Body)
             if body.seq != self._received + 1:
@@ -133,16 +139,16 @@ class Channel:
             self._received = body.seq
             return body.epoch, self._decode(body.message)
         except UNREADABLE as error:
-            raise Refused(f"a line that is no message: {error}") from None
+            raise Refused(f"a line that is not a message: {error}") from None
 
     @property
     def address(self) -> str:
-        """The IP address that the peer's connection comes from; "" if it is closed."""
+        """The IP address of the peer; "" if the connection is closed."""
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else ""
 
     async def close(self) -> None:
-        """Send what is queued, within a second, and close."""
+        """Sends the queued messages, for at most a second, and closes the connection."""
         with contextlib.suppress(OSError, TimeoutError):
             await asyncio.wait_for(self._writer.drain(), _CLOSE_S)
         self._writer.close()
@@ -154,17 +160,18 @@ class Channel:
 
 
 async def _read_line(reader: asyncio.StreamReader, longest: int) -> bytes | None:
-    """One line without its end; None at the end of the stream, also inside a line (the peer died
-    while writing)."""
+    """Returns one line without its newline, or None at the end of the stream.
+
+    A stream that ends inside a line (the peer died while writing) also gives None.
+    """
     line = b""
     while not line.endswith(b"\n"):
         try:
             line += await reader.readuntil(b"\n")
         except asyncio.IncompleteReadError:
             return None
-        except (
-            asyncio.LimitOverrunError
-        ) as error:  # longer than the reader's limit: it is read in parts
+        except asyncio.LimitOverrunError as error:
+            # The line is longer than the reader's limit: it is read in parts.
             line += await reader.readexactly(error.consumed)
         except OSError:  # connection reset: the peer is gone
             return None
@@ -173,7 +180,7 @@ async def _read_line(reader: asyncio.StreamReader, longest: int) -> bytes | None
     return line[:-1]
 
 
-async def _greeting(reader: asyncio.StreamReader, kind: Any) -> Any:
+async def _read_greeting(reader: asyncio.StreamReader, kind: Any) -> Any:
     try:
         line = await asyncio.wait_for(_read_line(reader, _LONGEST_GREETING), _GREETING_S)
     except TimeoutError:
@@ -187,7 +194,7 @@ async def _greeting(reader: asyncio.StreamReader, kind: Any) -> Any:
 
 
 def _transcript(run: str, node: str, ours: str, theirs: str) -> bytes:
-    """Everything both sides have said, in a form that can be read in one way only."""
+    """Returns all that both sides have sent, in an unambiguous encoding."""
     return msgspec.json.encode([PROTOCOL, run, node, ours, theirs])
 
 
@@ -196,25 +203,56 @@ def _write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
 
 
 async def accept(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: str, key: bytes, receives: Any
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    run: str,
+    key: bytes,
+    message_type: Any,
 ) -> Channel:
-    """The coordinator's side of the greeting. Raises WrongKey or Refused; the caller closes."""
+    """Greets an agent, on the coordinator's side.
+
+    Raises WrongKey or Refused; the caller closes the connection.
+    """
     nonce = secrets.token_hex(16)
-    _write(writer, _Hello(protocol=PROTOCOL, run=run, nonce=nonce))
-    proof: _Proof = await _greeting(reader, _Proof)
-    said = _transcript(run, proof.node, nonce, proof.nonce)
-    if not _same(proof.mac, _mac(key, "agent", said)):
+    _write(
+        writer,
+        _Hello(
+            protocol=PROTOCOL,
+            run=run,
+            nonce=nonce,
+        ),
+    )
+    proof: _Proof = await _read_greeting(reader, _Proof)
+    transcript = _transcript(run, proof.node, nonce, proof.nonce)
+    if not _mac_matches(proof.mac, _mac(key, "agent", transcript)):
         _write(writer, _Answer(refused="wrong key"))
         raise WrongKey(f"node {proof.node[:200]!r} does not hold this run's key")
-    _write(writer, _Answer(mac=_mac(key, "coordinator", said).hex()))
-    send_key = _mac(key, "to agent", said)
-    receive_key = _mac(key, "to coordinator", said)
-    return Channel(reader, writer, send_key, receive_key, receives, proof.node)
+    _write(writer, _Answer(mac=_mac(key, "coordinator", transcript).hex()))
+    send_key = _mac(key, "to agent", transcript)
+    receive_key = _mac(key, "to coordinator", transcript)
+    return Channel(
+        reader,
+        writer,
+        send_key=send_key,
+        receive_key=receive_key,
+        message_type=message_type,
+        peer=proof.node,
+    )
 
 
-async def connect(host: str, port: int, run: str, node: str, key: bytes, receives: Any) -> Channel:
-    """The agent's side. OSError: nobody there. Refused: somebody else is. WrongKey: a coordinator
-    with another key."""
+async def connect(
+    host: str,
+    port: int,
+    run: str,
+    node: str,
+    key: bytes,
+    message_type: Any,
+) -> Channel:
+    """Connects and greets, on the agent's side.
+
+    Raises OSError if nobody listens there, Refused if the listener is not this run's coordinator,
+    and WrongKey if it is a coordinator with another key.
+    """
     try:
         reader, writer = await asyncio.wait_for(
             asyncio.open_connection(host, port, limit=READ_LIMIT), _REACH_S
@@ -222,16 +260,23 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
     except TimeoutError:
         raise OSError(f"{host} could not be reached within {_REACH_S:g} s") from None
     try:
-        hello: _Hello = await _greeting(reader, _Hello)
+        hello: _Hello = await _read_greeting(reader, _Hello)
         if hello.protocol != PROTOCOL or hello.run != run:
             raise Refused(f"it coordinates run {hello.run[:100]!r} with {hello.protocol[:100]!r}")
         nonce = secrets.token_hex(16)
-        said = _transcript(run, node, hello.nonce, nonce)
-        _write(writer, _Proof(node=node, nonce=nonce, mac=_mac(key, "agent", said).hex()))
-        answer: _Answer = await _greeting(reader, _Answer)
+        transcript = _transcript(run, node, hello.nonce, nonce)
+        _write(
+            writer,
+            _Proof(
+                node=node,
+                nonce=nonce,
+                mac=_mac(key, "agent", transcript).hex(),
+            ),
+        )
+        answer: _Answer = await _read_greeting(reader, _Answer)
         if answer.refused:
             raise WrongKey(f"the coordinator refused this node: {answer.refused[:200]}")
-        if not _same(answer.mac, _mac(key, "coordinator", said)):
+        if not _mac_matches(answer.mac, _mac(key, "coordinator", transcript)):
             raise WrongKey("the coordinator does not hold this run's key")
     except BaseException:
         writer.transport.abort()
@@ -239,8 +284,8 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
     return Channel(
         reader,
         writer,
-        _mac(key, "to coordinator", said),
-        _mac(key, "to agent", said),
-        receives,
-        "coordinator",
+        send_key=_mac(key, "to coordinator", transcript),
+        receive_key=_mac(key, "to agent", transcript),
+        message_type=message_type,
+        peer="coordinator",
     )

@@ -1,4 +1,4 @@
-"""The messages between agents and coordinator. docs/protocol.md says when each is sent.
+"""The messages between the agents and the coordinator. docs/protocol.md says when each is sent.
 
 Every message travels with its epoch in an envelope. Unknown kinds and fields are refused.
 """
@@ -14,13 +14,14 @@ class _Message(Frozen, tag_field="kind"):
     pass
 
 
-# ------------------------------------------------------------------------------------------ agent
-#     -> coordinator
+# ---------------------------------------------------------------- from agent to coordinator
 
 
 class Join(_Message, tag="join"):
-    """The first message of an agent. `node`: the name that the launcher gave it, never one derived
-    from a host name."""
+    """The first message of an agent.
+
+    `node` is the name that the launcher gave the node; it is never derived from a host name.
+    """
 
     node: str
     host: str  # for people
@@ -31,69 +32,71 @@ class Join(_Message, tag="join"):
     plan_hash: str
     metrics: str | None  # host:port of the Prometheus endpoint
     warm: bool = True  # workers would start at once; else their program is still being imported
-    addresses: list[
-        str
-    ] = []  # all of this node's interfaces: from any of them its workers may connect
+    #: Addresses of all of this node's interfaces: its workers may connect from any of them.
+    addresses: list[str] = []
 
 
 class Warm(_Message, tag="warm"):
-    """The program is imported: from now on workers start at once."""
+    """The program has been imported: from now on workers start at once."""
 
 
 class Ready(_Message, tag="ready"):
-    """The agent follows this epoch, and nothing of an older one runs here. `port`: where the store
-    of rank 0 would listen; the agent has it open."""
+    """The agent follows this epoch, and nothing of an older one runs on its node.
+
+    `port` is where rank 0's store would listen; the agent holds it open.
+    """
 
     port: int
 
 
 class Started(_Message, tag="started"):
-    """All workers of this node run, or have ended by now."""
+    """All workers of this node have started."""
 
 
 class WorkerExit(_Message, tag="worker_exit"):
     rank: int
     code: int  # negative: killed by that signal
-    asked: bool  # it had been told to stop before it ended
+    asked: bool  # it had been asked to stop before it ended
     step: int | None  # last step it reported
     tail: list[str]  # last lines of its log
-    cause: str = ""  # of its failure, as it has reported it (`run.state.WORKER_CAUSES`)
+    cause: str = ""  # kind of its failure, as the worker reported it (`run.state.WORKER_CAUSES`)
     error: str = ""
 
 
 class Stopped(_Message, tag="stopped"):
-    """All workers of this epoch on this node have ended, with everything that they had started."""
+    """All workers of this epoch on this node, and all processes they started, have ended."""
 
 
 class TerminationSignal(_Message, tag="termination_signal"):
-    """The run should end: the scheduler has sent a signal, or the supervisor is gone. In an elastic
-    run: this node."""
+    """The run should end: the scheduler has sent a signal, or the supervisor is gone.
+
+    In an elastic run only this node should leave.
+    """
 
     reason: str
     signal: str  # name of the signal for the workers
-    force: bool  # this agent was told before: do not wait for a save
-    by_people: bool = False  # who want the run to end, which the disk did not take down
+    force: bool  # a second signal: do not wait for a save
+    by_people: bool = False  # people request the end of the run, and the disk could not record it
 
 
-FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none
+FROZEN_AFTER_S = 2.0  # a debugger may stop and continue a process for less
 
 
 class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The status of one worker. Seconds are counted by the agent's own ticks: no clock is compared
-    with another."""
+    """The status of one worker. Seconds are counted in the agent's own ticks."""
 
     rank: int
-    step: int = 0  # under way; 0 before the first
+    step: int = 0  # the current step; 0 before the first
     phase: str = ""
     waiting: str | None = None  # the collective that it waits in
-    still_s: float = 0.0  # without progress
-    step_s: float = 0.0  # in this step so far
-    silent_s: float | None = None  # without a progress report; None: it has never sent one
-    stopped_s: float = 0.0  # stopped by a signal
+    still_s: float = 0.0  # seconds without progress
+    step_s: float = 0.0  # seconds in this step so far
+    silent_s: float | None = None  # seconds without a progress report; None if it never sent one
+    stopped_s: float = 0.0  # seconds for which a signal has stopped it
     state: str = "?"  # the kernel's letter
-    busy: float = 0.0  # CPU seconds a second, lately
+    busy: float = 0.0  # recent CPU seconds per second
     usual_step_s: float | None = None  # median of this epoch's last steps; None before the second
-    usual_own_s: float | None = None  # of its own part of them
+    usual_own_s: float | None = None  # median of its own compute time in them
 
     @property
     def is_frozen(self) -> bool:
@@ -101,16 +104,15 @@ class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class AgentAlive(_Message, tag="agent_alive"):
-    step: int | None  # furthest step any worker of this node has reported
+    step: int | None  # the furthest step that a worker of this node has reported
     seen: list[WorkerStatus] = []
 
 
-# ------------------------------------------------------------------------------------------
-#     coordinator -> agent
+# ---------------------------------------------------------------- from coordinator to agent
 
 
 class Prepare(_Message, tag="prepare"):
-    """A new epoch: drop what you do, answer with Ready."""
+    """A new epoch begins: kill the workers of the last one, and answer with Ready."""
 
 
 class RankAssignment(Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,13 +129,14 @@ class Assign(_Message, tag="assign"):
     world_size: int
     master_address: str
     master_port: int
-    # no training: one process a node, its rank the node's number, saves in-memory replicas
+    #: Instead of training, one process per node saves in-memory replicas; its rank is the node's
+    #: number.
     final_checkpoint: bool = False
-    peers: list[str] = []  # to rank 0's node: the addresses that its store answers
+    peers: list[str] = []  # for rank 0's node: the addresses that its store answers
 
 
 class Stop(_Message, tag="stop"):
-    """Pass `signal` on to the workers; what still runs after `grace_s` is killed."""
+    """Pass `signal` on to the workers, and kill those that still run after `grace_s`."""
 
     reason: str
     signal: str
@@ -148,7 +151,7 @@ class Examine(_Message, tag="examine"):
 
 
 class CoordinatorAlive(_Message, tag="coordinator_alive"):
-    slowdown: float | None = None  # of that node: its own compute time over the median of its peers
+    slowdown: float | None = None  # the node's own compute time over the median of its peers
 
 
 class Done(_Message, tag="done"):
@@ -159,7 +162,7 @@ class Done(_Message, tag="done"):
 
 
 class Fenced(_Message, tag="fenced"):
-    """A newer epoch exists and you are not in it: kill your workers and exit with 77."""
+    """A newer epoch exists without this agent: kill the workers and exit with 77."""
 
     reason: str
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from orchestrator.agent.protocol.admission import BACKLOG, MOST, Admission, RefusalLog
+from orchestrator.agent.protocol.admission import BACKLOG, MAX_STRANGERS, Admission, RefusalLog
 from orchestrator.agent.protocol.channel import READ_LIMIT, Channel, Refused, WrongKey, connect
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -53,7 +53,9 @@ class Leader:
         self._own = this_pod
         self._count = count
         self._port = port
-        self._admission = Admission(run, key, Join, RefusalLog(_log_refusal), max(MOST, count))
+        self._admission = Admission(
+            run, key, Join, RefusalLog(_log_refusal), max(MAX_STRANGERS, count)
+        )
         self._members: dict[int, tuple[Join, Channel | None]] = {this_pod.index: (this_pod, None)}
         self._changed = asyncio.Event()
 

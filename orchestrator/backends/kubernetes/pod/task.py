@@ -358,7 +358,7 @@ def run_agent(
     terminated = threading.Event()
     started = time.monotonic()
     try:
-        code = int(agent_main(argv, key=run_input.key, on_notice=terminated.set))
+        code = int(agent_main(argv, key=run_input.key, on_termination_signal=terminated.set))
     finally:
         status_lines.close()
     reason = _reason(folder, status_lines.led, code)
