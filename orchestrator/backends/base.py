@@ -159,23 +159,23 @@ class NodeExclusion:
     `bad_nodes` beside it."""
 
 
-def without_nodes(options: Mapping[str, Any], bad: Sequence[str]) -> dict[str, Any]:
+def without_nodes(options: Mapping[str, Any], bad_nodes: Sequence[str]) -> dict[str, Any]:
     """`backend.options` of a NodeExclusion with these bad nodes, those of today, in place of any
     others."""
-    own = {name: value for name, value in options.items() if name != BAD_NODES}
-    return {**own, BAD_NODES: list(bad)} if bad else own
+    kept_options = {name: value for name, value in options.items() if name != BAD_NODES}
+    return {**kept_options, BAD_NODES: list(bad_nodes)} if bad_nodes else kept_options
 
 
 def off_bad_nodes(folder: RunFolder, request: LaunchRequest) -> LaunchRequest:
     """The request of a run that starts again, off the nodes that `orch nodes` lists now."""
-    bad = list(remembered(folder, time.time()))
-    if bad:
+    bad_nodes = list(remembered(folder, time.time()))
+    if bad_nodes:
         print(
-            f"orch: without {', '.join(bad)}, found bad by earlier runs (orch nodes)",
+            f"orch: without {', '.join(bad_nodes)}, found bad by earlier runs (orch nodes)",
             file=sys.stderr,
         )
     return msgspec.structs.replace(
-        request, backend_options=without_nodes(request.backend_options, bad)
+        request, backend_options=without_nodes(request.backend_options, bad_nodes)
     )
 
 
@@ -352,39 +352,39 @@ def write_record(folder: RunFolder, record: msgspec.Struct, durable: bool = Fals
     write_private(folder.backend, msgspec.json.encode(record), durable=durable)
 
 
-def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str) -> Options:
+def decode_options(options: Mapping[str, Any], struct: type[Options], backend: str) -> Options:
     """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a
     wrong value with its place.
     """
     from orchestrator.config.structured import fields, is_text
 
-    known = kind.__struct_fields__
-    text = {name: field.type for name, field in fields(kind).items() if is_text(field.type)}
+    field_names = struct.__struct_fields__
+    text_fields = {name: field.type for name, field in fields(struct).items() if is_text(field.type)}
     for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in field_names:
+            hint = did_you_mean(name, field_names)
             raise OrchError(
                 f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG
             )
     # `gpu_type: 3090` is a name, which YAML reads as a number. Not so `time: 4:00:00`, which it
     # reads as 14400.
-    names = {name for name, annotation in text.items() if "pattern=" in str(annotation)}
+    name_fields = {name for name, annotation in text_fields.items() if "pattern=" in str(annotation)}
     values = {
-        name: str(value) if type(value) is int and name in names else value
+        name: str(value) if type(value) is int and name in name_fields else value
         for name, value in options.items()
     }
     try:
-        return msgspec.convert(values, type=kind)
+        return msgspec.convert(values, type=struct)
     except msgspec.ValidationError as error:  # Expected X - at `$.partition`
-        what, _, where = str(error).partition(" - at ")
-        place = where.strip("`").removeprefix("$").lstrip(".")
-        key = f"backend.options{'.' + place if place else ''}"
+        problem, _, json_path = str(error).partition(" - at ")
+        field_path = json_path.strip("`").removeprefix("$").lstrip(".")
+        key = f"backend.options{'.' + field_path if field_path else ''}"
         quotes = (
             f"; in quotes it is text: '{key}=\"...\"'"
-            if place in text and ", got `" in what
+            if field_path in text_fields and ", got `" in problem
             else ""
         )
-        raise OrchError(f"{key}: {what}{quotes}", Exit.CONFIG) from None
+        raise OrchError(f"{key}: {problem}{quotes}", Exit.CONFIG) from None
 
 
 # ------------------------------------------------------------------------------------------ lookup
@@ -404,11 +404,11 @@ def get_backend(name: str) -> Backend:
     """A new backend of that name. OrchError: 64 lists the known ones, 65 for an entry point that
     gives no backend."""
     if name in BUILT_IN:
-        module, _, kind = BUILT_IN[name].partition(":")
-        found = vars(import_module(module))[kind]
+        module, _, class_name = BUILT_IN[name].partition(":")
+        backend_class = vars(import_module(module))[class_name]
     else:
-        found = _other_package(name)
-    backend: Backend = found()
+        backend_class = _other_package(name)
+    backend: Backend = backend_class()
     return backend
 
 
@@ -420,17 +420,17 @@ def _other_package(name: str) -> type[Backend]:
         raise OrchError(
             f"unknown backend {name!r}; {did_you_mean(name, backend_names())}", Exit.USAGE
         )
-    about = f"backend {name}: entry point {points[0].value!r}"
+    label = f"backend {name}: entry point {points[0].value!r}"
     try:
-        found = points[0].load()
+        backend_class = points[0].load()
     except Exception as error:  # code of others
         raise OrchError(
-            f"{about} cannot be loaded: {type(error).__name__}: {error}", Exit.CONFIG
+            f"{label} cannot be loaded: {type(error).__name__}: {error}", Exit.CONFIG
         ) from None
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+    if not (isinstance(backend_class, type) and issubclass(backend_class, Backend)):
         raise OrchError(
-            f"{about} is no subclass of orchestrator.backends.base.Backend", Exit.CONFIG
+            f"{label} is no subclass of orchestrator.backends.base.Backend", Exit.CONFIG
         )
-    if missing := sorted(found.__abstractmethods__):
-        raise OrchError(f"{about} lacks {', '.join(missing)}", Exit.CONFIG)
-    return found
+    if missing := sorted(backend_class.__abstractmethods__):
+        raise OrchError(f"{label} lacks {', '.join(missing)}", Exit.CONFIG)
+    return backend_class

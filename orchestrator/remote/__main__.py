@@ -60,33 +60,33 @@ class Host:
 
     # ---------------------------------------------------------------------------------- a job
 
-    def _prepare(self, asked: wire.Prepare, payload: bytes) -> tuple[wire.Prepared, bytes]:
+    def _prepare(self, question: wire.Prepare, payload: bytes) -> tuple[wire.Prepared, bytes]:
         config_dir = None
-        code = asked.code
+        code = question.code
         if payload:
             self._shipped = api.home() / _SHIPPED / os.urandom(8).hex()
             make_private_folder(self._shipped)
             ship.unpack(payload, self._shipped)
-            config_dir = self._shipped / ship.CONF if asked.conf else None
+            config_dir = self._shipped / ship.CONF if question.conf else None
             if code.kind != "none":
-                held = self._shipped / ship.CODE
-                held.mkdir(exist_ok=True, mode=0o700)
-                code = msgspec.structs.replace(code, held_at=str(held))
+                code_folder = self._shipped / ship.CODE
+                code_folder.mkdir(exist_ok=True, mode=0o700)
+                code = msgspec.structs.replace(code, held_at=str(code_folder))
         options = api.from_here(
-            command=tuple(asked.command),
-            env=tuple(asked.env),
-            program=asked.program,
-            run_id=asked.run_id,
-            after=tuple(asked.after),
-            dry_run=asked.dry_run,
+            command=tuple(question.command),
+            env=tuple(question.env),
+            program=question.program,
+            run_id=question.run_id,
+            after=tuple(question.after),
+            dry_run=question.dry_run,
             code=code,
         )
-        job = api.prepare_job(asked.words, options, config_dir)
+        job = api.prepare_job(question.words, options, config_dir)
         self._job = job, options
         request = job.candidate.bundle.request
         plan = job.candidate.plan
         script = refusal = ""
-        if asked.dry_run:
+        if question.dry_run:
             try:
                 job.backend.check(request)
                 script = (
@@ -115,43 +115,43 @@ class Host:
 
     def _run(self, run_id: str) -> api.Run:
         if run_id not in self._runs:
-            found = api.Run.find(run_id)
-            if found.id != run_id:
+            run = api.Run.find(run_id)
+            if run.id != run_id:
                 raise OrchError(f"there is no run {run_id}", Exit.USAGE)
-            self._runs[run_id] = found
+            self._runs[run_id] = run
         return self._runs[run_id]
 
-    def _look(self, asked: wire.Look) -> tuple[wire.Looked, bytes]:
-        run = self._run(asked.run)
+    def _look(self, question: wire.Look) -> tuple[wire.Looked, bytes]:
+        run = self._run(question.run)
         alive = run.backend.is_alive(
             run.folder
         )  # then its state, then its files: what comes later is newer
         state = run.state
-        parts, payload, more = mirror.parts_of(run.folder, asked.known, asked.logs)
-        return wire.Looked(alive=alive, state=state, parts=parts, more=more), payload
+        file_parts, payload, more = mirror.parts_of(run.folder, question.known, question.logs)
+        return wire.Looked(alive=alive, state=state, parts=file_parts, more=more), payload
 
-    def _resize(self, asked: wire.Resize) -> None:
-        run = self._run(asked.run)
+    def _resize(self, question: wire.Resize) -> None:
+        run = self._run(question.run)
         if not isinstance(run.backend, Resizing):
             raise OrchError(f"{run.backend.name} has no resize by hand", Exit.USAGE)
-        run.backend.resize(run.folder, api.request_of_run(run.folder), asked.nodes, os.environ)
+        run.backend.resize(run.folder, api.request_of_run(run.folder), question.nodes, os.environ)
 
 
-def serve(asks: BinaryIO, answers: BinaryIO) -> None:
+def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Until the other side has gone."""
     host = Host()
     answers.write(f"\n{wire.GREETING.decode()}{wire.VERSION} {__version__}\n".encode())
     answers.flush()
     try:
-        while found := wire.read_question(asks):
+        while message := wire.read_question(questions):
             try:
-                answer, payload = host.answer(*found)
+                answer, payload = host.answer(*message)
             except OrchError as error:
                 answer = wire.Refused(message=error.message, exit=int(error.exit))
                 payload = b""
             except Exception as error:  # a bug of ours ends no connection
-                text = f"internal error: {type(error).__name__}: {error}"
-                answer = wire.Refused(message=text, exit=int(Exit.INTERNAL))
+                internal_error = f"internal error: {type(error).__name__}: {error}"
+                answer = wire.Refused(message=internal_error, exit=int(Exit.INTERNAL))
                 payload = b""
             wire.write(answers, answer, payload)
     except BrokenPipeError:

@@ -93,9 +93,9 @@ def read_options(request: LaunchRequest) -> LocalOptions:
             "backend.options.link_gbit_per_s: what rate have the links of network=namespaces?",
             Exit.CONFIG,
         )
-    if not request.sizes and (given := [key for key in _ELASTIC if key in request.backend_options]):
+    if not request.sizes and (elastic_options := [key for key in _ELASTIC if key in request.backend_options]):
         raise OrchError(
-            f"backend.options.{given[0]} is for elastic runs, nodes=A..B, not for one size",
+            f"backend.options.{elastic_options[0]} is for elastic runs, nodes=A..B, not for one size",
             Exit.CONFIG,
         )
     if options.spare_nodes and options.network == "namespaces":
@@ -126,11 +126,11 @@ class LocalBackend(Backend, Resizing):
         need = request.nodes * request.gpus_per_node
         if request.nodes == 1 and need <= have:
             return
-        wanted = (
+        requirement = (
             f"cluster {request.cluster} is {request.nodes} nodes of {request.gpus_per_node} GPUs"
         )
         raise OrchError(
-            f"{wanted}; this machine has {machine()}: use cluster=local, or --dry-run",
+            f"{requirement}; this machine has {machine()}: use cluster=local, or --dry-run",
             Exit.CAPACITY,
         )
 
@@ -149,7 +149,7 @@ class LocalBackend(Backend, Resizing):
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         self.check(request)
         check_variables(request, environ)
-        self._start(folder, request, environ, again=True)
+        self._start(folder, request, environ, next_attempt=True)
         return request.handle
 
     def resize(
@@ -164,21 +164,21 @@ class LocalBackend(Backend, Resizing):
         self.check(at_size(request, load_plan(folder.sized_plan(nodes))))
         if not self.is_alive(folder):  # a supervisor that lives has the variables
             check_variables(request, environ)
-        asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
+        intent = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
         self._wake(folder)
-        end = time.monotonic() + request.policy.grace_s + _END_S
+        deadline = time.monotonic() + request.policy.grace_s + _END_S
         while True:
             alive = self.is_alive(folder)
             state = read_state(folder)
-            check_newest(folder, asked)
-            if state.intent >= asked.number:
+            check_newest(folder, intent)
+            if state.intent >= intent.number:
                 return request.handle
             if not alive and state.state == "done":
                 raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
             if not alive:
                 with contextlib.suppress(RunLives):  # another command was faster
-                    self._start(folder, request, environ, again=True, asked=asked)
-            if time.monotonic() > end:
+                    self._start(folder, request, environ, next_attempt=True, intent=intent)
+            if time.monotonic() > deadline:
                 raise OrchError(
                     f"run {folder.run_id} has not ended yet; the request stays", Exit.CAPACITY
                 )
@@ -188,25 +188,25 @@ class LocalBackend(Backend, Resizing):
         if not self.is_alive(folder):
             read_record(folder, LocalRecord)  # a damaged one is said first
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        asked = None
-        signum = signal.SIGTERM
-        of_agents = signal.SIGTERM
+        intent = None
+        supervisor_signal = signal.SIGTERM
+        agent_signal = signal.SIGTERM
         try:
-            asked = ask(folder, "end", force=force)
+            intent = ask(folder, "end", force=force)
         except OrchError:  # a full disk: the supervisor keeps it in mind, or the coordinator
-            signum = CANCEL_BY_FORCE if force else CANCEL
-            of_agents = END_BY_FORCE if force else END
-        if not self._wake(folder, signum):
+            supervisor_signal = CANCEL_BY_FORCE if force else CANCEL
+            agent_signal = END_BY_FORCE if force else END
+        if not self._wake(folder, supervisor_signal):
             for agent in holders(folder.lock):  # nobody passes it on to them
-                send_signal(agent, of_agents)
+                send_signal(agent, agent_signal)
                 send_signal(agent, signal.SIGCONT)  # a stopped one would not hear it
-        end = time.monotonic() + _FORCE_S
+        deadline = time.monotonic() + _FORCE_S
         while force and self.is_alive(folder):
-            check_newest(folder, asked)
-            if time.monotonic() > end:
+            check_newest(folder, intent)
+            if time.monotonic() > deadline:
                 kill_trees(holders(folder.lock))
             time.sleep(0.05)
-            if time.monotonic() > 2 * _FORCE_S + end:
+            if time.monotonic() > 2 * _FORCE_S + deadline:
                 raise OrchError(
                     f"processes of run {folder.run_id} cannot be killed: see ps", Exit.CAPACITY
                 )
@@ -219,7 +219,7 @@ class LocalBackend(Backend, Resizing):
         except OrchError:  # damaged: who holds the lock is known all the same
             return False
         return record is not None and all(
-            [send_signal(Identity(*record.supervisor), each) for each in (*signals, signal.SIGCONT)]
+            [send_signal(Identity(*record.supervisor), signum) for signum in (*signals, signal.SIGCONT)]
         )
 
     def is_alive(self, folder: RunFolder) -> bool:
@@ -235,8 +235,8 @@ class LocalBackend(Backend, Resizing):
         folder: RunFolder,
         request: LaunchRequest,
         environ: Mapping[str, str],
-        again: bool = False,
-        asked: Intent | None = None,
+        next_attempt: bool = False,
+        intent: Intent | None = None,
     ) -> None:
         """Starts the supervisor: own session, nothing of this terminal, holding the run's lock.
         `again`: the run has had an attempt; `asked`: what the next one obeys. RunLives (64) while
@@ -245,15 +245,15 @@ class LocalBackend(Backend, Resizing):
         if lock is None:
             raise RunLives(f"run {folder.run_id} is running", Exit.USAGE)
         try:
-            if again:
+            if next_attempt:
                 try:
-                    begin_attempt(folder, request, asked)
+                    begin_attempt(folder, request, intent)
                 except OSError as error:
-                    text = (
+                    message = (
                         f"the next attempt of run {folder.run_id} cannot be written down: {error};"
                         " the request stays"
                     )
-                    raise OrchError(text, Exit.CAPACITY) from None
+                    raise OrchError(message, Exit.CAPACITY) from None
             roots = (
                 request.environment.python_path_first
             )  # a copy of our own code, where the run has one
@@ -279,23 +279,23 @@ class LocalBackend(Backend, Resizing):
                     pass_fds=[lock],
                     start_new_session=True,
                 )
-            found = identity(process.pid)
-            if found:
+            supervisor = identity(process.pid)
+            if supervisor:
                 with contextlib.suppress(
                     OSError
                 ):  # a full disk: it runs, and writes this itself when there is room
-                    write_record(folder, LocalRecord(supervisor=(found.pid, found.started)))
+                    write_record(folder, LocalRecord(supervisor=(supervisor.pid, supervisor.started)))
             process.returncode = 0  # it is nobody's child from here on: no warning, no wait
         finally:
             os.close(lock)
 
 
 def _check_program(
-    request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = ""
+    request: LaunchRequest, environ: Mapping[str, str], cwd: Path, hint: str = ""
 ) -> None:
     if not request.worker.bundled:
         check_program(
-            request.worker.argv, compose_environment(request.environment, environ), cwd, where
+            request.worker.argv, compose_environment(request.environment, environ), cwd, hint
         )
 
 

@@ -23,12 +23,12 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     count = gpus_here()
     if _VISIBLE not in environ:
         return [str(index) for index in range(count)]
-    found: list[str] = []
-    for word in map(str.strip, environ[_VISIBLE].split(",") if count else []):
-        if not (word.startswith(("GPU-", "MIG-")) or (word.isdecimal() and int(word) < count)):
+    gpus: list[str] = []
+    for gpu in map(str.strip, environ[_VISIBLE].split(",") if count else []):
+        if not (gpu.startswith(("GPU-", "MIG-")) or (gpu.isdecimal() and int(gpu) < count)):
             break
-        found.append(word)
-    return found
+        gpus.append(gpu)
+    return gpus
 
 
 def check_gpus(request: LaunchRequest, spare_nodes: int) -> None:

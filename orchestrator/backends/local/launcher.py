@@ -42,9 +42,9 @@ class AgentLauncher:
 
     def commands(self) -> dict[str, list[str]]:
         """Node -> the command of its agent."""
-        ours = start.command(AGENT)
+        launch_command = start.command(AGENT)
         commands = {
-            agent.node: [*ours, *agent.argv[agent.argv.index(AGENT) + 1 :]]
+            agent.node: [*launch_command, *agent.argv[agent.argv.index(AGENT) + 1 :]]
             if AGENT in agent.argv
             else agent.argv
             for agent in self._request.agents
@@ -55,33 +55,33 @@ class AgentLauncher:
         for index in range(self._options.spare_nodes):
             spare = f"spare-{index}"
             commands[spare] = [
-                spare if word == first.node else word for word in commands[first.node]
+                spare if argument == first.node else argument for argument in commands[first.node]
             ]
         elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
         return {node: [*argv, *elastic] for node, argv in commands.items()}
 
     def start(self, node: str, argv: list[str]) -> subprocess.Popen:
-        descriptor = os.open(
+        log = os.open(
             self._folder.agent_log(node),
             os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
             0o600,
         )
-        held = [self._lock]  # they hold the run's lock with us
+        inherited_fds = [self._lock]  # they hold the run's lock with us
         environment = os.environ | gpus_of_node(node, self._request, os.environ)
-        enter = None
+        enter_namespace = None
         listener = None
         if self._network:
             listener = self._listener(node)
-            held.append(self._network.switches)
+            inherited_fds.append(self._network.switches)
             argv = [*argv, "--address", self._network.wiring.address(node)]
             if listener:
-                held.append(listener.fileno())
+                inherited_fds.append(listener.fileno())
                 argv += ["--metrics-fd", str(listener.fileno())]
             environment["GLOO_SOCKET_IFNAME"] = (
                 INTERFACE  # or it asks what the host's name resolves to
             )
-            enter = self._network.enter(node)
-        with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
+            enter_namespace = self._network.enter(node)
+        with os.fdopen(log, "wb") as output, listener or contextlib.nullcontext():
             return subprocess.Popen(
                 argv,
                 cwd=self._folder.path,
@@ -89,9 +89,9 @@ class AgentLauncher:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=held,
+                pass_fds=inherited_fds,
                 start_new_session=True,
-                preexec_fn=lambda: _become_agent(enter),
+                preexec_fn=lambda: _become_agent(enter_namespace),
             )
 
     def _listener(self, node: str) -> socket.socket | None:
@@ -110,8 +110,8 @@ class AgentLauncher:
                 return None
 
 
-def _become_agent(enter: Callable[[], None] | None) -> None:
+def _become_agent(enter_namespace: Callable[[], None] | None) -> None:
     """In the child, between fork and exec."""
     signal.set_wakeup_fd(-1)  # what it hears is not ours
-    if enter:
-        enter()
+    if enter_namespace:
+        enter_namespace()

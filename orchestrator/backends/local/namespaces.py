@@ -112,20 +112,20 @@ class Network:
 
     def _namespace(self) -> int:
         """A new, empty network namespace, by descriptor; this process stays where it is."""
-        here = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        own_namespace = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _call("unshare", _CLONE_NEWNET)
-            made = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            self._made.append(made)
+            descriptor = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            self._made.append(descriptor)
             with contextlib.suppress(
                 OSError
             ):  # a container's read-only /proc: a less even network, but one
                 for name, value in _TCP.items():
                     Path("/proc/sys/net/ipv4", name).write_text(value)
-            _enter(here)
-            return made
+            _enter(own_namespace)
+            return descriptor
         finally:
-            os.close(here)
+            os.close(own_namespace)
 
     def _build(self) -> None:
         wiring = self.wiring
@@ -176,9 +176,9 @@ class Network:
         _batch("tc", self.switches, limits)
         for node, descriptor in inside.items():
             address = f"{wiring.address(node)}/{_PREFIX}"
-            own = ["link set dev lo up", f"link set dev {INTERFACE} addrgenmode none"]
-            own += [f"address add {address} dev {INTERFACE}", f"link set dev {INTERFACE} up"]
-            _batch("ip", descriptor, own)
+            interface_lines = ["link set dev lo up", f"link set dev {INTERFACE} addrgenmode none"]
+            interface_lines += [f"address add {address} dev {INTERFACE}", f"link set dev {INTERFACE} up"]
+            _batch("ip", descriptor, interface_lines)
             _batch("tc", descriptor, [limit(INTERFACE, wiring.link)])
 
 
@@ -218,8 +218,8 @@ def check() -> None:
             os.write(write, problem.encode())
             os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as said:
-        problem = said.read().decode()
+    with os.fdopen(read, "rb") as output:
+        problem = output.read().decode()
     os.waitpid(child, 0)
     if problem:
         raise OrchError(problem, Exit.CAPACITY)
@@ -255,7 +255,7 @@ def _batch(
     """Run `tool` on many lines in a namespace, keeping `descriptors` open for it. Raises OrchError
     (76)."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [tool, "-batch", "-"],
             input="\n".join([*lines, ""]).encode(),
             capture_output=True,
@@ -264,9 +264,9 @@ def _batch(
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise OrchError(f"{_ENTER} ({tool}: {error})", Exit.CAPACITY) from None
-    if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())
-        raise OrchError(f"{tool} refuses a line of the run's network: {said}", Exit.CAPACITY)
+    if completed.returncode:
+        errors = " ".join(completed.stderr.decode(errors="replace").split())
+        raise OrchError(f"{tool} refuses a line of the run's network: {errors}", Exit.CAPACITY)
 
 
 def _enter(namespace: int) -> None:

@@ -34,7 +34,7 @@ class StoppedAgents:
         passed_s = min(now - self._looked, _LONGEST_LOOK_S)
         self._looked = now
         stopped = [
-            node for node, pid in agents.items() if (one := identity(pid)) and is_stopped(one)
+            node for node, pid in agents.items() if (process := identity(pid)) and is_stopped(process)
         ]
         self._stopped_s = {node: self._stopped_s.get(node, 0.0) + passed_s for node in stopped}
         limit_s = (

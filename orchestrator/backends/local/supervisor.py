@@ -94,21 +94,21 @@ class Supervisor:
             while len(self._codes) < len(self._agents):
                 self._hear(self._signals(0.5))
         finally:
-            left = kill_descendants()
-            if left:
-                log.error("processes %s cannot be killed", left)
+            unkillable = kill_descendants()
+            if unkillable:
+                log.error("processes %s cannot be killed", unkillable)
         return self._last_word()
 
     def begins_again(self) -> bool:
         """Whether people asked for another attempt, which is ready to begin then."""
-        asked = self._asked_for()
-        if asked is None or asked.want == "end":
+        intent = self._asked_for()
+        if intent is None or intent.want == "end":
             return False
         try:
             if insist(lambda: read_state(self._folder)).state == "done":
                 return False
-            log.info("next attempt: %s", asked.text)
-            if insist(lambda: self._begin(asked)):
+            log.info("next attempt: %s", intent.text)
+            if insist(lambda: self._begin(intent)):
                 return True
             self._last_word()
         except (
@@ -117,26 +117,26 @@ class Supervisor:
             log.error("the next attempt cannot begin: %s", error)
         return False
 
-    def _begin(self, asked: Intent) -> bool:
+    def _begin(self, intent: Intent) -> bool:
         """Puts the next attempt in force; False where a signal to end has come while nothing of the
         run lives."""
         signals = self._signals(0.0)
         self._keep_in_mind(signals)
         if not signals:
-            begin_attempt(self._folder, self._request, asked)
+            begin_attempt(self._folder, self._request, intent)
         return not signals
 
     def _keep_in_mind(self, signals: list[signal.Signals]) -> None:
         """Requests of people that come by signals alone."""
-        for what in signals:
-            if what in (CANCEL, CANCEL_BY_FORCE):
-                self._told = unwritten_end(force=what == CANCEL_BY_FORCE)
+        for signum in signals:
+            if signum in (CANCEL, CANCEL_BY_FORCE):
+                self._told = unwritten_end(force=signum == CANCEL_BY_FORCE)
 
     def _listen(self) -> None:
         """Signals become bytes of a pipe. (sigtimedwait(2) of CPython gives a signal that nobody
         sent when the process was stopped beyond its time.)"""
-        self._wake, tick = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
+        self._wake, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for signum in _HEARD:
             signal.signal(signum, lambda *_: None)
 
@@ -153,8 +153,8 @@ class Supervisor:
 
     def _hear(self, signals: list[signal.Signals]) -> None:
         self._keep_in_mind(signals)
-        for what in signals:
-            self._end(what.name)
+        for signum in signals:
+            self._end(signum.name)
         if self._asked_for():
             self._end("as people asked")
         nodes = {agent.pid: node for node, agent in self._agents.items()}
@@ -179,17 +179,17 @@ class Supervisor:
     def _asked_for(self) -> Intent | None:
         """What people want, if this attempt has to end for it; also where the disk did not take
         their request."""
-        wishes = [one for one in (due(self._folder, self._began_with), self._told) if one]
-        return max(wishes, key=lambda one: (one.force, one.want == "end"), default=None)
+        intents = [intent for intent in (due(self._folder, self._began_with), self._told) if intent]
+        return max(intents, key=lambda intent: (intent.force, intent.want == "end"), default=None)
 
     def _give_up_stopped(self) -> None:
         living = {
             node: agent.pid for node, agent in self._agents.items() if node not in self._codes
         }
-        for node, why in self._standstill.given_up(living).items():
+        for node, reason in self._standstill.given_up(living).items():
             if node not in self._given_up:
-                log.error("%s", why)
-                self._given_up[node] = why
+                log.error("%s", reason)
+                self._given_up[node] = reason
                 os.kill(living[node], signal.SIGKILL)
 
     def _is_over(self) -> bool:
@@ -208,14 +208,14 @@ class Supervisor:
     def _may_come_back(self, node: str, code: int) -> None:
         """Lost, cut off, or told to leave; not one that was found bad, and not after the run's end
         (`_bring_back`)."""
-        after = self._options.restart_lost_nodes_after_s
-        if after is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY, Exit.RESTART)):
-            self._back[node] = time.monotonic() + after
+        delay_s = self._options.restart_lost_nodes_after_s
+        if delay_s is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY, Exit.RESTART)):
+            self._back[node] = time.monotonic() + delay_s
 
     def _bring_back(self) -> None:
         """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody
         wants it to end."""
-        for node in [node for node, when in self._back.items() if time.monotonic() >= when]:
+        for node in [node for node, due_at in self._back.items() if time.monotonic() >= due_at]:
             if not self._asked and not self._is_over():
                 try:
                     self._agents[node] = self._launcher.start(node, self._launcher.commands()[node])
@@ -236,18 +236,18 @@ class Supervisor:
         """Pass a request to end on to every agent. They take the second signal for impatience, and
         kill; a second `orch cancel` is none, and a forced one asks nobody.
         """
-        asked = self._asked_for()
-        if asked and self._asked and not asked.force:
+        intent = self._asked_for()
+        if intent and self._asked and not intent.force:
             return
-        if not self._asked or not asked:
-            log.info("asked to end (%s)%s", reason, f": {asked.text}" if asked else "")
-        if asked and asked.force:
+        if not self._asked or not intent:
+            log.info("asked to end (%s)%s", reason, f": {intent.text}" if intent else "")
+        if intent and intent.force:
             self._asked = True
             self._kill()
             return
         self._asked = True
         self._signal(signal.SIGTERM)
-        if asked:
+        if intent:
             self._signal(signal.SIGCONT)  # a stopped one would not hear it
 
     def _kill(self) -> None:
@@ -262,11 +262,11 @@ class Supervisor:
                 os.kill(agent.pid, signum)
 
     def _remember(self) -> None:
-        me = identity(os.getpid())
-        assert me is not None
+        this_process = identity(os.getpid())
+        assert this_process is not None
         pids = {node: agent.pid for node, agent in self._agents.items()}
         record = LocalRecord(
-            supervisor=(me.pid, me.started),
+            supervisor=(this_process.pid, this_process.started),
             agents=pids,
             exit_codes=dict(self._codes),
             switches=self._network.switches if self._network else None,
@@ -286,21 +286,21 @@ class Supervisor:
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
         state = insist(lambda: read_state(self._folder))
-        asked = self._asked_for()
-        cancelled = asked is not None and asked.want == "end"
-        code, final, cause = self._judge(state.epoch)
-        if state.is_final and not (asked and cancelled and state.state == "stopped"):
+        intent = self._asked_for()
+        cancelled = intent is not None and intent.want == "end"
+        code, end_state, cause = self._judge(state.epoch)
+        if state.is_final and not (intent and cancelled and state.state == "stopped"):
             return state.exit_code or 0
-        if asked and state.is_final:  # it had stopped for something that was asked before
+        if intent and state.is_final:  # it had stopped for something that was asked before
             return self._write_end(
-                finish(state, "cancelled", Exit.RESTART, asked.text, state.cause)
+                finish(state, "cancelled", Exit.RESTART, intent.text, state.cause)
             )
-        if asked:
+        if intent:
             code = int(Exit.RESTART)
-            final = "cancelled" if cancelled else "stopped"
-        reason = asked.text if asked and asked.force else cause.text
+            end_state = "cancelled" if cancelled else "stopped"
+        reason = intent.text if intent and intent.force else cause.text
         return self._write_end(
-            finish(state, final, code, reason, cause, at=time.time(), writer="backend")
+            finish(state, end_state, code, reason, cause, at=time.time(), writer="backend")
         )
 
     def _write_end(self, end: RunState) -> int:
@@ -325,15 +325,15 @@ class Supervisor:
                 Cause(kind="internal", text="agents left without a word", epoch=epoch),
             )
         code = self._codes[first]
-        text = self._given_up.get(first, f"agent of {first}: {meaning(code)}")
+        reason = self._given_up.get(first, f"agent of {first}: {meaning(code)}")
         if code < 0:
             return (
                 int(Exit.CAPACITY),
                 "failed",
-                Cause(kind="node_lost", text=text, epoch=epoch, node=first, code=code),
+                Cause(kind="node_lost", text=reason, epoch=epoch, node=first, code=code),
             )
         cause = Cause(
-            kind="agent_exit", text=text, epoch=epoch, node=first, code=code, log=self._log(first)
+            kind="agent_exit", text=reason, epoch=epoch, node=first, code=code, log=self._log(first)
         )
         return code, "stopped" if code == Exit.RESTART else "failed", cause
 
@@ -362,9 +362,9 @@ def main(argv: list[str] | None = None) -> int:
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         return code
     except Exception as error:
-        code, text = ending(error)
-        log.error("%s", text, exc_info=code == Exit.INTERNAL)
-        _failed(folder, code, f"supervisor: {error}" if code == Exit.INTERNAL else text)
+        code, message = ending(error)
+        log.error("%s", message, exc_info=code == Exit.INTERNAL)
+        _failed(folder, code, f"supervisor: {error}" if code == Exit.INTERNAL else message)
         return code
 
 

@@ -114,13 +114,13 @@ class SlurmBackend(
     def job_of(self, request: LaunchRequest, plan: Plan) -> JobScript:
         """The inputs of the job script. Asks Slurm only for `topology: auto`."""
         options = self._options(request)
-        work = [
+        mounted = [
             request.run_dir,
             *_outside(request),
             plan.job.data.cache_dir,
             plan.job.checkpoint.dir,
         ]
-        work += [path for path in plan.job.data.paths if path.startswith("/")]
+        mounted += [path for path in plan.job.data.paths if path.startswith("/")]
         return JobScript(
             run_id=request.run_id,
             run_dir=request.run_dir,
@@ -130,7 +130,7 @@ class SlurmBackend(
             code=start.code_version() if options.container.runtime != "none" else "",
             export=tuple(request.environment.names),
             python_path=tuple(request.environment.python_path_first),
-            bind=tuple(dict.fromkeys(filter(None, work))),
+            bind=tuple(dict.fromkeys(filter(None, mounted))),
             sizes=tuple(request.sizes),
         )
 
@@ -174,11 +174,11 @@ class SlurmBackend(
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         self.check(bundle.request)
         bundle, plan = _settled(bundle), from_json(bundle.contents["plan.json"])
-        text = self.script(bundle.request, plan)
-        found = _preflight(bundle.request, plan, self._slurm)
+        script = self.script(bundle.request, plan)
+        warning_lines = _preflight(bundle.request, plan, self._slurm)
         with create_run_folder(bundle, self.name) as folder:
-            self._send(folder, text, environ)
-        _print_warnings(found)  # a refusal is one line
+            self._send(folder, script, environ)
+        _print_warnings(warning_lines)  # a refusal is one line
         return bundle.request.handle
 
     def submit_all(
@@ -194,9 +194,9 @@ class SlurmBackend(
             self.job_of(bundle.request, plan) for bundle, plan in zip(bundles, plans, strict=True)
         ]
         slurm = Slurm(environ)
-        found: list[str] = []
+        warning_lines: list[str] = []
         for bundle, job in zip(bundles, jobs, strict=True):
-            found += _preflight(bundle.request, job.plan, self._slurm)
+            warning_lines += _preflight(bundle.request, job.plan, self._slurm)
             slurm.check_script(render(job))
         with ExitStack() as stack:
             folders = [
@@ -204,7 +204,7 @@ class SlurmBackend(
             ]
             for folder, id_ in zip(folders, submit_all(jobs, slurm, self._watcher), strict=True):
                 record_job(folder, id_)
-        _print_warnings(found)
+        _print_warnings(warning_lines)
         return [bundle.request.handle for bundle in bundles]
 
     def render(self, bundle: SubmissionBundle) -> str:
@@ -213,9 +213,9 @@ class SlurmBackend(
         check_environment(read_options(bundle.request.backend_options), os.environ)
         check_rendering(os.environ)
         bundle = _settled(bundle)
-        text = self.script(bundle.request, from_json(bundle.contents["plan.json"]))
+        script = self.script(bundle.request, from_json(bundle.contents["plan.json"]))
         with create_run_folder(bundle, self.name):
-            return text
+            return script
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         """Submit a new job for the old run folder, from the plan as it was submitted; returns the
@@ -233,27 +233,27 @@ class SlurmBackend(
             self._slurm.cancel(job.id)
         options = without_dependency(request.backend_options)
         request = off_bad_nodes(folder, msgspec.structs.replace(request, backend_options=options))
-        text = self.script(request, self._plan_to_resume(folder, request, environ))
+        script = self.script(request, self._plan_to_resume(folder, request, environ))
         slurm = folder.path / "slurm"  # counts start at 0, every node is allowed again
         with asked_to_resume(folder, slurm / "faults", slurm / "exclude", slurm / "over"):
-            self._send(folder, text, environ)
+            self._send(folder, script, environ)
         return request.handle
 
     def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
         """`backend.options` with the runs to wait for. OrchError (64) for a run of another
         backend."""
-        others = []
+        predecessors = []
         for after in wishes:
-            own = read_state(after.folder)
-            if own.backend != self.name:
-                run = f"run {after.folder.run_id} is of the backend {own.backend}"
+            recorded_state = read_state(after.folder)
+            if recorded_state.backend != self.name:
+                run = f"run {after.folder.run_id} is of the backend {recorded_state.backend}"
                 raise OrchError(f"--after: {run}, not {self.name}")
             job = self._find_job(after.folder)
             # a run that is over needs no wait for the last processes of its job, which may end
             # PREEMPTED
-            state = own if is_over(own, left_with(after.folder)) else self.state(after.folder)
-            others.append((after, state, job.id if job else None))
-        return add_dependencies(options, others)
+            state = recorded_state if is_over(recorded_state, left_with(after.folder)) else self.state(after.folder)
+            predecessors.append((after, state, job.id if job else None))
+        return add_dependencies(options, predecessors)
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Signal the script, which lets the workers save; end the job at once if it has not
@@ -293,12 +293,12 @@ class SlurmBackend(
             return state_without_slurm(
                 read_state(folder), left_with(folder) is not None, error.message
             )
-        sent = read_record(folder, SlurmRecord) is not None
+        submitted = read_record(folder, SlurmRecord) is not None
         state = read_state(folder)  # the file after the scheduler
-        untold = job is not None and job_state(job.state).ended and not state.is_final
-        said = last_words(folder) if untold else ""
+        unreported = job is not None and job_state(job.state).ended and not state.is_final
+        last_line = last_words(folder) if unreported else ""
         return combined_state(
-            state, job, wants_end(folder) is not None, sent, left_with(folder), said
+            state, job, wants_end(folder) is not None, submitted, left_with(folder), last_line
         )
 
     def exec_on_node(
@@ -316,13 +316,13 @@ class SlurmBackend(
         record = read_record(folder, SlurmRecord)
         if record is None:
             raise OrchError(f"run {folder.run_id} has no job", Exit.USAGE)
-        known = read_state(folder).nodes.get(node)
-        if known is None or known.pid is None:
+        node_state = read_state(folder).nodes.get(node)
+        if node_state is None or node_state.pid is None:
             raise OrchError(f"node {node} of run {folder.run_id} has no agent", Exit.CAPACITY)
         flags, python = python_beside_agents(self.job_of(request, load_plan(folder.plan)))
         slurm = Slurm({**os.environ, **environment(request, os.environ)}, timeout_s=_STEP_S)
         return JobStep(
-            slurm, record.job_id, node, [*flags, *python, *argv(str(folder.path), known.pid)]
+            slurm, record.job_id, node, [*flags, *python, *argv(str(folder.path), node_state.pid)]
         )
 
     def live_topology(self, which: str) -> Topology:
@@ -364,10 +364,10 @@ class SlurmBackend(
         except OrchError as error:
             return StartEstimate(nodes=nodes, refusal=error.message, code=int(error.exit))
 
-    def _send(self, folder: RunFolder, text: str, environ: Mapping[str, str]) -> None:
+    def _send(self, folder: RunFolder, script: str, environ: Mapping[str, str]) -> None:
         from .submission import ScriptExecutor
 
-        job = ScriptExecutor(folder.path / "slurm", text, Slurm(environ)).launch(self._watcher)
+        job = ScriptExecutor(folder.path / "slurm", script, Slurm(environ)).launch(self._watcher)
         record_job(folder, job.job_id)
 
     def _find_job(self, folder: RunFolder) -> Job | None:
@@ -438,11 +438,11 @@ def _outside(request: LaunchRequest) -> list[str]:
 
 def _text_of(*paths: str) -> str:
     """The lines of the files that are there and may be read."""
-    found = []
+    contents = []
     for path in paths:
         with suppress(OSError):
-            found.append(Path(path).read_text(errors="replace"))
-    return "\n".join(found)
+            contents.append(Path(path).read_text(errors="replace"))
+    return "\n".join(contents)
 
 
 def _print_warnings(lines: Iterable[str]) -> None:

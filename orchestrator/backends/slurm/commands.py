@@ -91,7 +91,7 @@ class Slurm:
         `to_error` says.
         """
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 argv, env=self.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
                 timeout=self._timeout_s, check=False, start_new_session=True,
             )  # fmt: skip
@@ -100,11 +100,11 @@ class Slurm:
                 return ""
             raise _not_installed(argv[0]) from None
         except subprocess.TimeoutExpired:
-            text = f"{argv[0]}: no answer within {self._timeout_s:g} s"
-            raise OrchError(f"{text}; look at `scontrol ping`", Exit.CAPACITY) from None
-        if done.returncode:
-            raise self.to_error(argv[0], done.stderr or done.stdout)
-        return done.stdout
+            problem = f"{argv[0]}: no answer within {self._timeout_s:g} s"
+            raise OrchError(f"{problem}; look at `scontrol ping`", Exit.CAPACITY) from None
+        if completed.returncode:
+            raise self.to_error(argv[0], completed.stderr or completed.stdout)
+        return completed.stdout
 
     def sbatch(self, script: str, *flags: str) -> str:
         """Submit a script file; returns the job id. OrchError when Slurm refuses.
@@ -116,24 +116,24 @@ class Slurm:
             raise self.to_error("sbatch", err or out)
         return out.strip().split(";")[0]
 
-    def start_estimate(self, text: str, *flags: str) -> str:
+    def start_estimate(self, script: str, *flags: str) -> str:
         """Estimated start of a job of this script text (`sbatch --test-only`): local ISO-8601 time,
         "" when unknown.
 
         Nothing is submitted. OrchError when Slurm would refuse the job, or no nodes of today could
         run it (76).
         """
-        code, out, err = self._communicate(["sbatch", "--test-only", *flags], text)
+        code, out, err = self._communicate(["sbatch", "--test-only", *flags], script)
         start = parse_estimate(err + out)
         if code and not start:
             raise self.to_error("sbatch", err + out)
         return start
 
-    def check_script(self, text: str) -> None:
+    def check_script(self, script: str) -> None:
         """OrchError when Slurm would refuse this script text; a job that only has to wait for nodes
         passes."""
         try:
-            self.start_estimate(text)
+            self.start_estimate(script)
         except OrchError as error:
             if error.exit != Exit.CAPACITY:
                 raise
@@ -160,13 +160,13 @@ class Slurm:
         except FileNotFoundError:
             raise _not_installed(argv[0]) from None
 
-    def _communicate(self, argv: Sequence[str], text: str = "") -> tuple[int, str, str]:
+    def _communicate(self, argv: Sequence[str], script: str = "") -> tuple[int, str, str]:
         """Exit code, output and errors of sbatch with `text` as input; killed when the queue is
         full or time is up."""
         process = self.start(argv, alone=True)
         assert process.stdin and process.stdout and process.stderr
         with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(text.encode())
+            process.stdin.write(script.encode())
         out = bytearray()
         err = bytearray()
         end = time.monotonic() + self._timeout_s
@@ -228,9 +228,9 @@ class Slurm:
 
     def partition(self, name: str | None) -> dict[str, str]:
         """Fields of a partition (None: the default one), empty when there is no such partition."""
-        text = self.run(["scontrol", "--oneliner", "show", "partition"])
-        for line in text.splitlines():
-            fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        output = self.run(["scontrol", "--oneliner", "show", "partition"])
+        for line in output.splitlines():
+            fields = dict(field.split("=", 1) for field in line.split() if "=" in field)
             if fields.get("PartitionName") == name or (
                 name is None and fields.get("Default") == "YES"
             ):
@@ -239,15 +239,15 @@ class Slurm:
 
     def kill_wait_s(self) -> int | None:
         """Seconds between SIGTERM and SIGKILL of an ending job, None when not configured."""
-        found = re.search(
+        match = re.search(
             r"^KillWait\s*=\s*([0-9]+)", self.run(["scontrol", "show", "config"]), re.M
         )
-        return int(found[1]) if found else None
+        return int(match[1]) if match else None
 
-    def to_error(self, program: str, text: str) -> OrchError:
+    def to_error(self, program: str, output: str) -> OrchError:
         """The OrchError for a failed command's output: one line that says where to look, exit code
         by `_ERRORS`."""
-        line = error_line(text)
+        line = error_line(output)
         for pattern, exit, look in _ERRORS:
             if re.search(pattern, line, re.I):
                 hint = self._choices(line)
@@ -272,27 +272,27 @@ class Slurm:
         else:
             return ""
         try:
-            found = subprocess.run(
+            output = subprocess.run(
                 argv, env=self.environ, capture_output=True, text=True, timeout=10, check=False
             ).stdout
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        names = sorted(set(found.split()))
-        wrong = re.search(r"specified: ?(\S+)", line)
-        return did_you_mean(wrong[1] if wrong else "", names) if names else ""
+        names = sorted(set(output.split()))
+        unknown_name = re.search(r"specified: ?(\S+)", line)
+        return did_you_mean(unknown_name[1] if unknown_name else "", names) if names else ""
 
 
-def parse_estimate(text: str) -> str:
+def parse_estimate(output: str) -> str:
     """The start time in the output of `sbatch --test-only`, "" when there is none."""
-    found = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
-    return found[1] if found else ""
+    match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", output)
+    return match[1] if match else ""
 
 
-def error_line(text: str) -> str:
+def error_line(output: str) -> str:
     """The most specific line of a command's error output, without the program's name."""
     lines = [
         re.sub(r"^\w+: (error|fatal): ", "", line.strip())
-        for line in text.splitlines()
+        for line in output.splitlines()
         if line.strip()
     ]
     general = [

@@ -132,8 +132,8 @@ class SlurmOptions(Frozen):
             value = getattr(self, name)
             if value is not None:
                 parse_time(value)
-        for text in (*self.without, *self.nodelist):
-            expand(text)
+        for hosts in (*self.without, *self.nodelist):
+            expand(hosts)
         if (self.container.runtime == "none") != (not self.container.image):
             raise OrchError("backend.options.container: runtime and image go together", Exit.CONFIG)
         if self.dependency is not None and not re.fullmatch(r"[A-Za-z0-9_:+,?]+", self.dependency):
@@ -166,7 +166,7 @@ def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[
     """What the user's `SBATCH_*` variables say of options that are not set. OrchError (65) names a
     variable whose value its option cannot have.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, option in _HONOURED.items():
         value = environ.get(name)
         if not value or getattr(options, option) is not None:
@@ -175,8 +175,8 @@ def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[
             read_options({option: value})
         except OrchError as error:
             raise OrchError(f"{name}={value}: {error.message}", Exit.CONFIG) from None
-        found[option] = value
-    return found
+        values[option] = value
+    return values
 
 
 def check_environment(options: SlurmOptions, environ: Mapping[str, str]) -> None:
@@ -192,10 +192,10 @@ def check_environment(options: SlurmOptions, environ: Mapping[str, str]) -> None
             )
     for name, option in _HONOURED.items():
         value = environ.get(name)
-        said = getattr(options, option)
-        if value and said not in (None, value):
+        option_value = getattr(options, option)
+        if value and option_value not in (None, value):
             raise OrchError(
-                f"{name}={value} and backend.options.{option}={said} differ: unset one", Exit.CONFIG
+                f"{name}={value} and backend.options.{option}={option_value} differ: unset one", Exit.CONFIG
             )
 
 
@@ -222,16 +222,16 @@ _FORMS = (
 _FORM = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,9})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?\Z")
 
 
-def parse_time(text: str) -> int | None:
+def parse_time(time: str) -> int | None:
     """Seconds of a length of time as Slurm writes it, None for no limit. OrchError (65) names the
     legal forms."""
-    word = text.strip()
-    if word.upper() in ("UNLIMITED", "INFINITE", "-1"):
+    stripped = time.strip()
+    if stripped.upper() in ("UNLIMITED", "INFINITE", "-1"):
         return None
-    found = _FORM.match(word)
-    if not found:
-        raise OrchError(f"{text!r} is not a Slurm time; forms: {_FORMS}, UNLIMITED", Exit.CONFIG)
-    days, *rest = found.groups()
+    match = _FORM.match(stripped)
+    if not match:
+        raise OrchError(f"{time!r} is not a Slurm time; forms: {_FORMS}, UNLIMITED", Exit.CONFIG)
+    days, *rest = match.groups()
     numbers = [int(n) for n in rest if n is not None]
     if days is None and len(numbers) < 3:
         numbers = [0, *numbers]

@@ -33,23 +33,23 @@ def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, s
     few nodes.
     """
     name = partition.get("PartitionName", "")
-    longest = _limit_s(partition.get("MaxTime"))
-    wanted = parse_time(options.time) if options.time else None
-    if options.time and longest is not None and (wanted is None or wanted > longest):
+    longest_s = _limit_s(partition.get("MaxTime"))
+    limit_s = parse_time(options.time) if options.time else None
+    if options.time and longest_s is not None and (limit_s is None or limit_s > longest_s):
         raise OrchError(
-            f"backend.options.time={options.time} is over the {format_time(longest)} that partition"
+            f"backend.options.time={options.time} is over the {format_time(longest_s)} that partition"
             f" {name} allows",
             Exit.CONFIG,
         )
     most_nodes = partition.get("MaxNodes", "")
-    need = used_node_count(plan)
-    if most_nodes.isdigit() and need > int(most_nodes):
+    needed_nodes = used_node_count(plan)
+    if most_nodes.isdigit() and needed_nodes > int(most_nodes):
         raise OrchError(
-            f"the plan needs {need} nodes, partition {name} allows {most_nodes} a job", Exit.CONFIG
+            f"the plan needs {needed_nodes} nodes, partition {name} allows {most_nodes} a job", Exit.CONFIG
         )
-    have = partition.get("TotalNodes", "")
-    if have.isdigit() and need > int(have):
-        raise OrchError(f"the plan needs {need} nodes, partition {name} has {have}", Exit.CAPACITY)
+    total_nodes = partition.get("TotalNodes", "")
+    if total_nodes.isdigit() and needed_nodes > int(total_nodes):
+        raise OrchError(f"the plan needs {needed_nodes} nodes, partition {name} has {total_nodes}", Exit.CAPACITY)
 
 
 def warnings(
@@ -59,28 +59,28 @@ def warnings(
 
     `kill_wait_s`: seconds between SIGTERM and SIGKILL, None when unknown.
     """
-    need = save_seconds(plan, options.checkpoint_gb_per_s)
+    save_s = save_seconds(plan, options.checkpoint_gb_per_s)
     lines = []
-    how = (
-        f"a save takes about {need:.0f} s (step {plan.time.step_s:.1f} s,"
+    save_time = (
+        f"a save takes about {save_s:.0f} s (step {plan.time.step_s:.1f} s,"
         f" {options.checkpoint_gb_per_s:g} GB/s a node)"
     )
-    if need > options.notice_s:
+    if save_s > options.notice_s:
         lines.append(
-            f"{how}, the notice before the time limit is {options.notice_s} s: raise"
+            f"{save_time}, the notice before the time limit is {options.notice_s} s: raise"
             " backend.options.notice_s"
         )
-    limit = parse_time(options.time) if options.time else _limit_s(partition.get("DefaultTime"))
-    if limit is not None and options.notice_s >= limit:
+    limit_s = parse_time(options.time) if options.time else _limit_s(partition.get("DefaultTime"))
+    if limit_s is not None and options.notice_s >= limit_s:
         lines.append(
-            f"the notice ({options.notice_s} s) is not shorter than the time limit ({limit} s): it"
+            f"the notice ({options.notice_s} s) is not shorter than the time limit ({limit_s} s): it"
             " comes at once"
         )
-    grace = partition.get("GraceTime", "")
-    if partition.get("PreemptMode", "OFF") not in ("OFF", "") and grace.isdigit():
-        if need > int(grace) + (kill_wait_s or 0):
+    grace_s = partition.get("GraceTime", "")
+    if partition.get("PreemptMode", "OFF") not in ("OFF", "") and grace_s.isdigit():
+        if save_s > int(grace_s) + (kill_wait_s or 0):
             lines.append(
-                f"{how}, a preempted job of partition {partition.get('PartitionName')} has {grace}"
+                f"{save_time}, a preempted job of partition {partition.get('PartitionName')} has {grace_s}"
                 " s: save often"
             )
         if not options.requeue:
@@ -97,14 +97,14 @@ def local_folder(run_dir: str, mounts: str, exports: str = "") -> list[str]:
     `mounts`: text of /proc/mounts. `exports`: lines that begin with a folder which this machine
     exports.
     """
-    kinds = {words[1]: words[2] for line in mounts.splitlines() if len(words := line.split()) > 2}
-    at = max((m for m in kinds if _holds(m, run_dir)), key=len, default="/")
-    own = next((name for name in _OF_A_NODE if run_dir.startswith(f"{name}/")), "")
-    temporary = own and not at.startswith(own)
+    file_systems = {fields[1]: fields[2] for line in mounts.splitlines() if len(fields := line.split()) > 2}
+    mount_point = max((m for m in file_systems if _holds(m, run_dir)), key=len, default="/")
+    node_folder = next((name for name in _OF_A_NODE if run_dir.startswith(f"{name}/")), "")
+    temporary = node_folder and not mount_point.startswith(node_folder)
     exported = any(
-        _holds(words[0], run_dir) for line in exports.splitlines() if (words := line.split())
+        _holds(fields[0], run_dir) for line in exports.splitlines() if (fields := line.split())
     )
-    if not temporary and (exported or kinds.get(at) not in _OWN_DISKS):
+    if not temporary and (exported or file_systems.get(mount_point) not in _OWN_DISKS):
         return []
     return [
         f"the run folder {run_dir} seems to be of this machine alone: nodes must see it; set"
@@ -133,8 +133,8 @@ _OWN_DISKS = (
 )
 
 
-def _limit_s(text: str | None) -> int | None:
-    return None if text in (None, "", "NONE", "N/A") else parse_time(text)
+def _limit_s(limit: str | None) -> int | None:
+    return None if limit in (None, "", "NONE", "N/A") else parse_time(limit)
 
 
 # ------------------------------------------------------------------------------------------ the
@@ -197,7 +197,7 @@ _DEPENDENCY_TYPE = {"ok": "afterok", "any": "afterany", "notok": "afternotok"}
 
 
 def add_dependencies(
-    options: Mapping[str, Any], others: Sequence[tuple[After, RunState, str | None]]
+    options: Mapping[str, Any], predecessors: Sequence[tuple[After, RunState, str | None]]
 ) -> dict[str, Any]:
     """`backend.options` with its `dependency` extended by the other runs' jobs.
 
@@ -205,13 +205,13 @@ def add_dependencies(
     nothing, because Slurm forgets ended jobs and refuses to depend on them. OrchError (64) when its
     end can never start the new run, or when it has not been submitted.
     """
-    parts = [str(options["dependency"])] if options.get("dependency") else []
-    if any("?" in part for part in parts) and others:
+    dependencies = [str(options["dependency"])] if options.get("dependency") else []
+    if any("?" in dependency for dependency in dependencies) and predecessors:
         raise OrchError(
-            f"--after cannot be joined with backend.options.dependency={parts[0]}, which holds an"
+            f"--after cannot be joined with backend.options.dependency={dependencies[0]}, which holds an"
             " `or`"
         )
-    for after, state, job in others:
+    for after, state, job in predecessors:
         run = after.folder.run_id
         if state.is_final:
             if after.how != "any" and (state.state == "done") != (after.how == "ok"):
@@ -220,8 +220,8 @@ def add_dependencies(
             continue
         if job is None:
             raise OrchError(f"--after: the script of {run} has not been submitted yet", Exit.USAGE)
-        parts.append(f"{_DEPENDENCY_TYPE[after.how]}:{job}")
-    return {**options, "dependency": ",".join(parts)} if parts else dict(options)
+        dependencies.append(f"{_DEPENDENCY_TYPE[after.how]}:{job}")
+    return {**options, "dependency": ",".join(dependencies)} if dependencies else dict(options)
 
 
 def without_dependency(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,10 +50,10 @@ def squeue_argv(user: str | None = None) -> list[str]:
 
     Names no job ids: a single one that the controller has forgotten would fail the whole call.
     """
-    who = [f"--user={user}"] if user else ["--me"]
+    user_flags = [f"--user={user}"] if user else ["--me"]
     return [
         "squeue",
-        *who,
+        *user_flags,
         "--noheader",
         "--array",
         "--states=all",
@@ -64,7 +64,7 @@ def squeue_argv(user: str | None = None) -> list[str]:
 def sacct_argv(ids: Iterable[str]) -> list[str]:
     """Lists the last attempt of each job, whatever its age."""
     fields = ",".join(_SACCT)
-    wanted = ",".join(sorted(ids, key=id_key))
+    job_ids = ",".join(sorted(ids, key=id_key))
     return [
         "sacct",
         "-X",
@@ -72,13 +72,13 @@ def sacct_argv(ids: Iterable[str]) -> list[str]:
         "-P",
         f"--delimiter={_SEP}",
         f"--format={fields}",
-        f"--jobs={wanted}",
+        f"--jobs={job_ids}",
     ]
 
 
-def parse_squeue(text: str) -> dict[str, Job]:
+def parse_squeue(output: str) -> dict[str, Job]:
     jobs = {}
-    for row in _rows(text, len(_SQUEUE)):
+    for row in _rows(output, len(_SQUEUE)):
         id_, state, reason, start, end, nodes, names, partition, name, _ = row
         jobs[id_] = Job(
             id=id_, state=state, reason="" if reason == "None" else reason, start=_time(start), end=_time(end),
@@ -87,9 +87,9 @@ def parse_squeue(text: str) -> dict[str, Job]:
     return jobs
 
 
-def parse_sacct(text: str) -> dict[str, Job]:
+def parse_sacct(output: str) -> dict[str, Job]:
     jobs = {}
-    for row in _rows(text, len(_SACCT)):
+    for row in _rows(output, len(_SACCT)):
         id_, state, code, start, end, nodes, names, partition, name = row
         jobs[id_] = Job(
             id=id_, state=state, start=_time(start), end=_time(end), nodes=_int(nodes), partition=partition, name=name,
@@ -103,19 +103,19 @@ def merge(live: dict[str, Job], accounted: dict[str, Job]) -> dict[str, Job]:
     from accounting."""
     result = dict(accounted)
     for id_, job in live.items():
-        known = accounted.get(id_)
+        record = accounted.get(id_)
         result[id_] = (
-            structs.replace(job, exit_code=known.exit_code)
-            if known and known.state == job.state
+            structs.replace(job, exit_code=record.exit_code)
+            if record and record.state == job.state
             else job
         )
     return result
 
 
-def exit_code(text: str) -> int | None:
+def exit_code(field: str) -> int | None:
     """The exit code in sacct's `code:signal`, minus the signal's number for a killed job, None when
     unknown."""
-    code, _, number = text.partition(":")
+    code, _, number = field.partition(":")
     if not code.isdigit():
         return None
     return -int(number) if number.isdigit() and int(number) else int(code)
@@ -123,22 +123,22 @@ def exit_code(text: str) -> int | None:
 
 def id_key(id_: str) -> list[int]:
     """Sort key: ids by number, members of an array by their index."""
-    return [int(part) for part in id_.split("_")]
+    return [int(number) for number in id_.split("_")]
 
 
-def _rows(text: str, width: int) -> Iterable[list[str]]:
-    for line in text.splitlines():
+def _rows(output: str, width: int) -> Iterable[list[str]]:
+    for line in output.splitlines():
         row = line.split(_SEP)
         if len(row) == width and row[0]:
             yield [value.strip() for value in row]
 
 
-def _time(text: str) -> str:
+def _time(field: str) -> str:
     try:
-        return datetime.fromisoformat(text).isoformat()
+        return datetime.fromisoformat(field).isoformat()
     except ValueError:  # N/A, Unknown, None
         return ""
 
 
-def _int(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+def _int(field: str) -> int:
+    return int(field) if field.isdigit() else 0

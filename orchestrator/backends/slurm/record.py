@@ -84,42 +84,42 @@ def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
     """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own
     excluded nodes and those of `orch nodes`."""
     path = Path(folder.path, "slurm", "exclude")
-    new = list(nodes)
-    if not new:
+    added = list(nodes)
+    if not added:
         return
-    known = [
+    excluded = [
         name
-        for text in read_options(read_request(folder).backend_options).exclude
-        for name in expand(text)
+        for hosts in read_options(read_request(folder).backend_options).exclude
+        for name in expand(hosts)
     ]
-    known += remembered(folder, time.time())
-    known += expand(path.read_text()) if path.exists() else []
-    write_private(path, slurm_list(list(dict.fromkeys([*known, *new]))).encode() + b"\n")
+    excluded += remembered(folder, time.time())
+    excluded += expand(path.read_text()) if path.exists() else []
+    write_private(path, slurm_list(list(dict.fromkeys([*excluded, *added]))).encode() + b"\n")
 
 
 def left_with(folder: RunFolder) -> int | None:
     """The exit code with which the job's script left for good, -1 if it is unknown; None: it may be
     requeued."""
     try:
-        text = Path(folder.path, "slurm", "over").read_text().strip()
+        content = Path(folder.path, "slurm", "over").read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else -1
+    return int(content) if content.isdigit() else -1
 
 
-def last_words(folder: RunFolder, logs: str = "slurm-*.log") -> str:
+def last_words(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
     """The last error in the newest of these logs, else its last line; "" without a log.
 
     The job's log says what failed before an agent could: an interpreter, an image, a module, srun.
     """
-    found = [path for path in folder.logs.glob(logs) if not path.stem.endswith("-agents")]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+    log_paths = [path for path in folder.logs.glob(pattern) if not path.stem.endswith("-agents")]
+    for path in sorted(log_paths, key=lambda path: path.stat().st_mtime, reverse=True):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8192))
-            text = file.read().decode(errors="replace")
+            tail = file.read().decode(errors="replace")
         lines = [
             re.sub(r"[\x00-\x1f\x7f]", " ", line).strip()
-            for line in text.split("\n")
+            for line in tail.split("\n")
             if line.strip()
         ]
         errors = [line for line in lines if _ERROR.search(line)]
@@ -128,10 +128,10 @@ def last_words(folder: RunFolder, logs: str = "slurm-*.log") -> str:
     return ""
 
 
-def is_over(state: RunState, left: int | None) -> bool:
+def is_over(state: RunState, script_exit: int | None) -> bool:
     """Whether the run folder alone says that no attempt follows. `left`: of `left_with`."""
     return state.is_final and (
-        left is not None or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS
+        script_exit is not None or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS
     )
 
 
@@ -139,9 +139,9 @@ def combined_state(
     state: RunState,
     job: Job | None,
     cancel_asked: bool,
-    sent: bool = True,
-    left: int | None = None,
-    said: str = "",
+    submitted: bool = True,
+    script_exit: int | None = None,
+    last_line: str = "",
 ) -> RunState:
     """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the
     program fares. Pure.
@@ -152,40 +152,40 @@ def combined_state(
     if job is None:
         if state.is_final:
             return state
-        if not sent:
+        if not submitted:
             return _replace(state, reason="its script was rendered; Slurm has not seen it yet")
-        text = f"Slurm does not know the job any more; it was last {state.state}"
-        cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
-        return finish(state, "failed", Exit.CAPACITY, text, cause)
-    what = job_state(job.state)
-    if what.ended:
-        return _ended(state, job, cancel_asked, left, said)
-    over = is_over(state, left)
-    if over and what.phase in ("pending", "starting"):
+        reason = f"Slurm does not know the job any more; it was last {state.state}"
+        cause = Cause(kind="supervisor_lost", text=reason, epoch=state.epoch)
+        return finish(state, "failed", Exit.CAPACITY, reason, cause)
+    job_status = job_state(job.state)
+    if job_status.ended:
+        return _ended(state, job, cancel_asked, script_exit, last_line)
+    over = is_over(state, script_exit)
+    if over and job_status.phase in ("pending", "starting"):
         # Slurm requeues some jobs whose run has ended (docs/slurm.md); that attempt leaves at once
         return state
-    if what.phase == "running":
+    if job_status.phase == "running":
         if over:
-            text = f"{state.reason or state.state}; job {job.id} is about to end"
-            return _replace(state, state="stopping", exit_code=None, reason=text)
+            reason = f"{state.reason or state.state}; job {job.id} is about to end"
+            return _replace(state, state="stopping", exit_code=None, reason=reason)
         if state.is_final:  # of the previous attempt; this one has not written its state yet
             return _replace(
-                state, state="restarting", exit_code=None, reason=f"job {job.id}: {what.text}"
+                state, state="restarting", exit_code=None, reason=f"job {job.id}: {job_status.text}"
             )
         if state.state != "pending":
             return state
-        return _replace(state, state="starting", reason=f"job {job.id}: {what.text}")
-    start = f"expected to start {job.start}" if job.start and what.phase == "pending" else ""
-    why = [what.text, explain_reason(job.reason), start]
+        return _replace(state, state="starting", reason=f"job {job.id}: {job_status.text}")
+    start = f"expected to start {job.start}" if job.start and job_status.phase == "pending" else ""
+    phrases = [job_status.text, explain_reason(job.reason), start]
     return _replace(
         state,
-        state=what.phase,
+        state=job_status.phase,
         exit_code=None,
-        reason=f"job {job.id}: {'; '.join(filter(None, why))}",
+        reason=f"job {job.id}: {'; '.join(filter(None, phrases))}",
     )
 
 
-def state_without_slurm(state: RunState, no_requeue: bool, why: str) -> RunState:
+def state_without_slurm(state: RunState, no_requeue: bool, error: str) -> RunState:
     """The run's state while Slurm does not answer, from the run folder's `state` alone. Pure.
 
     `no_requeue`: the job's script has decided that there is no further attempt. Otherwise an
@@ -193,39 +193,39 @@ def state_without_slurm(state: RunState, no_requeue: bool, why: str) -> RunState
     is `restarting`. `why`: Slurm's error.
     """
     if not state.is_final:
-        return _replace(state, reason=why)
+        return _replace(state, reason=error)
     if no_requeue or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS:
         return state
-    text = (
-        f"{why}; the last attempt ended {state.state} ({state.reason}), and may be followed by"
+    reason = (
+        f"{error}; the last attempt ended {state.state} ({state.reason}), and may be followed by"
         " another"
     )
-    return _replace(state, state="restarting", exit_code=None, reason=text)
+    return _replace(state, state="restarting", exit_code=None, reason=reason)
 
 
-def _ended(state: RunState, job: Job, cancel_asked: bool, left: int | None, said: str) -> RunState:
-    what = job_state(job.state)
+def _ended(state: RunState, job: Job, cancel_asked: bool, script_exit: int | None, last_line: str) -> RunState:
+    job_status = job_state(job.state)
     if cancel_asked and state.state != "done":
-        reason = (state.is_final and state.reason) or f"job {job.id}: {what.text}"
+        reason = (state.is_final and state.reason) or f"job {job.id}: {job_status.text}"
         return finish(state, "cancelled", Exit.RESTART, reason, state.cause)
-    if state.is_final and what.phase in ("done", "failed"):
+    if state.is_final and job_status.phase in ("done", "failed"):
         return state  # written by the coordinator, which knows more than the script's exit code
     if state.is_final and state.exit_code not in (None, int(Exit.RESTART)):
         return state
-    code = what.exit if what.exit is not None else job.exit_code
+    code = job_status.exit if job_status.exit is not None else job.exit_code
     if job.reason.startswith(NOT_LAUNCHED):
         code = Exit.NODE
     elif code is None or code < 0:  # without accounting squeue does not tell; the script may have
-        code = left if left is not None and left >= 0 else Exit.CAPACITY
+        code = script_exit if script_exit is not None and script_exit >= 0 else Exit.CAPACITY
     code = int(code)
-    own = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
-    text = "; ".join(
-        filter(None, [own, f"job {job.id}: {what.text}", explain_reason(job.reason), said])
+    run_reason = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
+    full_reason = "; ".join(
+        filter(None, [run_reason, f"job {job.id}: {job_status.text}", explain_reason(job.reason), last_line])
     )
-    if what.phase == "done":  # the script succeeded, though the coordinator wrote no final state
-        return finish(state, "done", Exit.DONE, text, state.cause)
-    cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)
-    return finish(state, cast("FinalPhase", what.phase), code, text, cause)
+    if job_status.phase == "done":  # the script succeeded, though the coordinator wrote no final state
+        return finish(state, "done", Exit.DONE, full_reason, state.cause)
+    cause = state.cause or Cause(kind="scheduler", text=full_reason, epoch=state.epoch, code=job.exit_code)
+    return finish(state, cast("FinalPhase", job_status.phase), code, full_reason, cause)
 
 
 _ERROR = re.compile(

@@ -114,11 +114,11 @@ def job_state(state: str) -> JobState:
     Of several words joined by + the first known one decides. An unknown state (of a newer Slurm)
     counts as running, never as ended.
     """
-    words = [word for word in state.split(" by ")[0].strip().upper().split("+") if word]
-    for word in words:
-        found = JOB_STATES.get(_ALIASES.get(word, word))
-        if found:
-            return found
+    names = [name for name in state.split(" by ")[0].strip().upper().split("+") if name]
+    for name in names:
+        meaning = JOB_STATES.get(_ALIASES.get(name, name))
+        if meaning:
+            return meaning
     return JobState("running", f"in the Slurm state {state.strip() or 'unknown'}")
 
 
@@ -164,10 +164,10 @@ REASONS: dict[str, str] = {
 def explain_reason(reason: str) -> str:
     """squeue's reason with its phrase, e.g. `Resources: waiting for nodes to become free`; "" for
     none."""
-    word = reason.strip().strip("()")
-    if word == "null":
+    code = reason.strip().strip("()")
+    if code == "null":
         return ""
-    text = REASONS.get(re.split(r"[,(]", word)[0])
-    if text is None:
-        return word
-    return f"{word}: {text}" if text else ""
+    phrase = REASONS.get(re.split(r"[,(]", code)[0])
+    if phrase is None:
+        return code
+    return f"{code}: {phrase}" if phrase else ""

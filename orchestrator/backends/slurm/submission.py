@@ -111,8 +111,8 @@ def submit_all(jobs: Sequence[JobScript], slurm: Slurm, watcher: JobWatcher) -> 
     for executor in executors:
         executor.write()
     if common_flags(jobs) is not None:
-        text = render_array(jobs, jobs[0].run_id)
-        array = ScriptExecutor(Path(jobs[0].run_dir, "slurm"), text, slurm, "array.sbatch").launch(
+        array_script = render_array(jobs, jobs[0].run_id)
+        array = ScriptExecutor(Path(jobs[0].run_dir, "slurm"), array_script, slurm, "array.sbatch").launch(
             watcher
         )
         return [f"{array.job_id}_{index}" for index in range(len(jobs))]

@@ -107,11 +107,11 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
                 write_state(folder, accepted(bundle.request, self.name))
                 session.ask(wire.Send())  # last: a run that is started there is known here
             except ConnectionLost as error:
-                look = (
+                message = (
                     f"{error.message}; run {folder.run_id} may have been started there: orch status"
                     f" {folder.run_id}"
                 )
-                raise OrchError(look, Exit.CAPACITY) from None
+                raise OrchError(message, Exit.CAPACITY) from None
             except BaseException:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
@@ -155,8 +155,8 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             state = read_state(folder)
             if state.is_final:
                 return state
-            ago = time.strftime("%H:%M:%S", time.localtime(state.updated_at))
-            return replace(state, reason=f"as of {ago}: {error.message}")
+            seen_at = time.strftime("%H:%M:%S", time.localtime(state.updated_at))
+            return replace(state, reason=f"as of {seen_at}: {error.message}")
 
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
@@ -199,12 +199,12 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         seen = self._seen[folder.run_id] = _Seen(time.monotonic(), answer.alive, state)
         return seen
 
-    def _not_there(self, folder: RunFolder, says: str) -> _Seen:
+    def _not_there(self, folder: RunFolder, error: str) -> _Seen:
         """The host knows no such run: it never came to be there, or was removed there. Not written
         down: the host may be about to make its folder."""
         state = read_state(folder)
         if not state.is_final:
-            state = finish(state, "failed", Exit.CAPACITY, f"not there: {says}", at=time.time())
+            state = finish(state, "failed", Exit.CAPACITY, f"not there: {error}", at=time.time())
         seen = self._seen[folder.run_id] = _Seen(
             time.monotonic(), alive=False, state=state, there=False
         )

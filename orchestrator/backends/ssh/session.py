@@ -64,22 +64,22 @@ class Session:
         assert process.stdin and process.stdout
         try:
             wire.write(process.stdin, question, payload)  # type: ignore[arg-type]
-            found = wire.read_answer(process.stdout)  # type: ignore[arg-type]
+            answer = wire.read_answer(process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError) as error:
             self.close()
             raise ConnectionLost(
                 f"ssh {self.host}: the connection was lost ({error})", Exit.CAPACITY
             ) from None
-        if found is None:
+        if answer is None:
             raise ConnectionLost(
                 f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY
             )
-        if isinstance(found[0], wire.Refused):
+        if isinstance(answer[0], wire.Refused):
             codes = {int(code): code for code in Exit}
             raise OrchError(
-                f"{self.host}: {found[0].message}", codes.get(found[0].exit, Exit.INTERNAL)
+                f"{self.host}: {answer[0].message}", codes.get(answer[0].exit, Exit.INTERNAL)
             )
-        return found
+        return answer
 
     def close(self) -> None:
         """The other side ends with its standard input."""
@@ -98,8 +98,8 @@ class Session:
     def _start(self) -> subprocess.Popen[bytes]:
         # A login shell, because PATH and modules of a site are set there. Nothing of a user's is in
         # this line.
-        line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
-        argv = ["ssh", "-T", *_KEPT_ALIVE, "--", self.host, line]
+        shell_line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
+        argv = ["ssh", "-T", *_KEPT_ALIVE, "--", self.host, shell_line]
         try:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=_leave_ctrl_c_to_us
@@ -108,29 +108,29 @@ class Session:
             raise OrchError(f"ssh cannot be started: {error.strerror}", Exit.CAPACITY) from None
         atexit.register(self.close)
         assert self._process.stdout
-        read = 0
-        while line_read := self._process.stdout.readline():
-            read += len(line_read)
-            if line_read.startswith(wire.GREETING):
-                return self._greeted(line_read, self._process)
-            if read > _NOISE:
+        bytes_read = 0
+        while output_line := self._process.stdout.readline():
+            bytes_read += len(output_line)
+            if output_line.startswith(wire.GREETING):
+                return self._greeted(output_line, self._process)
+            if bytes_read > _NOISE:
                 break
         code = self._ended()
         if code.endswith(" 255"):  # ssh's own, which has said why
             raise OrchError(f"ssh {self.host} found no way there ({code})", Exit.CAPACITY)
-        how = "install it there as here, or say where: backend.options.ssh_python=PATH"
+        advice = "install it there as here, or say where: backend.options.ssh_python=PATH"
         raise OrchError(
-            f"{self.host} has no orch under {self.python} ({code}): {how}", Exit.CAPACITY
+            f"{self.host} has no orch under {self.python} ({code}): {advice}", Exit.CAPACITY
         )
 
-    def _greeted(self, line: bytes, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        said = line.removeprefix(wire.GREETING).decode(errors="replace").split()
-        if said[:1] == [str(wire.VERSION)]:
+    def _greeted(self, greeting: bytes, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        versions = greeting.removeprefix(wire.GREETING).decode(errors="replace").split()
+        if versions[:1] == [str(wire.VERSION)]:
             return process
         self.close()
-        theirs = said[1] if len(said) > 1 else "another version"
+        host_version = versions[1] if len(versions) > 1 else "another version"
         raise OrchError(
-            f"{self.host} has orch {theirs}, this is {__version__}: install the same there",
+            f"{self.host} has orch {host_version}, this is {__version__}: install the same there",
             Exit.CAPACITY,
         )
 

@@ -123,23 +123,23 @@ def write(stream: BinaryIO, message: Question | Answer, payload: bytes = b"") ->
 
 def read_question(stream: BinaryIO) -> tuple[Question, bytes] | None:
     """None where the other side has gone. ValueError for what is no question."""
-    found = _read(stream)
-    return None if found is None else (msgspec.json.decode(found[0], type=Question), found[1])
+    message = _read(stream)
+    return None if message is None else (msgspec.json.decode(message[0], type=Question), message[1])
 
 
 def read_answer(stream: BinaryIO) -> tuple[Answer, bytes] | None:
     """None where the other side has gone. ValueError for what is no answer."""
-    found = _read(stream)
-    return None if found is None else (msgspec.json.decode(found[0], type=Answer), found[1])
+    message = _read(stream)
+    return None if message is None else (msgspec.json.decode(message[0], type=Answer), message[1])
 
 
 def _read(stream: BinaryIO) -> tuple[bytes, bytes] | None:
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
-    long, payload = _LENGTH.unpack(head)
-    if long > _MOST_JSON or payload > 1 << 31:
-        raise ValueError(f"a message of {long} and {payload} bytes")
-    raw = stream.read(long)
-    rest = stream.read(payload)
-    return (raw, rest) if len(raw) == long and len(rest) == payload else None
+    message_size, payload_size = _LENGTH.unpack(head)
+    if message_size > _MOST_JSON or payload_size > 1 << 31:
+        raise ValueError(f"a message of {message_size} and {payload_size} bytes")
+    raw = stream.read(message_size)
+    payload = stream.read(payload_size)
+    return (raw, payload) if len(raw) == message_size and len(payload) == payload_size else None

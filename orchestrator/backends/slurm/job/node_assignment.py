@@ -60,32 +60,32 @@ def read_assignment(folder: RunFolder) -> NodeAssignment | None:
         return None
 
 
-def read_probe(text: str) -> dict[str, str]:
+def read_probe(output: str) -> dict[str, str]:
     """Node -> address, from the probe's output. OrchError (74) when a node answered twice."""
-    found: dict[str, str] = {}
-    for _, node, address, *_ in _answers(text):
-        if node in found:
+    addresses: dict[str, str] = {}
+    for _, node, address, *_ in _answers(output):
+        if node in addresses:
             raise OrchError(f"node {node} answered twice", Exit.NODE)
-        found[node] = address
-    return found
+        addresses[node] = address
+    return addresses
 
 
-def lacking(text: str) -> dict[str, str]:
+def lacking(output: str) -> dict[str, str]:
     """Node -> what it lacks, from the probe's output."""
-    return {node: ", ".join(lacks) for _, node, _, *lacks in _answers(text) if lacks}
+    return {node: ", ".join(lacks) for _, node, _, *lacks in _answers(output) if lacks}
 
 
-def _answers(text: str) -> list[list[str]]:
+def _answers(output: str) -> list[list[str]]:
     """The words `<node id> <name> <address> [<what it lacks> ...]` of each line that the probe has
     marked as its own.
 
     Nodes print other things too (a TaskProlog, a shell's start files), which are no answers.
     """
-    lines = [line.split() for line in text.split("\n")]
+    lines = [line.split() for line in output.split("\n")]
     return [
-        words[1:]
-        for words in lines
-        if words[:1] == [MARK] and len(words) > 3 and words[1].isdigit()
+        fields[1:]
+        for fields in lines
+        if fields[:1] == [MARK] and len(fields) > 3 and fields[1].isdigit()
     ]
 
 
@@ -99,15 +99,15 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     """
     addresses = read_probe(probe)
     _check_nodes(folder, addresses, environ)
-    lacks = lacking(probe)
-    exclude(folder, lacks)
+    missing_by_node = lacking(probe)
+    exclude(folder, missing_by_node)
     if wants_end(folder):
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
     request = submitted_request(folder)
-    addresses = {node: address for node, address in addresses.items() if node not in lacks}
-    if lacks and legal_size(request.sizes, len(addresses)) is None:
+    addresses = {node: address for node, address in addresses.items() if node not in missing_by_node}
+    if missing_by_node and legal_size(request.sizes, len(addresses)) is None:
         raise OrchError(
-            "; ".join(f"node {node} lacks: {what}" for node, what in sorted(lacks.items())),
+            "; ".join(f"node {node} lacks: {missing}" for node, missing in sorted(missing_by_node.items())),
             Exit.NODE,
         )
     planned = _submitted_plan(folder, request.sizes, len(addresses))
@@ -115,30 +115,30 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     names = (
         choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
     )
-    real = replan(planned, with_nodes(planned.cluster, names, topology))
-    found = difference(planned, real)
+    plan = replan(planned, with_nodes(planned.cluster, names, topology))
+    changes = difference(planned, plan)
     sizes = ""
     if request.sizes:
-        sizes = f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
+        sizes = f"{used_node_count(plan)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
         spares = len(addresses) > len(names)
-        whole = (
-            replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else real
+        full_plan = (
+            replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else plan
         )
-        request = _elastic_request(folder, request, whole, list(addresses))
+        request = _elastic_request(folder, request, full_plan, list(addresses))
     assignment = NodeAssignment(
         job_id=current_job_id(environ),
         attempt=int(environ.get("SLURM_RESTART_COUNT") or 0),
-        nodes=found.nodes,
+        nodes=changes.nodes,
         addresses=dict(sorted(addresses.items(), key=lambda item: natural_key(item[0]))),
         planned_hash=planned.hash,
-        plan_hash=real.hash,
-        summary=sizes + found.text,
-        moved_ranks=found.moved_ranks,
-        worst_levels=found.worst_levels,
-        step_s=found.step_s,
+        plan_hash=plan.hash,
+        summary=sizes + changes.text,
+        moved_ranks=changes.moved_ranks,
+        worst_levels=changes.worst_levels,
+        step_s=changes.step_s,
         after_epoch=read_state(folder).epoch,
     )
-    _write_files(folder, request, real, assignment)
+    _write_files(folder, request, plan, assignment)
     return assignment
 
 
@@ -152,15 +152,15 @@ def _check_nodes(
     """
     granted = set(expand(environ.get("SLURM_JOB_NODELIST", "")))
     silent = granted - set(addresses)
-    strange = set(addresses) - granted
+    foreign = set(addresses) - granted
     if silent:
         exclude(folder, silent if addresses else ())
         raise OrchError(
             f"no answer from {', '.join(sorted(silent, key=natural_key)[:8])}", Exit.NODE
         )
-    if strange:
+    if foreign:
         raise OrchError(
-            f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}",
+            f"answers from nodes that are not the job's: {', '.join(sorted(foreign)[:8])}",
             Exit.NODE,
         )
 
@@ -172,14 +172,14 @@ def current_job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
 
 
-def _submitted_plan(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
+def _submitted_plan(folder: RunFolder, sizes: Sequence[int], granted_nodes: int) -> Plan:
     """The plan as submitted, of several sizes the largest that `given` nodes hold. Keeps a copy of
     plan.json."""
     if sizes:
-        size = legal_size(sizes, given)
+        size = legal_size(sizes, granted_nodes)
         if size is None:
             raise OrchError(
-                f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}",
+                f"{granted_nodes} nodes are fewer than the smallest size of this run, {min(sizes)}",
                 Exit.CAPACITY,
             )
         return load_plan(submitted_plan(folder, size))
@@ -191,7 +191,7 @@ def _submitted_plan(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan
 
 
 def _elastic_request(
-    folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequence[str]
+    folder: RunFolder, request: LaunchRequest, full_plan: Plan, nodes: Sequence[str]
 ) -> LaunchRequest:
     """The request for this attempt: the sizes that its nodes can hold, an agent on every node,
     spares included.
@@ -199,11 +199,11 @@ def _elastic_request(
     `whole`: the plan of the largest such size on a cluster of all the nodes, which tells
     coordinators the network.
     """
-    size = used_node_count(whole)
+    size = used_node_count(full_plan)
     for path in (folder.request, folder.sized_plan(size)):
         if not submitted_path(path).exists():
             write_private(submitted_path(path), path.read_bytes())
-    write_private(folder.sized_plan(size), to_json(whole, indent=1) + b"\n")
+    write_private(folder.sized_plan(size), to_json(full_plan, indent=1) + b"\n")
     agents = on_nodes(request, nodes)
     return structs.replace(
         request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size]

@@ -47,35 +47,35 @@ def main(argv: list[str] | None = None) -> int:
             return _outcome(folder, args.code)
         return _agent(folder)
     except Exception as error:
-        code, text = ending(error)
+        code, message = ending(error)
         if code == Exit.INTERNAL:
             traceback.print_exc()
-    print(f"orch: {text}", file=sys.stderr)
+    print(f"orch: {message}", file=sys.stderr)
     if args.what == "place":
         with contextlib.suppress(OrchError, OSError):
-            _end_run(folder, code, text)
+            _end_run(folder, code, message)
     return code
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="orchestrator.slurm.task")
-    whats = parser.add_subparsers(dest="what", required=True)
+    commands = parser.add_subparsers(dest="what", required=True)
     for name in ("place", "agent", "outcome"):
-        what = whats.add_parser(name)
-        what.add_argument("--run-dir", required=True, type=Path)
+        command_parser = commands.add_parser(name)
+        command_parser.add_argument("--run-dir", required=True, type=Path)
         if name == "place":
-            what.add_argument("--nodes", required=True, type=Path, help="output of the probe step")
+            command_parser.add_argument("--nodes", required=True, type=Path, help="output of the probe step")
         if name == "outcome":
-            what.add_argument("--code", required=True, type=int, help="srun's exit code")
+            command_parser.add_argument("--code", required=True, type=int, help="srun's exit code")
     return parser.parse_args(argv)
 
 
 def _check_version(environ: Mapping[str, str]) -> None:
     """OrchError (65) in an image that holds other code of orch than the submitter's."""
-    theirs = environ.get("ORCH_SUBMITTER")
-    if theirs and theirs != (ours := start.code_version()):
-        text = f"the image has orch {ours}, the run was submitted by orch {theirs}: use one version"
-        raise OrchError(text, Exit.CONFIG)
+    submitted_version = environ.get("ORCH_SUBMITTER")
+    if submitted_version and submitted_version != (image_version := start.code_version()):
+        message = f"the image has orch {image_version}, the run was submitted by orch {submitted_version}: use one version"
+        raise OrchError(message, Exit.CONFIG)
 
 
 def _place(folder: RunFolder, nodes: Path) -> int:
@@ -108,8 +108,8 @@ def _agent(folder: RunFolder) -> int:
     try:
         first_read(lambda: folder.request.stat())
     except OSError as error:
-        why = f"node {node} does not see the run folder {folder.path} ({error.strerror})"
-        raise OrchError(why, Exit.NODE) from None
+        message = f"node {node} does not see the run folder {folder.path} ({error.strerror})"
+        raise OrchError(message, Exit.NODE) from None
     request = first_read(lambda: read_request(folder))
     if node not in {agent.node for agent in request.agents}:
         print(f"orch: the plan needs no rank of {node}", file=sys.stderr)
@@ -175,15 +175,15 @@ def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str,
     unset = {
         name: value for name, value in request.environment.defaults.items() if name not in environ
     }
-    result = unset | request.environment.values
+    variables = unset | request.environment.values
     image = environ.get("ORCH_SUBMITTER")  # its own interpreter first, not the submitter's
     path_first = [str(Path(sys.executable).parent)] if image else request.environment.path_first
     pairs = (("PATH", path_first), ("PYTHONPATH", request.environment.python_path_first))
     for variable, first in pairs:
-        parts = [*first, *filter(None, environ.get(variable, "").split(":"))]
-        if parts:
-            result[variable] = ":".join(dict.fromkeys(parts))
-    return result
+        folders = [*first, *filter(None, environ.get(variable, "").split(":"))]
+        if folders:
+            variables[variable] = ":".join(dict.fromkeys(folders))
+    return variables
 
 
 def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
@@ -194,14 +194,14 @@ def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
     resolved instead. The loopback remains if nothing else is known, as on a test cluster inside one
     machine.
     """
-    seen = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-    if seen and not (several and seen.startswith("127.")):
-        return seen
+    source_address = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+    if source_address and not (several and source_address.startswith("127.")):
+        return source_address
     with contextlib.suppress(OSError):
-        for *_, found in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
-            if not str(found[0]).startswith(("127.", "::1")):
-                return str(found[0])
-    return seen or "127.0.0.1"
+        for *_, address in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
+            if not str(address[0]).startswith(("127.", "::1")):
+                return str(address[0])
+    return source_address or "127.0.0.1"
 
 
 def _address_towards(peer: str) -> str:
@@ -230,8 +230,8 @@ def _outcome(folder: RunFolder, code: int) -> int:
             folder, int(Exit.RESTART), "asked to end before the workers had started", code
         )
     agents = last_words(folder, "agent-*.log")  # of one that could not start, say
-    text = f"the coordinator is gone; srun ended with {meaning(code)}{agents and f'; {agents}'}"
-    return _end_run(folder, int(Exit.CAPACITY), text, code)
+    reason = f"the coordinator is gone; srun ended with {meaning(code)}{agents and f'; {agents}'}"
+    return _end_run(folder, int(Exit.CAPACITY), reason, code)
 
 
 def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
@@ -240,12 +240,12 @@ def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
     from .node_assignment import read_assignment
 
     assignment = read_assignment(folder)
-    before = assignment.after_epoch if assignment else -1
-    causes = [epoch.cause for epoch in state.epochs if epoch.epoch > before]
-    found = [cause for cause in causes if cause and cause.code == Exit.NODE]
+    last_epoch = assignment.after_epoch if assignment else -1
+    causes = [epoch.cause for epoch in state.epochs if epoch.epoch > last_epoch]
+    node_causes = [cause for cause in causes if cause and cause.code == Exit.NODE]
     if state.cause and state.exit_code == Exit.NODE:
-        found.append(state.cause)
-    return list(dict.fromkeys([*(cause.node for cause in found if cause.node), *state.excluded]))
+        node_causes.append(state.cause)
+    return list(dict.fromkeys([*(cause.node for cause in node_causes if cause.node), *state.excluded]))
 
 
 def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:

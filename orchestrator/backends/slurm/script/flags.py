@@ -125,15 +125,15 @@ def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flag
     return _merge(flags, options.srun, RESERVED_SRUN, "srun")
 
 
-def _merge(flags: Flags, users: Flags, own: Set[str], command: str) -> Flags:
+def _merge(flags: Flags, user_flags: Flags, reserved: Set[str], command: str) -> Flags:
     """`flags` with the user's added; False removes a flag. OrchError (65) for a flag in `own`."""
-    for name in users:
-        if name in own:
-            ours = f"{command} --{name}={flags.get(name, '')}"
+    for name in user_flags:
+        if name in reserved:
+            orch_flag = f"{command} --{name}={flags.get(name, '')}"
             raise OrchError(
-                f"backend.options.{command}.{name} is set by orch ({ours})", Exit.CONFIG
+                f"backend.options.{command}.{name} is set by orch ({orch_flag})", Exit.CONFIG
             )
-    merged = {**flags, **users}
+    merged = {**flags, **user_flags}
     for name, value in merged.items():
         check_text(str(value), f"{command} --{name}")
     return {name: value for name, value in merged.items() if value is not False}
@@ -162,7 +162,7 @@ def _nodes_and_partition(options: SlurmOptions) -> Flags:
 
 
 def _names(lists: Iterable[str]) -> list[str]:
-    return [name for text in lists for name in expand(text)]
+    return [name for hosts in lists for name in expand(hosts)]
 
 
 def _resources(plan: Plan, options: SlurmOptions) -> Flags:

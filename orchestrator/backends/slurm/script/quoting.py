@@ -17,10 +17,10 @@ from orchestrator.plan.exits import Exit
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]&|*()!^~-]+\Z")
 
 
-def check_text(text: str, where: str) -> str:
+def check_text(string: str, label: str) -> str:
     """Returns `text`. OrchError (78) for a control character: line breaks of any kind, NUL,
     escape."""
-    for char in text:
+    for char in string:
         if (
             ord(char) < 32
             or 127 <= ord(char) < 160
@@ -28,10 +28,10 @@ def check_text(text: str, where: str) -> str:
             or 0xD800 <= ord(char) < 0xE000
         ):
             raise OrchError(
-                f"{where}: {text[:60]!r} holds the control character U+{ord(char):04X}",
+                f"{label}: {string[:60]!r} holds the control character U+{ord(char):04X}",
                 Exit.SECURITY,
             )
-    return text
+    return string
 
 
 def directive(flag: str, value: str | int | bool) -> str | None:
@@ -41,16 +41,16 @@ def directive(flag: str, value: str | int | bool) -> str | None:
         return None
     if value is True:
         return f"#SBATCH --{flag}"
-    text = check_text(str(value), f"sbatch --{flag}")
-    if not text:
+    string = check_text(str(value), f"sbatch --{flag}")
+    if not string:
         raise OrchError(f"sbatch --{flag}: the value is empty", Exit.CONFIG)
-    if _PLAIN.match(text):
-        return f"#SBATCH --{flag}={text}"
-    if '"' in text or "\\" in text:
+    if _PLAIN.match(string):
+        return f"#SBATCH --{flag}={string}"
+    if '"' in string or "\\" in string:
         raise OrchError(
-            f"sbatch --{flag}: {text[:60]!r} holds a double quote or a backslash", Exit.CONFIG
+            f"sbatch --{flag}: {string[:60]!r} holds a double quote or a backslash", Exit.CONFIG
         )
-    return f'#SBATCH --{flag}="{text}"'
+    return f'#SBATCH --{flag}="{string}"'
 
 
 def file_pattern(path: str) -> str:
@@ -60,9 +60,9 @@ def file_pattern(path: str) -> str:
 
 def command(argv: Sequence[str]) -> str:
     """A shell command line that runs exactly these words. OrchError (78) for a NUL byte."""
-    for word in argv:
-        if "\0" in word:
-            raise OrchError(f"argument {word[:60]!r} holds a NUL byte", Exit.SECURITY)
+    for argument in argv:
+        if "\0" in argument:
+            raise OrchError(f"argument {argument[:60]!r} holds a NUL byte", Exit.SECURITY)
     return shlex.join(argv)
 
 

@@ -78,14 +78,14 @@ _PER_RUN_FLAGS = ("job-name", "chdir", "output")
 def common_flags(jobs: Sequence[JobScript]) -> Flags | None:
     """The sbatch flags that all jobs share, without those that name one run; None if they ask for
     different things."""
-    first, *others = [
+    first, *other_jobs = [
         (
             {name: value for name, value in directives(job).items() if name not in _PER_RUN_FLAGS},
             job.options.shell,
         )
         for job in jobs
     ]
-    return first[0] if all(other == first for other in others) else None
+    return first[0] if all(job_choice == first for job_choice in other_jobs) else None
 
 
 def render_array(jobs: Sequence[JobScript], name: str) -> str:
@@ -97,7 +97,7 @@ def render_array(jobs: Sequence[JobScript], name: str) -> str:
     if flags is None:
         raise ValueError("runs that ask for different things are no array")
     shell = jobs[0].options.shell
-    own: Flags = {
+    array_flags: Flags = {
         "job-name": f"orch-{name}",
         "chdir": str(Path(jobs[0].run_dir).parent),
         "output": "/dev/null",
@@ -107,7 +107,7 @@ def render_array(jobs: Sequence[JobScript], name: str) -> str:
         f"# orch sweep {name}: {len(jobs)} runs, each with a script and a log in its own folder",
         *(
             directive(flag, value)
-            for flag, value in {**own, **flags, "array": f"0-{len(jobs) - 1}"}.items()
+            for flag, value in {**array_flags, **flags, "array": f"0-{len(jobs) - 1}"}.items()
         ),
         "",
         "umask 077",
@@ -128,9 +128,9 @@ def _head(job: JobScript) -> list[str]:
         "# Written by orch from the plan and the site's profile: change those, not this.",
     ]
     if job.sizes:
-        others = ", ".join(map(str, job.sizes))
+        sizes = ", ".join(map(str, job.sizes))
         lines.append(
-            f"# {used_node_count(job.plan)} nodes. It may start on {others}: sbatch --nodes=N"
+            f"# {used_node_count(job.plan)} nodes. It may start on {sizes}: sbatch --nodes=N"
             " this-file"
         )
     return lines
@@ -235,22 +235,22 @@ _PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run"}
 
 def _on_all(argv: Sequence[str], elastic: bool) -> str:
     """srun on every node of the job; an elastic job asks how many it was granted."""
-    where = 'srun --nodes="$full" --ntasks="$full"' if elastic else "srun"
-    return f"{where} {command(argv[1:])}"
+    srun = 'srun --nodes="$full" --ntasks="$full"' if elastic else "srun"
+    return f"{srun} {command(argv[1:])}"
 
 
 def _search_paths(job: JobScript) -> list[str]:
     """Puts the run's own code and interpreter first, for steps and workers."""
-    joined = command([":".join(job.python_path)])
+    python_path = command([":".join(job.python_path)])
     lines = []
     if job.options.container.runtime != "none":
         # inside an image its own interpreter and packages: nothing of the submitter's, also where
         # $HOME is mounted
         lines += ["unset PYTHONPATH PYTHONHOME VIRTUAL_ENV", "export PYTHONNOUSERSITE=1"]
         lines += [f"export ORCH_SUBMITTER={job.code}", 'export USER="${USER:-$(id -un)}"']
-        return [*lines, f"export PYTHONPATH={joined}"] if job.python_path else lines
+        return [*lines, f"export PYTHONPATH={python_path}"] if job.python_path else lines
     if job.python_path:
-        lines.append(f"export PYTHONPATH={joined}${{PYTHONPATH:+:$PYTHONPATH}}")
+        lines.append(f"export PYTHONPATH={python_path}${{PYTHONPATH:+:$PYTHONPATH}}")
     return [*lines, f'export PATH={command([str(Path(job.python).parent)])}:"$PATH"']
 
 
@@ -265,13 +265,13 @@ def _single_step(job: JobScript) -> list[str]:
     Pyxis container."""
     if job.options.container.runtime != "pyxis":
         return []
-    one = {
+    single_flags = {
         **step_flags(job.plan, job.options, bool(job.sizes)),
         "nodes": 1,
         "ntasks-per-node": 1,
         "relative": 0,
     }
-    return ["srun", *as_argv(one), *_container_flags(job)]
+    return ["srun", *as_argv(single_flags), *_container_flags(job)]
 
 
 def _python(job: JobScript) -> list[str]:
@@ -291,14 +291,14 @@ def _python(job: JobScript) -> list[str]:
     if (
         options.runtime == "charliecloud"
     ):  # needs its mount points in the image, so a mount holds what is below it
-        held = tuple(
+        mounted = tuple(
             f"{mount.partition(':')[0].rstrip('/')}/"
             for mount in options.mounts
             if _same_place(mount)
         )
         binds = [
             f"--bind={mount}"
-            for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(held)))
+            for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(mounted)))
         ]
         return ["ch-run", *binds, f"--cd={job.run_dir}", options.image, "--", options.python]
     if options.runtime == "pyxis":
