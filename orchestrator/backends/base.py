@@ -359,7 +359,9 @@ def decode_options(options: Mapping[str, Any], struct: type[Options], backend: s
     from orchestrator.config.structured import fields, is_text
 
     field_names = struct.__struct_fields__
-    text_fields = {name: field.type for name, field in fields(struct).items() if is_text(field.type)}
+    text_fields = {
+        name: field.type for name, field in fields(struct).items() if is_text(field.type)
+    }
     for name in options:
         if name not in field_names:
             hint = did_you_mean(name, field_names)
@@ -368,7 +370,9 @@ def decode_options(options: Mapping[str, Any], struct: type[Options], backend: s
             )
     # `gpu_type: 3090` is a name, which YAML reads as a number. Not so `time: 4:00:00`, which it
     # reads as 14400.
-    name_fields = {name for name, annotation in text_fields.items() if "pattern=" in str(annotation)}
+    name_fields = {
+        name for name, annotation in text_fields.items() if "pattern=" in str(annotation)
+    }
     values = {
         name: str(value) if type(value) is int and name in name_fields else value
         for name, value in options.items()

@@ -22,7 +22,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import make_private_folder
 from orchestrator.run.request import to_bytes
 
-_SHIPPED = "shipped"  # folder of the user's home of orch: code on its way into a run's folder
+_SHIPPED_FOLDER = "shipped"  # folder of the user's home of orch: code on its way into a run's folder
 
 
 class Host:
@@ -64,7 +64,7 @@ class Host:
         config_dir = None
         code = question.code
         if payload:
-            self._shipped = api.home() / _SHIPPED / os.urandom(8).hex()
+            self._shipped = api.home() / _SHIPPED_FOLDER / os.urandom(8).hex()
             make_private_folder(self._shipped)
             ship.unpack(payload, self._shipped)
             config_dir = self._shipped / ship.CONF if question.conf else None

@@ -73,7 +73,7 @@ class LocalOptions(Frozen):
     )
 
 
-class RunLives(OrchError):
+class RunIsAlive(OrchError):
     """Something of the run lives: it cannot be started."""
 
 
@@ -93,7 +93,9 @@ def read_options(request: LaunchRequest) -> LocalOptions:
             "backend.options.link_gbit_per_s: what rate have the links of network=namespaces?",
             Exit.CONFIG,
         )
-    if not request.sizes and (elastic_options := [key for key in _ELASTIC if key in request.backend_options]):
+    if not request.sizes and (
+        elastic_options := [key for key in _ELASTIC if key in request.backend_options]
+    ):
         raise OrchError(
             f"backend.options.{elastic_options[0]} is for elastic runs, nodes=A..B, not for one size",
             Exit.CONFIG,
@@ -176,7 +178,7 @@ class LocalBackend(Backend, Resizing):
             if not alive and state.state == "done":
                 raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
             if not alive:
-                with contextlib.suppress(RunLives):  # another command was faster
+                with contextlib.suppress(RunIsAlive):  # another command was faster
                     self._start(folder, request, environ, next_attempt=True, intent=intent)
             if time.monotonic() > deadline:
                 raise OrchError(
@@ -219,7 +221,10 @@ class LocalBackend(Backend, Resizing):
         except OrchError:  # damaged: who holds the lock is known all the same
             return False
         return record is not None and all(
-            [send_signal(Identity(*record.supervisor), signum) for signum in (*signals, signal.SIGCONT)]
+            [
+                send_signal(Identity(*record.supervisor), signum)
+                for signum in (*signals, signal.SIGCONT)
+            ]
         )
 
     def is_alive(self, folder: RunFolder) -> bool:
@@ -239,11 +244,11 @@ class LocalBackend(Backend, Resizing):
         intent: Intent | None = None,
     ) -> None:
         """Starts the supervisor: own session, nothing of this terminal, holding the run's lock.
-        `again`: the run has had an attempt; `asked`: what the next one obeys. RunLives (64) while
+        `again`: the run has had an attempt; `asked`: what the next one obeys. RunIsAlive (64) while
         something of it runs."""
         lock = folder.take_lock()
         if lock is None:
-            raise RunLives(f"run {folder.run_id} is running", Exit.USAGE)
+            raise RunIsAlive(f"run {folder.run_id} is running", Exit.USAGE)
         try:
             if next_attempt:
                 try:
@@ -284,7 +289,9 @@ class LocalBackend(Backend, Resizing):
                 with contextlib.suppress(
                     OSError
                 ):  # a full disk: it runs, and writes this itself when there is room
-                    write_record(folder, LocalRecord(supervisor=(supervisor.pid, supervisor.started)))
+                    write_record(
+                        folder, LocalRecord(supervisor=(supervisor.pid, supervisor.started))
+                    )
             process.returncode = 0  # it is nobody's child from here on: no warning, no wait
         finally:
             os.close(lock)

@@ -35,11 +35,11 @@ def check_gpus(request: LaunchRequest, spare_nodes: int) -> None:
     """OrchError (65) where simulated nodes of a program would share GPUs: each numbers its workers
     from 0."""
     gpus = visible_gpus(os.environ | request.environment.values)
-    nodes = _largest(request) + spare_nodes
+    nodes = _largest_node_count(request) + spare_nodes
     if (
         not gpus
         or nodes == 1
-        or not _simulates(request)
+        or not _may_share_gpus(request)
         or nodes * request.gpus_per_node <= len(gpus)
     ):
         return
@@ -55,12 +55,12 @@ def gpus_of_node(node: str, request: LaunchRequest, environ: Mapping[str, str]) 
     """The variable by which a simulated node (`node-3`, `spare-0`) sees GPUs that no other one
     sees; {} where there is one node, or no GPU."""
     gpus = visible_gpus(environ)
-    nodes = _largest(request)
+    nodes = _largest_node_count(request)
     name, _, number = node.rpartition("-")
     if (
         not gpus
         or not number.isdecimal()
-        or not _simulates(request)
+        or not _may_share_gpus(request)
         or (nodes == 1 and name != "spare")
     ):
         return {}
@@ -68,11 +68,11 @@ def gpus_of_node(node: str, request: LaunchRequest, environ: Mapping[str, str]) 
     return {_VISIBLE: ",".join(gpus[first : first + request.gpus_per_node])}
 
 
-def _largest(request: LaunchRequest) -> int:
+def _largest_node_count(request: LaunchRequest) -> int:
     return max([request.nodes, *request.sizes])
 
 
-def _simulates(request: LaunchRequest) -> bool:
+def _may_share_gpus(request: LaunchRequest) -> bool:
     """Whether its nodes are parts of this machine, and its workers may use GPUs: the bundled
     trainer does not there."""
     return request.device == "cpu" and not request.worker.bundled

@@ -46,7 +46,7 @@ _QUEUE = 16 << 20  # bytes that wait before a link drops packets: hardly any is
 #: acknowledgements wait behind it in the queue of the link; it takes much in, since gloo does not
 #: read while it has something to write. With both, two ways at once get what each gets alone.
 _TCP = {"tcp_wmem": "4096 16384 131072", "tcp_rmem": "4096 8388608 8388608"}
-_ENTER = (
+_REQUIREMENT = (
     "a cluster in network namespaces (cluster=local_shaped) needs root and iproute2; cluster=local"
     " runs without them"
 )
@@ -89,10 +89,10 @@ class Network:
         """Raises OrchError (76) when this process may not, or this kernel cannot. Single-threaded
         callers only."""
         self.wiring = wiring
-        self._made: list[int] = []
+        self._descriptors: list[int] = []
         try:
             self.switches = self._namespace()
-            self._inside = {node: self._namespace() for node in wiring.nodes}
+            self._node_namespaces = {node: self._namespace() for node in wiring.nodes}
             self._build()
         except BaseException:
             self.close()
@@ -100,36 +100,36 @@ class Network:
 
     def enter(self, node: str) -> Callable[[], None]:
         """What a child calls between fork and exec to stand on that node."""
-        descriptor = self._inside[node]
-        return lambda: _enter(descriptor)
+        descriptor = self._node_namespaces[node]
+        return lambda: _enter_namespace(descriptor)
 
     def close(self) -> None:
         """Closes the namespaces. A process that runs on a node keeps that node's; a holder of
         `switches` the links."""
-        for descriptor in self._made:
+        for descriptor in self._descriptors:
             os.close(descriptor)
-        self._made = []
+        self._descriptors = []
 
     def _namespace(self) -> int:
         """A new, empty network namespace, by descriptor; this process stays where it is."""
         own_namespace = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            _call("unshare", _CLONE_NEWNET)
+            _system_call("unshare", _CLONE_NEWNET)
             descriptor = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            self._made.append(descriptor)
+            self._descriptors.append(descriptor)
             with contextlib.suppress(
                 OSError
             ):  # a container's read-only /proc: a less even network, but one
                 for name, value in _TCP.items():
                     Path("/proc/sys/net/ipv4", name).write_text(value)
-            _enter(own_namespace)
+            _enter_namespace(own_namespace)
             return descriptor
         finally:
             os.close(own_namespace)
 
     def _build(self) -> None:
         wiring = self.wiring
-        inside = self._inside
+        inside = self._node_namespaces
         links = []
         limits = []  # lines for `ip -batch` and `tc -batch` outside the switches
 
@@ -177,7 +177,10 @@ class Network:
         for node, descriptor in inside.items():
             address = f"{wiring.address(node)}/{_PREFIX}"
             interface_lines = ["link set dev lo up", f"link set dev {INTERFACE} addrgenmode none"]
-            interface_lines += [f"address add {address} dev {INTERFACE}", f"link set dev {INTERFACE} up"]
+            interface_lines += [
+                f"address add {address} dev {INTERFACE}",
+                f"link set dev {INTERFACE} up",
+            ]
             _batch("ip", descriptor, interface_lines)
             _batch("tc", descriptor, [limit(INTERFACE, wiring.link)])
 
@@ -201,10 +204,12 @@ def check() -> None:
     """Try it: a network of two nodes, built and dropped by a child. Raises OrchError (76) with what
     is in the way."""
     if sys.platform != "linux":
-        raise OrchError(f"{_ENTER}; this is {sys.platform}", Exit.CAPACITY)
+        raise OrchError(f"{_REQUIREMENT}; this is {sys.platform}", Exit.CAPACITY)
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise OrchError(f"{_ENTER}; there is no {' and no '.join(missing)} on PATH", Exit.CAPACITY)
+        raise OrchError(
+            f"{_REQUIREMENT}; there is no {' and no '.join(missing)} on PATH", Exit.CAPACITY
+        )
     read, write = os.pipe2(os.O_CLOEXEC)
     child = os.fork()
     if child == 0:
@@ -260,22 +265,22 @@ def _batch(
             input="\n".join([*lines, ""]).encode(),
             capture_output=True,
             pass_fds=descriptors,
-            preexec_fn=lambda: _enter(namespace),
+            preexec_fn=lambda: _enter_namespace(namespace),
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise OrchError(f"{_ENTER} ({tool}: {error})", Exit.CAPACITY) from None
+        raise OrchError(f"{_REQUIREMENT} ({tool}: {error})", Exit.CAPACITY) from None
     if completed.returncode:
         errors = " ".join(completed.stderr.decode(errors="replace").split())
         raise OrchError(f"{tool} refuses a line of the run's network: {errors}", Exit.CAPACITY)
 
 
-def _enter(namespace: int) -> None:
-    _call("setns", namespace, _CLONE_NEWNET)
+def _enter_namespace(namespace: int) -> None:
+    _system_call("setns", namespace, _CLONE_NEWNET)
 
 
-def _call(name: str, *arguments: int) -> None:
+def _system_call(name: str, *arguments: int) -> None:
     """A system call of this thread, through libc. Raises OrchError (76)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*(ctypes.c_int(value) for value in arguments)):
         problem = os.strerror(ctypes.get_errno())
-        raise OrchError(f"{_ENTER} ({name}: {problem})", Exit.CAPACITY)
+        raise OrchError(f"{_REQUIREMENT} ({name}: {problem})", Exit.CAPACITY)

@@ -23,7 +23,7 @@ class StoppedAgents:
         self._stopped_s: dict[str, float] = {}
         self._looked = time.monotonic()
 
-    def given_up(self, agents: Mapping[str, int]) -> dict[str, str]:
+    def overdue(self, agents: Mapping[str, int]) -> dict[str, str]:
         """Node -> why its agent is not waited for any more. `agents`: node -> pid of those that
         live.
 
@@ -34,7 +34,9 @@ class StoppedAgents:
         passed_s = min(now - self._looked, _LONGEST_LOOK_S)
         self._looked = now
         stopped = [
-            node for node, pid in agents.items() if (process := identity(pid)) and is_stopped(process)
+            node
+            for node, pid in agents.items()
+            if (process := identity(pid)) and is_stopped(process)
         ]
         self._stopped_s = {node: self._stopped_s.get(node, 0.0) + passed_s for node in stopped}
         limit_s = (

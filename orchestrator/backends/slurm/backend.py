@@ -65,8 +65,8 @@ from .record import (
     combined_state,
     find_job,
     is_over,
-    last_words,
-    left_with,
+    last_log_error,
+    script_exit_code,
     record_job,
     state_without_slurm,
     submitted_path,
@@ -116,7 +116,7 @@ class SlurmBackend(
         options = self._options(request)
         mounted = [
             request.run_dir,
-            *_outside(request),
+            *_program_folder(request),
             plan.job.data.cache_dir,
             plan.job.checkpoint.dir,
         ]
@@ -173,7 +173,7 @@ class SlurmBackend(
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         self.check(bundle.request)
-        bundle, plan = _settled(bundle), from_json(bundle.contents["plan.json"])
+        bundle, plan = _with_shell_options(bundle), from_json(bundle.contents["plan.json"])
         script = self.script(bundle.request, plan)
         warning_lines = _preflight(bundle.request, plan, self._slurm)
         with create_run_folder(bundle, self.name) as folder:
@@ -188,7 +188,7 @@ class SlurmBackend(
         from .submission import submit_all
 
         self.check(bundles[0].request)
-        bundles = [_settled(bundle) for bundle in bundles]
+        bundles = [_with_shell_options(bundle) for bundle in bundles]
         plans = [from_json(bundle.contents["plan.json"]) for bundle in bundles]
         jobs = [
             self.job_of(bundle.request, plan) for bundle, plan in zip(bundles, plans, strict=True)
@@ -212,7 +212,7 @@ class SlurmBackend(
         it."""
         check_environment(read_options(bundle.request.backend_options), os.environ)
         check_rendering(os.environ)
-        bundle = _settled(bundle)
+        bundle = _with_shell_options(bundle)
         script = self.script(bundle.request, from_json(bundle.contents["plan.json"]))
         with create_run_folder(bundle, self.name):
             return script
@@ -251,7 +251,11 @@ class SlurmBackend(
             job = self._find_job(after.folder)
             # a run that is over needs no wait for the last processes of its job, which may end
             # PREEMPTED
-            state = recorded_state if is_over(recorded_state, left_with(after.folder)) else self.state(after.folder)
+            state = (
+                recorded_state
+                if is_over(recorded_state, script_exit_code(after.folder))
+                else self.state(after.folder)
+            )
             predecessors.append((after, state, job.id if job else None))
         return add_dependencies(options, predecessors)
 
@@ -291,14 +295,19 @@ class SlurmBackend(
             job = self._find_job(folder)
         except OrchError as error:
             return state_without_slurm(
-                read_state(folder), left_with(folder) is not None, error.message
+                read_state(folder), script_exit_code(folder) is not None, error.message
             )
         submitted = read_record(folder, SlurmRecord) is not None
         state = read_state(folder)  # the file after the scheduler
         unreported = job is not None and job_state(job.state).ended and not state.is_final
-        last_line = last_words(folder) if unreported else ""
+        last_line = last_log_error(folder) if unreported else ""
         return combined_state(
-            state, job, wants_end(folder) is not None, submitted, left_with(folder), last_line
+            state,
+            job,
+            wants_end(folder) is not None,
+            submitted,
+            script_exit_code(folder),
+            last_line,
         )
 
     def exec_on_node(
@@ -333,7 +342,7 @@ class SlurmBackend(
 
     def _options(self, request: LaunchRequest) -> SlurmOptions:
         """The options, with `topology: auto` replaced by what the cluster has."""
-        options = _asked(request)
+        options = _effective_options(request)
         if options.topology != "auto":
             return options
         kind = parse_topology(self._slurm.topology()).kind
@@ -355,7 +364,7 @@ class SlurmBackend(
     def _start(self, bundle: SubmissionBundle, slurm: Slurm) -> StartEstimate:
         plan = from_json(bundle.contents["plan.json"])
         nodes = used_node_count(plan)
-        options = _asked(bundle.request)
+        options = _effective_options(bundle.request)
         try:
             _check_partitions(plan, options, slurm)
             return StartEstimate(
@@ -378,10 +387,10 @@ class SlurmBackend(
 
 def _preflight(request: LaunchRequest, plan: Plan, slurm: Slurm) -> list[str]:
     """Warnings; OrchError for a job that the partition would keep pending for ever."""
-    options = _asked(request)
+    options = _effective_options(request)
     partition = _check_partitions(plan, options, slurm)
-    mounts = _text_of("/proc/mounts")
-    exports = _text_of("/etc/exports", "/var/lib/nfs/etab")
+    mounts = _read_files("/proc/mounts")
+    exports = _read_files("/etc/exports", "/var/lib/nfs/etab")
     local = local_folder(request.run_dir, mounts, exports)
     return [*warnings(plan, options, partition, slurm.kill_wait_s()), *local]
 
@@ -389,26 +398,26 @@ def _preflight(request: LaunchRequest, plan: Plan, slurm: Slurm) -> list[str]:
 def _is_stale(folder: RunFolder, job: Job) -> bool:
     """Whether the job waits to start once more although its run has ended."""
     return job_state(job.state).phase == "pending" and is_over(
-        read_state(folder), left_with(folder)
+        read_state(folder), script_exit_code(folder)
     )
 
 
-def _asked(request: LaunchRequest) -> SlurmOptions:
+def _effective_options(request: LaunchRequest) -> SlurmOptions:
     """The options of the request, and for those that it does not set this shell's variables of
     sbatch."""
-    return read_options(_with_variables(request))
+    return read_options(_option_values(request))
 
 
-def _settled(bundle: SubmissionBundle) -> SubmissionBundle:
+def _with_shell_options(bundle: SubmissionBundle) -> SubmissionBundle:
     """The bundle of a run that keeps what this shell's variables of sbatch say: another one resumes
     it."""
     request = msgspec.structs.replace(
-        bundle.request, backend_options=_with_variables(bundle.request)
+        bundle.request, backend_options=_option_values(bundle.request)
     )
     return msgspec.structs.replace(bundle, request=request)
 
 
-def _with_variables(request: LaunchRequest) -> dict[str, Any]:
+def _option_values(request: LaunchRequest) -> dict[str, Any]:
     """`backend.options` of the request, and what this shell's variables of sbatch say of others."""
     options = request.backend_options
     return {**options, **from_environment(read_options(options), os.environ)}
@@ -430,13 +439,13 @@ def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[s
     raise refusal
 
 
-def _outside(request: LaunchRequest) -> list[str]:
+def _program_folder(request: LaunchRequest) -> list[str]:
     """The folder in which the user's program runs, if it is not in the run folder
     (`--in-place`)."""
     return [] if request.worker.bundled or request.code.kind != "none" else [request.worker.cwd]
 
 
-def _text_of(*paths: str) -> str:
+def _read_files(*paths: str) -> str:
     """The lines of the files that are there and may be read."""
     contents = []
     for path in paths:

@@ -24,7 +24,8 @@ def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> To
     partitions = sorted({name for node in nodes for name in node.partitions})
     if partition is not None and partition not in partitions:
         raise OrchError(
-            f"cluster: no partition {partition!r}; {did_you_mean(partition, partitions)}", Exit.CONFIG
+            f"cluster: no partition {partition!r}; {did_you_mean(partition, partitions)}",
+            Exit.CONFIG,
         )
     chosen = machines(select(nodes, partition), idle=True)
     network = parse_topology(slurm.topology())

@@ -149,9 +149,9 @@ def read_options(options: Mapping[str, Any]) -> SlurmOptions:
     return decode_options(options, SlurmOptions, "slurm")
 
 
-_ELSEWHERE = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
+_CLUSTER_VARIABLES = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 #: Variables of sbatch that many users set for all their jobs -> the option that they stand for.
-_HONOURED = {
+_OPTION_VARIABLES = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
     "SBATCH_QOS": "qos",
@@ -167,7 +167,7 @@ def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[
     variable whose value its option cannot have.
     """
     values: dict[str, str] = {}
-    for name, option in _HONOURED.items():
+    for name, option in _OPTION_VARIABLES.items():
         value = environ.get(name)
         if not value or getattr(options, option) is not None:
             continue
@@ -184,18 +184,19 @@ def check_environment(options: SlurmOptions, environ: Mapping[str, str]) -> None
     sends jobs to another cluster, or whose value its option cannot have.
     """
     from_environment(options, environ)
-    for name in _ELSEWHERE:
+    for name in _CLUSTER_VARIABLES:
         if value := environ.get(name):
             raise OrchError(
                 f"{name}={value}: jobs are sent to the cluster of this login node; unset it",
                 Exit.CONFIG,
             )
-    for name, option in _HONOURED.items():
+    for name, option in _OPTION_VARIABLES.items():
         value = environ.get(name)
         option_value = getattr(options, option)
         if value and option_value not in (None, value):
             raise OrchError(
-                f"{name}={value} and backend.options.{option}={option_value} differ: unset one", Exit.CONFIG
+                f"{name}={value} and backend.options.{option}={option_value} differ: unset one",
+                Exit.CONFIG,
             )
 
 
@@ -206,7 +207,7 @@ def check_rendering(environ: Mapping[str, str]) -> None:
     A job that orch itself sends is what the script says: `Slurm` gives sbatch none of them.
     """
     for name, value in sorted(environ.items()):
-        if value and name.startswith("SBATCH_") and name not in _HONOURED:
+        if value and name.startswith("SBATCH_") and name not in _OPTION_VARIABLES:
             raise OrchError(
                 f"{name}={value} is set and would change the job: unset it", Exit.CONFIG
             )

@@ -45,11 +45,15 @@ def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, s
     needed_nodes = used_node_count(plan)
     if most_nodes.isdigit() and needed_nodes > int(most_nodes):
         raise OrchError(
-            f"the plan needs {needed_nodes} nodes, partition {name} allows {most_nodes} a job", Exit.CONFIG
+            f"the plan needs {needed_nodes} nodes, partition {name} allows {most_nodes} a job",
+            Exit.CONFIG,
         )
     total_nodes = partition.get("TotalNodes", "")
     if total_nodes.isdigit() and needed_nodes > int(total_nodes):
-        raise OrchError(f"the plan needs {needed_nodes} nodes, partition {name} has {total_nodes}", Exit.CAPACITY)
+        raise OrchError(
+            f"the plan needs {needed_nodes} nodes, partition {name} has {total_nodes}",
+            Exit.CAPACITY,
+        )
 
 
 def warnings(
@@ -97,14 +101,16 @@ def local_folder(run_dir: str, mounts: str, exports: str = "") -> list[str]:
     `mounts`: text of /proc/mounts. `exports`: lines that begin with a folder which this machine
     exports.
     """
-    file_systems = {fields[1]: fields[2] for line in mounts.splitlines() if len(fields := line.split()) > 2}
+    file_systems = {
+        fields[1]: fields[2] for line in mounts.splitlines() if len(fields := line.split()) > 2
+    }
     mount_point = max((m for m in file_systems if _holds(m, run_dir)), key=len, default="/")
-    node_folder = next((name for name in _OF_A_NODE if run_dir.startswith(f"{name}/")), "")
+    node_folder = next((name for name in _NODE_FOLDERS if run_dir.startswith(f"{name}/")), "")
     temporary = node_folder and not mount_point.startswith(node_folder)
     exported = any(
         _holds(fields[0], run_dir) for line in exports.splitlines() if (fields := line.split())
     )
-    if not temporary and (exported or file_systems.get(mount_point) not in _OWN_DISKS):
+    if not temporary and (exported or file_systems.get(mount_point) not in _LOCAL_FILE_SYSTEMS):
         return []
     return [
         f"the run folder {run_dir} seems to be of this machine alone: nodes must see it; set"
@@ -116,9 +122,9 @@ def _holds(folder: str, path: str) -> bool:
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
-_OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+_NODE_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 #: File systems of one machine's memory and disks.
-_OWN_DISKS = (
+_LOCAL_FILE_SYSTEMS = (
     "tmpfs",
     "ramfs",
     "ext2",

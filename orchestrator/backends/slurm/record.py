@@ -97,7 +97,7 @@ def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
     write_private(path, slurm_list(list(dict.fromkeys([*excluded, *added]))).encode() + b"\n")
 
 
-def left_with(folder: RunFolder) -> int | None:
+def script_exit_code(folder: RunFolder) -> int | None:
     """The exit code with which the job's script left for good, -1 if it is unknown; None: it may be
     requeued."""
     try:
@@ -107,7 +107,7 @@ def left_with(folder: RunFolder) -> int | None:
     return int(content) if content.isdigit() else -1
 
 
-def last_words(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
+def last_log_error(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
     """The last error in the newest of these logs, else its last line; "" without a log.
 
     The job's log says what failed before an agent could: an interpreter, an image, a module, srun.
@@ -129,9 +129,11 @@ def last_words(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
 
 
 def is_over(state: RunState, script_exit: int | None) -> bool:
-    """Whether the run folder alone says that no attempt follows. `left`: of `left_with`."""
+    """Whether the run folder alone says that no attempt follows. `left`: of `script_exit_code`."""
     return state.is_final and (
-        script_exit is not None or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS
+        script_exit is not None
+        or state.state == "cancelled"
+        or state.exit_code not in REQUEUED_EXITS
     )
 
 
@@ -146,7 +148,7 @@ def combined_state(
     """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the
     program fares. Pure.
 
-    `sent`: a job of the run is on record. `left`, `said`: of `left_with` and `last_words`. The
+    `sent`: a job of the run is on record. `left`, `said`: of `script_exit_code` and `last_log_error`. The
     result is never written back: it is as old as Slurm's answer.
     """
     if job is None:
@@ -203,7 +205,9 @@ def state_without_slurm(state: RunState, no_requeue: bool, error: str) -> RunSta
     return _replace(state, state="restarting", exit_code=None, reason=reason)
 
 
-def _ended(state: RunState, job: Job, cancel_asked: bool, script_exit: int | None, last_line: str) -> RunState:
+def _ended(
+    state: RunState, job: Job, cancel_asked: bool, script_exit: int | None, last_line: str
+) -> RunState:
     job_status = job_state(job.state)
     if cancel_asked and state.state != "done":
         reason = (state.is_final and state.reason) or f"job {job.id}: {job_status.text}"
@@ -220,11 +224,18 @@ def _ended(state: RunState, job: Job, cancel_asked: bool, script_exit: int | Non
     code = int(code)
     run_reason = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
     full_reason = "; ".join(
-        filter(None, [run_reason, f"job {job.id}: {job_status.text}", explain_reason(job.reason), last_line])
+        filter(
+            None,
+            [run_reason, f"job {job.id}: {job_status.text}", explain_reason(job.reason), last_line],
+        )
     )
-    if job_status.phase == "done":  # the script succeeded, though the coordinator wrote no final state
+    if (
+        job_status.phase == "done"
+    ):  # the script succeeded, though the coordinator wrote no final state
         return finish(state, "done", Exit.DONE, full_reason, state.cause)
-    cause = state.cause or Cause(kind="scheduler", text=full_reason, epoch=state.epoch, code=job.exit_code)
+    cause = state.cause or Cause(
+        kind="scheduler", text=full_reason, epoch=state.epoch, code=job.exit_code
+    )
     return finish(state, cast("FinalPhase", job_status.phase), code, full_reason, cause)
 
 

@@ -112,9 +112,9 @@ def submit_all(jobs: Sequence[JobScript], slurm: Slurm, watcher: JobWatcher) -> 
         executor.write()
     if common_flags(jobs) is not None:
         array_script = render_array(jobs, jobs[0].run_id)
-        array = ScriptExecutor(Path(jobs[0].run_dir, "slurm"), array_script, slurm, "array.sbatch").launch(
-            watcher
-        )
+        array = ScriptExecutor(
+            Path(jobs[0].run_dir, "slurm"), array_script, slurm, "array.sbatch"
+        ).launch(watcher)
         return [f"{array.job_id}_{index}" for index in range(len(jobs))]
     ids: list[str] = []
     try:

@@ -45,7 +45,7 @@ class SshRecord(Frozen):
     run_dir: str  # there
 
 
-class _Seen(NamedTuple):
+class _Snapshot(NamedTuple):
     at: float
     alive: bool
     state: RunState
@@ -61,11 +61,11 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     def __init__(
         self, session: Session | None = None, prepared: wire.Prepared | None = None
     ) -> None:
-        self._prepared_in = session
+        self._session = session
         self._prepared = prepared
         self._sessions: dict[tuple[str, str], Session] = {}
-        self._seen: dict[str, _Seen] = {}
-        self._with_logs: set[str] = set()
+        self._seen: dict[str, _Snapshot] = {}
+        self._runs_with_logs: set[str] = set()
 
     # ---------------------------------------------------------------------------------- a job that
     #     was prepared there
@@ -91,8 +91,8 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         self.check(bundle.request)
-        assert self._prepared_in is not None
-        session = self._prepared_in
+        assert self._session is not None
+        session = self._session
         folder = self.folder_of(bundle.request, home_folder(environ))
         if folder.path.exists():
             raise OrchError(
@@ -128,7 +128,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     def resize(
         self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
     ) -> str:
-        return self._start_again(folder, wire.Resize(run=folder.run_id, nodes=nodes))
+        return self._restart(folder, wire.Resize(run=folder.run_id, nodes=nodes))
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         self._ask(folder, wire.Cancel(run=folder.run_id, force=force))
@@ -139,7 +139,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             self._ask(folder, wire.Remove(run=folder.run_id))
 
     def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
-        return self._start_again(folder, wire.Resume(run=folder.run_id, allow=list(allow)))
+        return self._restart(folder, wire.Resume(run=folder.run_id, allow=list(allow)))
 
     def is_alive(self, folder: RunFolder) -> bool:
         return self._look(folder).alive
@@ -161,27 +161,27 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
         """With each look while the context is open, and once at its beginning."""
-        self._with_logs.add(folder.run_id)
+        self._runs_with_logs.add(folder.run_id)
         self._seen.pop(folder.run_id, None)
         try:
             self._look(folder)
             yield
         finally:
-            self._with_logs.discard(folder.run_id)
+            self._runs_with_logs.discard(folder.run_id)
 
     # ---------------------------------------------------------------------------------- parts
 
-    def _start_again(self, folder: RunFolder, question: wire.Question) -> str:
+    def _restart(self, folder: RunFolder, question: wire.Question) -> str:
         self._ask(folder, question)
         self._seen.pop(folder.run_id, None)
         self._look(folder)
         return f"{self.name}://{folder.run_id}"
 
-    def _look(self, folder: RunFolder) -> _Seen:
+    def _look(self, folder: RunFolder) -> _Snapshot:
         seen = self._seen.get(folder.run_id)
         if seen and time.monotonic() - seen.at < _FRESH_S:
             return seen
-        logs = folder.run_id in self._with_logs
+        logs = folder.run_id in self._runs_with_logs
         while True:
             look = wire.Look(run=folder.run_id, known=mirror.known(folder), logs=logs)
             try:
@@ -189,23 +189,23 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             except OrchError as error:
                 if error.exit != Exit.USAGE:
                     raise
-                return self._not_there(folder, error.message)
+                return self._missing_run(folder, error.message)
             assert isinstance(answer, wire.Looked)
             mirror.write_parts(folder, answer.parts, payload)
             if not answer.more:
                 break
         state = replace(answer.state, backend=self.name)
         write_state(folder, state)
-        seen = self._seen[folder.run_id] = _Seen(time.monotonic(), answer.alive, state)
+        seen = self._seen[folder.run_id] = _Snapshot(time.monotonic(), answer.alive, state)
         return seen
 
-    def _not_there(self, folder: RunFolder, error: str) -> _Seen:
+    def _missing_run(self, folder: RunFolder, error: str) -> _Snapshot:
         """The host knows no such run: it never came to be there, or was removed there. Not written
         down: the host may be about to make its folder."""
         state = read_state(folder)
         if not state.is_final:
             state = finish(state, "failed", Exit.CAPACITY, f"not there: {error}", at=time.time())
-        seen = self._seen[folder.run_id] = _Seen(
+        seen = self._seen[folder.run_id] = _Snapshot(
             time.monotonic(), alive=False, state=state, there=False
         )
         return seen

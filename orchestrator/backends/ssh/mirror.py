@@ -16,16 +16,18 @@ from orchestrator.run.folder import RunFolder, write_private
 from .wire import Part
 
 #: Small files that are replaced as a whole.
-_WHOLE = re.compile(r"(plan|plan\.nodes\d+|request|code|report)\.json|config\.yaml")
-_GROWS = re.compile(r"(events|metrics)/[^/]+\.jsonl|stacks/[^/]+\.txt")
-_LOGS = re.compile(r"logs/[^/]+\.log")
-_AT_ONCE = 16 << 20  # bytes of an answer
+_REPLACED_FILES = re.compile(r"(plan|plan\.nodes\d+|request|code|report)\.json|config\.yaml")
+_APPENDED_FILES = re.compile(r"(events|metrics)/[^/]+\.jsonl|stacks/[^/]+\.txt")
+_LOG_FILES = re.compile(r"logs/[^/]+\.log")
+_ANSWER_BYTES = 16 << 20  # bytes of an answer
 
 
 def known(folder: RunFolder) -> dict[str, int]:
     """Bytes of what this machine has of the files that grow."""
     return {
-        name: path.stat().st_size for name, path in _files(folder) if not _WHOLE.fullmatch(name)
+        name: path.stat().st_size
+        for name, path in _files(folder)
+        if not _REPLACED_FILES.fullmatch(name)
     }
 
 
@@ -36,10 +38,12 @@ def parts_of(
     yet."""
     file_parts = list[Part]()
     payload = bytearray()
-    room = _AT_ONCE
+    room = _ANSWER_BYTES
     for name, path in _files(folder):
-        replaced = _WHOLE.fullmatch(name) is not None
-        if not replaced and not (_GROWS.fullmatch(name) or (logs and _LOGS.fullmatch(name))):
+        replaced = _REPLACED_FILES.fullmatch(name) is not None
+        if not replaced and not (
+            _APPENDED_FILES.fullmatch(name) or (logs and _LOG_FILES.fullmatch(name))
+        ):
             continue
         with contextlib.suppress(OSError), open_regular(path) as file:
             size = file.seek(0, 2)
@@ -61,7 +65,13 @@ def write_parts(folder: RunFolder, file_parts: list[Part], payload: bytes) -> No
     has."""
     position = 0
     for file_part in file_parts:
-        if not any(kind.fullmatch(file_part.path) for kind in (_WHOLE, _GROWS, _LOGS)) or file_part.size < 0:
+        if (
+            not any(
+                kind.fullmatch(file_part.path)
+                for kind in (_REPLACED_FILES, _APPENDED_FILES, _LOG_FILES)
+            )
+            or file_part.size < 0
+        ):
             raise OrchError(f"run {folder.run_id}: the host sent {file_part.path!r}", Exit.SECURITY)
         data = payload[position : position + file_part.size]
         path = folder.path / file_part.path

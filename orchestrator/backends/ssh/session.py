@@ -21,7 +21,7 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
 #: The interpreter there that has orch, from the home folder on: no word needs quoting for a shell.
 PYTHON = re.compile(r"(~/)?[A-Za-z0-9_./+-]{1,400}")
 _NOISE = 1 << 20  # bytes that a login shell may print before orch answers
-_KEPT_ALIVE = (
+_KEEP_ALIVE_FLAGS = (
     "-o",
     "ConnectTimeout=20",
     "-o",
@@ -31,7 +31,7 @@ _KEPT_ALIVE = (
 )
 
 
-def _leave_ctrl_c_to_us() -> None:
+def _ignore_ctrl_c() -> None:
     """In ssh's process: a terminal sends Ctrl-C to it as well, in the middle of an answer. It ends
     with our pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -72,7 +72,8 @@ class Session:
             ) from None
         if answer is None:
             raise ConnectionLost(
-                f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY
+                f"ssh {self.host}: the connection was lost ({self._close_and_describe_exit()})",
+                Exit.CAPACITY,
             )
         if isinstance(answer[0], wire.Refused):
             codes = {int(code): code for code in Exit}
@@ -99,10 +100,10 @@ class Session:
         # A login shell, because PATH and modules of a site are set there. Nothing of a user's is in
         # this line.
         shell_line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
-        argv = ["ssh", "-T", *_KEPT_ALIVE, "--", self.host, shell_line]
+        argv = ["ssh", "-T", *_KEEP_ALIVE_FLAGS, "--", self.host, shell_line]
         try:
             self._process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=_leave_ctrl_c_to_us
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=_ignore_ctrl_c
             )
         except OSError as error:
             raise OrchError(f"ssh cannot be started: {error.strerror}", Exit.CAPACITY) from None
@@ -112,10 +113,10 @@ class Session:
         while output_line := self._process.stdout.readline():
             bytes_read += len(output_line)
             if output_line.startswith(wire.GREETING):
-                return self._greeted(output_line, self._process)
+                return self._check_version(output_line, self._process)
             if bytes_read > _NOISE:
                 break
-        code = self._ended()
+        code = self._close_and_describe_exit()
         if code.endswith(" 255"):  # ssh's own, which has said why
             raise OrchError(f"ssh {self.host} found no way there ({code})", Exit.CAPACITY)
         advice = "install it there as here, or say where: backend.options.ssh_python=PATH"
@@ -123,7 +124,9 @@ class Session:
             f"{self.host} has no orch under {self.python} ({code}): {advice}", Exit.CAPACITY
         )
 
-    def _greeted(self, greeting: bytes, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    def _check_version(
+        self, greeting: bytes, process: subprocess.Popen[bytes]
+    ) -> subprocess.Popen[bytes]:
         versions = greeting.removeprefix(wire.GREETING).decode(errors="replace").split()
         if versions[:1] == [str(wire.VERSION)]:
             return process
@@ -134,7 +137,7 @@ class Session:
             Exit.CAPACITY,
         )
 
-    def _ended(self) -> str:
+    def _close_and_describe_exit(self) -> str:
         process = self._process
         self.close()
         return f"exit code {process.returncode}" if process else "it was closed"

@@ -23,7 +23,7 @@ GREETING = b"@orch-remote "
 MODULE = "orchestrator.remote"
 
 _LENGTH = struct.Struct(">QQ")
-_MOST_JSON = 64 << 20
+_LONGEST_JSON = 64 << 20
 
 
 class Prepare(Frozen, tag=True, kw_only=True):
@@ -138,7 +138,7 @@ def _read(stream: BinaryIO) -> tuple[bytes, bytes] | None:
     if len(head) < _LENGTH.size:
         return None
     message_size, payload_size = _LENGTH.unpack(head)
-    if message_size > _MOST_JSON or payload_size > 1 << 31:
+    if message_size > _LONGEST_JSON or payload_size > 1 << 31:
         raise ValueError(f"a message of {message_size} and {payload_size} bytes")
     raw = stream.read(message_size)
     payload = stream.read(payload_size)

@@ -21,14 +21,14 @@ from orchestrator.plan import Exit
 _RESTART_DELAY_S = 1.0
 #: By default it is ignored, so that children of workers live until the workers have saved
 #: (orchestrator/agent).
-NOTICE = signal.SIGURG
+FORWARDED_SIGNAL = signal.SIGURG
 _TERMINATION_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGUSR2,
-    NOTICE,
+    FORWARDED_SIGNAL,
 )
 
 

@@ -104,10 +104,14 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     if wants_end(folder):
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
     request = submitted_request(folder)
-    addresses = {node: address for node, address in addresses.items() if node not in missing_by_node}
+    addresses = {
+        node: address for node, address in addresses.items() if node not in missing_by_node
+    }
     if missing_by_node and legal_size(request.sizes, len(addresses)) is None:
         raise OrchError(
-            "; ".join(f"node {node} lacks: {missing}" for node, missing in sorted(missing_by_node.items())),
+            "; ".join(
+                f"node {node} lacks: {missing}" for node, missing in sorted(missing_by_node.items())
+            ),
             Exit.NODE,
         )
     planned = _submitted_plan(folder, request.sizes, len(addresses))

@@ -25,7 +25,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import wants_end
 from orchestrator.run.state import RunState, read_state
 
-from .agent_supervisor import NOTICE
+from .agent_supervisor import FORWARDED_SIGNAL
 
 _POLL_S = 5.0
 
@@ -85,13 +85,13 @@ class BatchStepTakeover:
         if state.is_final:
             return self._finish(state)
         if not self._signalled and (
-            wants_end(self._folder) or self._notice_is_due(job.get("EndTime", ""), now)
+            wants_end(self._folder) or self._time_limit_is_near(job.get("EndTime", ""), now)
         ):
             self._signalled = True
-            self._slurm.cancel(self._job, f"--signal={NOTICE.name.removeprefix('SIG')}")
+            self._slurm.cancel(self._job, f"--signal={FORWARDED_SIGNAL.name.removeprefix('SIG')}")
         return False
 
-    def _notice_is_due(self, end: str, now: datetime) -> bool:
+    def _time_limit_is_near(self, end: str, now: datetime) -> bool:
         try:
             return now >= datetime.fromisoformat(end) - timedelta(seconds=self._options.notice_s)
         except ValueError:  # Unknown
@@ -107,7 +107,9 @@ class BatchStepTakeover:
         sys.stdout.flush()
         script = str(Path(self._folder.path, "slurm", "script"))
         argv = [self._options.shell, script, "finish", str(state.exit_code or 0)]
-        completed = subprocess.run(argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False)
+        completed = subprocess.run(
+            argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False
+        )
         if completed.returncode < 0:
             return False
         self._slurm.cancel(self._job, "--state=RUNNING")

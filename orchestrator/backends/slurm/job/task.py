@@ -64,7 +64,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         command_parser = commands.add_parser(name)
         command_parser.add_argument("--run-dir", required=True, type=Path)
         if name == "place":
-            command_parser.add_argument("--nodes", required=True, type=Path, help="output of the probe step")
+            command_parser.add_argument(
+                "--nodes", required=True, type=Path, help="output of the probe step"
+            )
         if name == "outcome":
             command_parser.add_argument("--code", required=True, type=int, help="srun's exit code")
     return parser.parse_args(argv)
@@ -219,7 +221,7 @@ def _address_towards(peer: str) -> str:
 
 def _outcome(folder: RunFolder, code: int) -> int:
     """The exit code that the coordinator wrote; if it was killed before that, end the run here."""
-    from orchestrator.backends.slurm.record import exclude, last_words
+    from orchestrator.backends.slurm.record import exclude, last_log_error
 
     state = read_state(folder)
     if state.is_final:
@@ -229,7 +231,7 @@ def _outcome(folder: RunFolder, code: int) -> int:
         return _end_run(
             folder, int(Exit.RESTART), "asked to end before the workers had started", code
         )
-    agents = last_words(folder, "agent-*.log")  # of one that could not start, say
+    agents = last_log_error(folder, "agent-*.log")  # of one that could not start, say
     reason = f"the coordinator is gone; srun ended with {meaning(code)}{agents and f'; {agents}'}"
     return _end_run(folder, int(Exit.CAPACITY), reason, code)
 
@@ -245,7 +247,9 @@ def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
     node_causes = [cause for cause in causes if cause and cause.code == Exit.NODE]
     if state.cause and state.exit_code == Exit.NODE:
         node_causes.append(state.cause)
-    return list(dict.fromkeys([*(cause.node for cause in node_causes if cause.node), *state.excluded]))
+    return list(
+        dict.fromkeys([*(cause.node for cause in node_causes if cause.node), *state.excluded])
+    )
 
 
 def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:

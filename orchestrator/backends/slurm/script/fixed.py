@@ -146,7 +146,7 @@ fi""".splitlines()
 #: is claimed in turn. `owner` comes and changes as a whole, so it is empty only if somebody else
 #: has made it so. A controller that does not answer is asked for two minutes. Slurm requeues some
 #: jobs whose run has ended (`stay_out` says which, and a lost batch node): they leave.
-OWNER = f"""\
+CLAIM_RUN_FOLDER = f"""\
 mkdir -p "$run/slurm" || exit 70
 ended() {{
   for pause in 1 5 10 20 30 60 0; do
@@ -176,7 +176,7 @@ done
 
 #: Nodes that lack something. The task `place` decides about them, unless they are all, or this one,
 #: where it would run.
-LACKING = f"""\
+CHECK_PROBE = f"""\
 lacking=
 sound=
 here=

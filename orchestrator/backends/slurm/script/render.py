@@ -23,11 +23,11 @@ from orchestrator.planner.placement.rank_assignment import used_node_count
 
 from .fixed import (
     END_STUCK_STEP,
-    LACKING,
+    CHECK_PROBE,
     LIFECYCLE,
     MARK,
     MODULES,
-    OWNER,
+    CLAIM_RUN_FOLDER,
     PROBE,
     PROBE_FLAGS,
     PROBE_LIMIT,
@@ -169,9 +169,9 @@ def _body(job: JobScript) -> list[str]:
     ]
     attempt = [
         'life="$run/slurm/$job.$times"',
-        f'(cd /; unset OLDPWD; {command(PROBE_LIMIT)} {_on_all(probe, elastic)}) > "$life.nodes"',
+        f'(cd /; unset OLDPWD; {command(PROBE_LIMIT)} {_srun_on_all_nodes(probe, elastic)}) > "$life.nodes"',
         f"grep -q '^{MARK} ' \"$life.nodes\" || finish {int(Exit.NODE)}",
-        *LACKING,
+        *CHECK_PROBE,
         (
             f"{command([*on_this_node, *task, 'place', '--run-dir', job.run_dir])} --nodes"
             ' "$life.nodes"'
@@ -181,7 +181,7 @@ def _body(job: JobScript) -> list[str]:
         '[ -z "$noticed" ] || finish 75',
         "",
         "# One agent a node. The shell waits in a way that lets a notice through.",
-        f"{_on_all(agents, elastic)} &",
+        f"{_srun_on_all_nodes(agents, elastic)} &",
         "agents=$!",
         *(END_STUCK_STEP if elastic else ()),
         "while :; do",
@@ -219,7 +219,7 @@ def _body(job: JobScript) -> list[str]:
             for line in _checked(check_text(text, "backend.options.setup"), "setup")
         ),
         "",
-        *OWNER,
+        *CLAIM_RUN_FOLDER,
         *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
         (
             "# Where am I? Every task names its node and its place in the network; then the ranks"
@@ -233,7 +233,7 @@ def _body(job: JobScript) -> list[str]:
 _PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run"}
 
 
-def _on_all(argv: Sequence[str], elastic: bool) -> str:
+def _srun_on_all_nodes(argv: Sequence[str], elastic: bool) -> str:
     """srun on every node of the job; an elastic job asks how many it was granted."""
     srun = 'srun --nodes="$full" --ntasks="$full"' if elastic else "srun"
     return f"{srun} {command(argv[1:])}"
@@ -278,7 +278,7 @@ def _python(job: JobScript) -> list[str]:
     options = job.options.container
     if options.runtime == "apptainer":
         binds = [f"--bind={mount}" for mount in (*job.bind, *options.mounts)]
-        gpus = "--rocm" if _OF_AMD.search(job.plan.cluster.gpu.name) else "--nv"
+        gpus = "--rocm" if _AMD_GPU.search(job.plan.cluster.gpu.name) else "--nv"
         return [
             "apptainer",
             "exec",
@@ -294,7 +294,7 @@ def _python(job: JobScript) -> list[str]:
         mounted = tuple(
             f"{mount.partition(':')[0].rstrip('/')}/"
             for mount in options.mounts
-            if _same_place(mount)
+            if _maps_to_itself(mount)
         )
         binds = [
             f"--bind={mount}"
@@ -308,7 +308,7 @@ def _python(job: JobScript) -> list[str]:
     return [job.python]
 
 
-_OF_AMD = re.compile(r"\bAMD\b|Instinct|\bMI[0-9]{2,3}", re.I)
+_AMD_GPU = re.compile(r"\bAMD\b|Instinct|\bMI[0-9]{2,3}", re.I)
 
 #: Characters that end a path in the mounts of a container runtime.
 _SEPARATORS = {"none": "", "pyxis": ":,", "apptainer": ":,", "charliecloud": ":"}
@@ -331,7 +331,7 @@ def _check_mounts(job: JobScript) -> None:
         )
 
 
-def _same_place(mount: str) -> bool:
+def _maps_to_itself(mount: str) -> bool:
     source, _, target = mount.partition(":")
     return target in ("", source)
 
