@@ -22,7 +22,9 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import make_private_folder
 from orchestrator.run.request import to_bytes
 
-_SHIPPED_FOLDER = "shipped"  # folder of the user's home of orch: code on its way into a run's folder
+_SHIPPED_FOLDER = (
+    "shipped"  # folder of the user's home of orch: code on its way into a run's folder
+)
 
 
 class Host:

@@ -121,7 +121,7 @@ def test_a_job_that_is_ending_is_not_expected_to_start():
 
 def test_a_script_that_has_left_is_not_pending_again():
     capped = state("stopped", 75, "saved")
-    assert combined_state(capped, job("PENDING"), False, left=75) == capped
+    assert combined_state(capped, job("PENDING"), False, script_exit=75) == capped
     assert combined_state(capped, job("PENDING"), False).state == "pending"
 
 
@@ -132,7 +132,7 @@ def test_a_script_that_has_left_is_not_pending_again():
         (
             "NonZeroExitCode",
             65,
-            "orch: error: no node has what it needs: image",
+            "orch: error: no node has what the run needs: image",
             65,
             "failed; orch: error: no node",
         ),
@@ -142,7 +142,7 @@ def test_a_script_that_has_left_is_not_pending_again():
 )
 def test_what_failed_before_the_agents_is_told(reason, left, said, code, text):
     found = combined_state(
-        state("pending"), job("FAILED", reason=reason), False, left=left, said=said
+        state("pending"), job("FAILED", reason=reason), False, script_exit=left, last_line=said
     )
     assert (found.state, found.exit_code) == ("failed", code)
     assert text in found.reason and found.cause.text == found.reason
@@ -169,7 +169,7 @@ def test_a_job_that_slurm_has_forgotten():
         "failed",
         Exit.CAPACITY,
     ) and "does not know the job" in lost.reason
-    assert combined_state(state("pending"), None, False, sent=False).state == "pending"
+    assert combined_state(state("pending"), None, False, submitted=False).state == "pending"
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,11 @@ def _check_version(environ: Mapping[str, str]) -> None:
     """OrchError (65) in an image that holds other code of orch than the submitter's."""
     submitted_version = environ.get("ORCH_SUBMITTER")
     if submitted_version and submitted_version != (image_version := start.code_version()):
-        message = f"the image has orch {image_version}, the run was submitted by orch {submitted_version}: use one version"
-        raise OrchError(message, Exit.CONFIG)
+        raise OrchError(
+            f"the image has orch {image_version}, the run was submitted by orch"
+            f" {submitted_version}: use one version",
+            Exit.CONFIG,
+        )
 
 
 def _place(folder: RunFolder, nodes: Path) -> int:

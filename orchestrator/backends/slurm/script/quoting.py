@@ -1,8 +1,8 @@
 """Quotes text for the job script; no other module does.
 
-Two languages: shell words, and `#SBATCH` lines, which sbatch parses by its own rules (blanks end a
-word, quotes join, `#` starts a comment, a line break ends the directive). Text that cannot be
-written exactly is refused.
+There are two languages: shell words, and `#SBATCH` lines, which sbatch parses by its own rules
+(blanks end a word, quotes join words, `#` starts a comment, a line break ends the directive). Text
+that cannot be written exactly is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def check_text(string: str, label: str) -> str:
 
 
 def directive(flag: str, value: str | int | bool) -> str | None:
-    """`#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False. OrchError (65, 78) for
-    other text."""
+    """Returns `#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False.
+
+    OrchError (65, 78) for a value that such a line cannot hold.
+    """
     if value is False:
         return None
     if value is True:
@@ -54,12 +56,12 @@ def directive(flag: str, value: str | int | bool) -> str | None:
 
 
 def file_pattern(path: str) -> str:
-    """`path` with `%` escaped, which begins the placeholders of sbatch and srun."""
+    """Escapes `%`, which begins a placeholder of sbatch and srun."""
     return path.replace("%", "%%")
 
 
 def command(argv: Sequence[str]) -> str:
-    """A shell command line that runs exactly these words. OrchError (78) for a NUL byte."""
+    """The shell command line of exactly these arguments. OrchError (78) for a NUL byte."""
     for argument in argv:
         if "\0" in argument:
             raise OrchError(f"argument {argument[:60]!r} holds a NUL byte", Exit.SECURITY)
@@ -67,7 +69,7 @@ def command(argv: Sequence[str]) -> str:
 
 
 def assignment(name: str, value: str) -> str:
-    """The shell assignment `name=value`. OrchError (65) for a name that no variable can have."""
+    """The shell assignment `name=value`. OrchError (65) for an invalid variable name."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise OrchError(f"{name!r} is not the name of a variable", Exit.CONFIG)
     return f"{name}={command([value])}"
