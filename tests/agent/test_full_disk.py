@@ -354,7 +354,7 @@ def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
     assert cancel(folder).state == "cancelled"
     with (
         failing(folder.plan),
-        refusal("cannot be written down.*the request stays", 76),
+        refusal("cannot be recorded.*the request stays", 76),
     ):  # nothing of it lives
         LocalBackend().resize(folder, read_request(folder), 2, os.environ)
     LocalBackend().resume(folder, read_request(folder), os.environ)  # which takes the request up

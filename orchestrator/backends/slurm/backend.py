@@ -239,11 +239,11 @@ class SlurmBackend(
             self._send(folder, script, environ)
         return request.handle
 
-    def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
+    def after(self, options: Mapping[str, Any], predecessors: Sequence[After]) -> dict[str, Any]:
         """`backend.options` with the runs to wait for. OrchError (64) for a run of another
         backend."""
-        predecessors = []
-        for after in wishes:
+        runs = []
+        for after in predecessors:
             recorded_state = read_state(after.folder)
             if recorded_state.backend != self.name:
                 run = f"run {after.folder.run_id} is of the backend {recorded_state.backend}"
@@ -256,8 +256,8 @@ class SlurmBackend(
                 if is_over(recorded_state, script_exit_code(after.folder))
                 else self.state(after.folder)
             )
-            predecessors.append((after, state, job.id if job else None))
-        return add_dependencies(options, predecessors)
+            runs.append((after, state, job.id if job else None))
+        return add_dependencies(options, runs)
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Signal the script, which lets the workers save; end the job at once if it has not

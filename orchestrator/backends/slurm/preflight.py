@@ -220,13 +220,13 @@ def add_dependencies(
     for after, state, job in predecessors:
         run = after.folder.run_id
         if state.is_final:
-            if after.how != "any" and (state.state == "done") != (after.how == "ok"):
-                never = f"a run after {after.how}:{run} would never start"
+            if after.outcome != "any" and (state.state == "done") != (after.outcome == "ok"):
+                never = f"a run after {after.outcome}:{run} would never start"
                 raise OrchError(f"--after: {run} has ended {state.state}: {never}", Exit.USAGE)
             continue
         if job is None:
             raise OrchError(f"--after: the script of {run} has not been submitted yet", Exit.USAGE)
-        dependencies.append(f"{_DEPENDENCY_TYPE[after.how]}:{job}")
+        dependencies.append(f"{_DEPENDENCY_TYPE[after.outcome]}:{job}")
     return {**options, "dependency": ",".join(dependencies)} if dependencies else dict(options)
 
 
