@@ -1,4 +1,4 @@
-"""Runs Slurm's commands: argument lists, a clean environment, time limits, failures as one-line
+"""Runs Slurm's commands with a clean environment and time limits, and turns failures into one-line
 OrchErrors.
 
 `Slurm` is one cluster, as the commands on PATH reach it. No other module here starts a Slurm
@@ -22,7 +22,7 @@ from orchestrator.plan.exits import Exit
 from .queue import Job, merge, parse_sacct, parse_squeue, sacct_argv, squeue_argv
 from .states import job_state
 
-#: Pattern of an error message -> exit code, and where the user should look. The first match counts.
+#: Pattern of an error message, exit code, and where the user should look. The first match counts.
 _ERRORS: tuple[tuple[str, Exit, str], ...] = (
     (
         r"invalid partition|partition.*(not (found|exist)|does not exist)",
@@ -66,7 +66,8 @@ _ERRORS: tuple[tuple[str, Exit, str], ...] = (
         "`scontrol ping`",
     ),
 )
-#: Variables of the site or the user that would change what a command prints or does: removed.
+#: Variables of the site or the user that would change what a command prints or does. The commands
+#: do not get them.
 _IGNORED_VARIABLES = re.compile(
     r"(SBATCH|SALLOC|SRUN|SQUEUE|SINFO|SACCT|SCANCEL|SPRIO)_|SLURM_(?!CONF|JWT|CONF_SERVER)"
 )
@@ -74,9 +75,11 @@ _QUEUE_FULL = b"temporarily unable to accept job"
 
 
 class Slurm:
+    """One Slurm cluster, as the commands on PATH reach it."""
+
     def __init__(self, environ: Mapping[str, str] | None = None, timeout_s: float = 60.0):
-        """`environ`: what the commands get, this process's own by default. `timeout_s`: for each
-        command."""
+        """`environ`: the commands' environment, by default this process's. `timeout_s`: the limit
+        of each command."""
         environ = os.environ if environ is None else environ
         self.environ = {
             name: value for name, value in environ.items() if not _IGNORED_VARIABLES.match(name)
@@ -85,16 +88,23 @@ class Slurm:
         self._timeout_s = timeout_s
 
     def run(self, argv: Sequence[str], absent_ok: bool = False) -> str:
-        """Standard output of a command; "" when `absent_ok` and it is not installed.
+        """Runs a command; returns its output, "" when `absent_ok` and it is not installed.
 
         OrchError: 76 when it is not installed or does not answer within the time limit, else as
         `to_error` says.
         """
         try:
             completed = subprocess.run(
-                argv, env=self.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=self._timeout_s, check=False, start_new_session=True,
-            )  # fmt: skip
+                argv,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self._timeout_s,
+                check=False,
+                start_new_session=True,
+            )
         except FileNotFoundError:
             if absent_ok:
                 return ""
@@ -107,9 +117,9 @@ class Slurm:
         return completed.stdout
 
     def sbatch(self, script: str, *flags: str) -> str:
-        """Submit a script file; returns the job id. OrchError when Slurm refuses.
+        """Submits a script file; returns the job id. OrchError when Slurm refuses.
 
-        A full queue is refused (76) at once: sbatch itself would retry for two minutes.
+        A full queue is refused (76) at once; sbatch itself would retry for two minutes.
         """
         code, out, err = self._communicate(["sbatch", "--parsable", *flags, script])
         if code:
@@ -117,11 +127,10 @@ class Slurm:
         return out.strip().split(";")[0]
 
     def start_estimate(self, script: str, *flags: str) -> str:
-        """Estimated start of a job of this script text (`sbatch --test-only`): local ISO-8601 time,
-        "" when unknown.
+        """Estimates when a job with this script would start (`sbatch --test-only`).
 
-        Nothing is submitted. OrchError when Slurm would refuse the job, or no nodes of today could
-        run it (76).
+        Returns local ISO-8601 time, "" when unknown. Nothing is submitted. OrchError when Slurm
+        would refuse the job, or when no nodes of today could run it (76).
         """
         code, out, err = self._communicate(["sbatch", "--test-only", *flags], script)
         start = parse_estimate(err + out)
@@ -130,8 +139,10 @@ class Slurm:
         return start
 
     def check_script(self, script: str) -> None:
-        """OrchError when Slurm would refuse this script text; a job that only has to wait for nodes
-        passes."""
+        """Raises OrchError if Slurm would refuse this script.
+
+        A job that only has to wait for nodes passes.
+        """
         try:
             self.start_estimate(script)
         except OrchError as error:
@@ -141,11 +152,10 @@ class Slurm:
     def start(
         self, argv: Sequence[str], errors: int | IO[bytes] = subprocess.PIPE, *, alone: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Start a command and return it running, with pipes for standard input and output.
-        OrchError (76) if absent.
+        """Starts a command with pipes for standard input and output. OrchError (76) if absent.
 
-        `alone`: out of reach of this terminal's Ctrl-C, which would cut off the answer to what
-        Slurm has done.
+        `alone`: this terminal's Ctrl-C does not reach the command, so that the answer about what
+        Slurm has done is not cut off.
         """
         pipe = subprocess.PIPE
         try:
@@ -161,8 +171,10 @@ class Slurm:
             raise _not_installed(argv[0]) from None
 
     def _communicate(self, argv: Sequence[str], script: str = "") -> tuple[int, str, str]:
-        """Exit code, output and errors of sbatch with `text` as input; killed when the queue is
-        full or time is up."""
+        """Exit code, output and errors of sbatch with `script` as input.
+
+        sbatch is killed when the queue is full or the time is up.
+        """
         process = self.start(argv, alone=True)
         assert process.stdin and process.stdout and process.stderr
         with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -188,10 +200,10 @@ class Slurm:
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
-        """Job id -> job, of all the user's jobs that the controller still knows, and of `ids` from
-        accounting.
+        """Job id -> job, for all of the user's jobs that the controller still knows.
 
-        At most two calls, whatever the number of ids. OrchError (76) when no controller answers.
+        Of `ids`, those that have ended or that it has forgotten come from accounting. There are at
+        most two calls, whatever the number of ids. OrchError (76) when no controller answers.
         """
         self.check_controller()
         live = parse_squeue(self.run(squeue_argv()))
@@ -199,14 +211,16 @@ class Slurm:
         return merge(live, self._from_accounting(missing)) if missing else live
 
     def check_controller(self) -> None:
-        """OrchError (76) when no controller answers. Fails at once, where other commands retry for
-        MessageTimeout."""
+        """Raises OrchError (76) if no controller answers.
+
+        This fails at once, where other commands would retry for MessageTimeout.
+        """
         answer = self.run(["scontrol", "ping"])
         if "is UP" not in answer:
             raise self.to_error("scontrol", answer)
 
     def _from_accounting(self, ids: Sequence[str]) -> dict[str, Job]:
-        """Empty where the site has no accounting or its database does not answer."""
+        """Jobs from accounting; none if the site has no accounting or its database is silent."""
         try:
             return parse_sacct(self.run(sacct_argv(ids), absent_ok=True))
         except OrchError:
@@ -216,7 +230,7 @@ class Slurm:
         self.run(["scancel", *flags, job])
 
     def nodes(self) -> str:
-        """Output of `scontrol show nodes`, one node a line."""
+        """Output of `scontrol show nodes`, one node per line."""
         return self.run(["scontrol", "--oneliner", "--detail", "show", "nodes"])
 
     def topology(self) -> str:
@@ -245,8 +259,10 @@ class Slurm:
         return int(match[1]) if match else None
 
     def to_error(self, program: str, output: str) -> OrchError:
-        """The OrchError for a failed command's output: one line that says where to look, exit code
-        by `_ERRORS`."""
+        """The OrchError for a failed command's output.
+
+        Its message is one line that says where to look; `_ERRORS` determines the exit code.
+        """
         line = error_line(output)
         for pattern, exit, look in _ERRORS:
             if re.search(pattern, line, re.I):
@@ -255,8 +271,10 @@ class Slurm:
         return OrchError(f"{program}: {line}", Exit.CONFIG)
 
     def _choices(self, line: str) -> str:
-        """For an unknown partition or account: the legal ones, nearest first; "" for other
-        errors."""
+        """Names the legal partitions or accounts, nearest first, if the error is an unknown one.
+
+        Returns "" for other errors.
+        """
         lower = line.lower()
         if "partition" in lower and "account" not in lower:
             argv = ["sinfo", "--noheader", "--format=%R"]
@@ -278,14 +296,20 @@ class Slurm:
         except (OSError, subprocess.TimeoutExpired):
             return ""
         names = sorted(set(output.split()))
+        if not names:
+            return ""
         unknown_name = re.search(r"specified: ?(\S+)", line)
-        return did_you_mean(unknown_name[1] if unknown_name else "", names) if names else ""
+        return did_you_mean(unknown_name[1] if unknown_name else "", names)
 
 
 def parse_estimate(output: str) -> str:
     """The start time in the output of `sbatch --test-only`, "" when there is none."""
     match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", output)
     return match[1] if match else ""
+
+
+_SPECIFIC_ERROR = re.compile(r"invalid|specified|unable|is DOWN", re.I)
+_GENERAL_ERROR = re.compile(r"batch job submission failed|allocation failure", re.I)
 
 
 def error_line(output: str) -> str:
@@ -295,26 +319,12 @@ def error_line(output: str) -> str:
         for line in output.splitlines()
         if line.strip()
     ]
-    general = [
-        line
-        for line in lines
-        if re.search(r"batch job submission failed|allocation failure", line, re.I)
-    ]
-    specific = [
-        line for line in lines if re.search(r"invalid|specified|unable|is DOWN", line, re.I)
-    ]
-    chosen = (
-        specific[0]
-        if specific
-        else general[0]
-        if general
-        else lines[-1]
-        if lines
-        else "it failed without a message"
-    )
-    return re.sub(r"[\x00-\x1f\x7f]", " ", chosen)[:300].removeprefix(
-        "Batch job submission failed: "
-    )
+    specific = [line for line in lines if _SPECIFIC_ERROR.search(line)]
+    general = [line for line in lines if _GENERAL_ERROR.search(line)]
+    last = lines[-1:] or ["it failed without a message"]
+    line = [*specific, *general, *last][0]
+    printable = re.sub(r"[\x00-\x1f\x7f]", " ", line)[:300]
+    return printable.removeprefix("Batch job submission failed: ")
 
 
 def _not_installed(program: str) -> OrchError:

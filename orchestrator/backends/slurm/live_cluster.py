@@ -14,8 +14,9 @@ from .commands import Slurm
 
 
 def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> Topology:
-    """Nodes, GPUs and states of the running cluster under its switches; free nodes are those a job
-    could have now.
+    """Nodes, GPUs and states of the running cluster under its switches.
+
+    A node counts as free if a job could have it now.
 
     OrchError: 65 for an unknown partition, 76 when Slurm does not answer.
     """

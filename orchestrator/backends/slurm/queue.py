@@ -1,5 +1,4 @@
-"""Queries for the states of many jobs at once: argument lists of squeue and sacct, and parsers.
-Pure.
+"""Queries the states of many jobs at once: argument lists of squeue and sacct, and parsers. Pure.
 
 One `squeue` (and one `sacct` where the site has accounting) serves all runs. Fields are separated
 by the ASCII unit separator, which no value contains.
@@ -46,9 +45,9 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 def squeue_argv(user: str | None = None) -> list[str]:
-    """Lists all jobs that the controller remembers, ended ones (MinJobAge) included.
+    """The command that lists all jobs the controller remembers, ended ones (MinJobAge) included.
 
-    Names no job ids: a single one that the controller has forgotten would fail the whole call.
+    It names no job ids: an id that the controller has forgotten would fail the whole call.
     """
     user_flags = [f"--user={user}"] if user else ["--me"]
     return [
@@ -62,7 +61,7 @@ def squeue_argv(user: str | None = None) -> list[str]:
 
 
 def sacct_argv(ids: Iterable[str]) -> list[str]:
-    """Lists the last attempt of each job, whatever its age."""
+    """The command that lists the last attempt of each job, whatever its age."""
     fields = ",".join(_SACCT)
     job_ids = ",".join(sorted(ids, key=id_key))
     return [
@@ -81,9 +80,16 @@ def parse_squeue(output: str) -> dict[str, Job]:
     for row in _rows(output, len(_SQUEUE)):
         id_, state, reason, start, end, nodes, names, partition, name, _ = row
         jobs[id_] = Job(
-            id=id_, state=state, reason="" if reason == "None" else reason, start=_time(start), end=_time(end),
-            nodes=_int(nodes), node_names=tuple(expand(names)), partition=partition, name=name,
-        )  # fmt: skip
+            id=id_,
+            state=state,
+            reason="" if reason == "None" else reason,
+            start=_time(start),
+            end=_time(end),
+            nodes=_int(nodes),
+            node_names=tuple(expand(names)),
+            partition=partition,
+            name=name,
+        )
     return jobs
 
 
@@ -92,29 +98,40 @@ def parse_sacct(output: str) -> dict[str, Job]:
     for row in _rows(output, len(_SACCT)):
         id_, state, code, start, end, nodes, names, partition, name = row
         jobs[id_] = Job(
-            id=id_, state=state, start=_time(start), end=_time(end), nodes=_int(nodes), partition=partition, name=name,
-            node_names=tuple(expand(names)), exit_code=exit_code(code), source="sacct",
-        )  # fmt: skip
+            id=id_,
+            state=state,
+            start=_time(start),
+            end=_time(end),
+            nodes=_int(nodes),
+            partition=partition,
+            name=name,
+            node_names=tuple(expand(names)),
+            exit_code=exit_code(code),
+            source="sacct",
+        )
     return jobs
 
 
 def merge(live: dict[str, Job], accounted: dict[str, Job]) -> dict[str, Job]:
-    """All jobs of both. squeue is fresher and wins; exit codes, and jobs it has forgotten, come
-    from accounting."""
+    """All jobs of both.
+
+    squeue is fresher and wins; exit codes, and jobs that squeue has forgotten, come from
+    accounting.
+    """
     result = dict(accounted)
     for id_, job in live.items():
         record = accounted.get(id_)
-        result[id_] = (
-            structs.replace(job, exit_code=record.exit_code)
-            if record and record.state == job.state
-            else job
-        )
+        if record and record.state == job.state:
+            job = structs.replace(job, exit_code=record.exit_code)
+        result[id_] = job
     return result
 
 
 def exit_code(field: str) -> int | None:
-    """The exit code in sacct's `code:signal`, minus the signal's number for a killed job, None when
-    unknown."""
+    """The exit code in sacct's `code:signal`, None when unknown.
+
+    For a job that a signal killed it is minus the signal's number.
+    """
     code, _, number = field.partition(":")
     if not code.isdigit():
         return None
@@ -122,7 +139,7 @@ def exit_code(field: str) -> int | None:
 
 
 def id_key(id_: str) -> list[int]:
-    """Sort key: ids by number, members of an array by their index."""
+    """A sort key: ids by number, members of an array by their index."""
     return [int(number) for number in id_.split("_")]
 
 

@@ -29,19 +29,22 @@ REQUEUED_EXITS = (int(Exit.RESTART), int(Exit.NODE), int(Exit.CAPACITY))
 
 
 class SlurmRecord(Frozen):
-    """backend.json: the job of the run. Written when submitting, and by the job itself when an
-    attempt starts."""
+    """The job of the run, as backend.json holds it.
+
+    Submitting writes it, and so does the job itself when an attempt starts.
+    """
 
     job_id: str
     submitted_at: float
-    attempt: int = msgspec.field(
-        default=0, name="life"
-    )  # SLURM_RESTART_COUNT: starts by Slurm before this one
+    #: SLURM_RESTART_COUNT: how often Slurm started the job before this attempt.
+    attempt: int = msgspec.field(default=0, name="life")
 
 
 def record_job(folder: RunFolder, job_id: str) -> None:
-    """Write backend.json and slurm/owner: only this job may write in the folder. Another one's
-    script leaves (77)."""
+    """Writes backend.json and slurm/owner: only this job may write in the folder.
+
+    The script of any other job exits (77).
+    """
     write_record(folder, SlurmRecord(job_id=job_id, submitted_at=time.time()))
     slurm = Path(folder.path, "slurm")
     slurm.mkdir(mode=0o700, exist_ok=True)
@@ -49,21 +52,19 @@ def record_job(folder: RunFolder, job_id: str) -> None:
 
 
 def submitted_request(folder: RunFolder) -> LaunchRequest:
-    """The request as it was submitted, with all sizes of an elastic run; request.json has those of
-    this attempt."""
+    """The request as submitted, with all sizes of an elastic run; request.json has this attempt's."""
     path = submitted_path(folder.request)
     return from_bytes(path.read_bytes()) if path.exists() else read_request(folder)
 
 
 def submitted_plan(folder: RunFolder, size: int) -> Path:
-    """Path of the plan of one size as it was submitted, before nodes were assigned."""
+    """Path of the plan of one size as submitted, before nodes were assigned."""
     path = submitted_path(folder.sized_plan(size))
     return path if path.exists() else folder.sized_plan(size)
 
 
 def submitted_path(path: Path) -> Path:
-    """Where the submitted version of a file is kept, once node assignment has rewritten the file
-    itself."""
+    """Path of the submitted version of a file that node assignment has rewritten."""
     return path.with_suffix(f".submitted{path.suffix}")
 
 
@@ -72,8 +73,10 @@ def job_name(run_id: str) -> str:
 
 
 def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> Job | None:
-    """The run's job, None if Slurm does not know it. Without a record (script submitted by hand)
-    found by its name."""
+    """The run's job, or None if Slurm does not know it.
+
+    A script that was submitted by hand has no record, so its job is found by name.
+    """
     if record is not None:
         return jobs.get(record.job_id)
     named = [job for job in jobs.values() if job.name == job_name(run_id)]
@@ -81,8 +84,10 @@ def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> J
 
 
 def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
-    """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own
-    excluded nodes and those of `orch nodes`."""
+    """Adds nodes to slurm/exclude, which the script reads on a requeue.
+
+    The list starts from the user's own excluded nodes and those of `orch nodes`.
+    """
     path = Path(folder.path, "slurm", "exclude")
     added = list(nodes)
     if not added:
@@ -98,8 +103,10 @@ def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
 
 
 def script_exit_code(folder: RunFolder) -> int | None:
-    """The exit code with which the job's script left for good, -1 if it is unknown; None: it may be
-    requeued."""
+    """The exit code with which the job's script ended for good, -1 if it is unknown.
+
+    Returns None while the job may still be requeued.
+    """
     try:
         content = Path(folder.path, "slurm", "over").read_text().strip()
     except OSError:
@@ -108,9 +115,10 @@ def script_exit_code(folder: RunFolder) -> int | None:
 
 
 def last_log_error(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
-    """The last error in the newest of these logs, else its last line; "" without a log.
+    """The last error in the newest log that matches `pattern`, else its last line; "" without a log.
 
-    The job's log says what failed before an agent could: an interpreter, an image, a module, srun.
+    The job's log says what failed before an agent could start: an interpreter, an image, a module,
+    srun.
     """
     log_paths = [path for path in folder.logs.glob(pattern) if not path.stem.endswith("-agents")]
     for path in sorted(log_paths, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -129,7 +137,10 @@ def last_log_error(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
 
 
 def is_over(state: RunState, script_exit: int | None) -> bool:
-    """Whether the run folder alone says that no attempt follows. `left`: of `script_exit_code`."""
+    """Whether the run folder alone says that no attempt follows.
+
+    `script_exit`: the answer of `script_exit_code`.
+    """
     return state.is_final and (
         script_exit is not None
         or state.state == "cancelled"
@@ -141,15 +152,17 @@ def combined_state(
     state: RunState,
     job: Job | None,
     cancel_asked: bool,
+    *,
     submitted: bool = True,
     script_exit: int | None = None,
     last_line: str = "",
 ) -> RunState:
-    """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the
-    program fares. Pure.
+    """The run's state from both sources. Pure.
 
-    `sent`: a job of the run is on record. `left`, `said`: of `script_exit_code` and `last_log_error`. The
-    result is never written back: it is as old as Slurm's answer.
+    Slurm knows whether the job is active; `state`, the run folder's, says how the program is doing.
+    `submitted`: a job of the run is on record. `script_exit`, `last_line`: the answers of
+    `script_exit_code` and `last_log_error`. The result is never written to the folder, because it
+    is only as fresh as Slurm's answer.
     """
     if job is None:
         if state.is_final:
@@ -161,7 +174,7 @@ def combined_state(
         return finish(state, "failed", Exit.CAPACITY, reason, cause)
     job_status = job_state(job.state)
     if job_status.ended:
-        return _ended(state, job, cancel_asked, script_exit, last_line)
+        return _state_of_ended_job(state, job, cancel_asked, script_exit, last_line)
     over = is_over(state, script_exit)
     if over and job_status.phase in ("pending", "starting"):
         # Slurm requeues some jobs whose run has ended (docs/slurm.md); that attempt leaves at once
@@ -172,13 +185,16 @@ def combined_state(
             return _replace(state, state="stopping", exit_code=None, reason=reason)
         if state.is_final:  # of the previous attempt; this one has not written its state yet
             return _replace(
-                state, state="restarting", exit_code=None, reason=f"job {job.id}: {job_status.text}"
+                state,
+                state="restarting",
+                exit_code=None,
+                reason=f"job {job.id}: {job_status.phrase}",
             )
         if state.state != "pending":
             return state
-        return _replace(state, state="starting", reason=f"job {job.id}: {job_status.text}")
+        return _replace(state, state="starting", reason=f"job {job.id}: {job_status.phrase}")
     start = f"expected to start {job.start}" if job.start and job_status.phase == "pending" else ""
-    phrases = [job_status.text, explain_reason(job.reason), start]
+    phrases = [job_status.phrase, explain_reason(job.reason), start]
     return _replace(
         state,
         state=job_status.phase,
@@ -190,9 +206,9 @@ def combined_state(
 def state_without_slurm(state: RunState, no_requeue: bool, error: str) -> RunState:
     """The run's state while Slurm does not answer, from the run folder's `state` alone. Pure.
 
-    `no_requeue`: the job's script has decided that there is no further attempt. Otherwise an
-    attempt that ended with an exit code in REQUEUED_EXITS may not be the end of the run, which then
-    is `restarting`. `why`: Slurm's error.
+    `no_requeue`: the job's script has decided that no attempt follows. Otherwise an attempt that
+    ended with an exit code in REQUEUED_EXITS may not be the end of the run, which then is
+    `restarting`. `error`: Slurm's error.
     """
     if not state.is_final:
         return _replace(state, reason=error)
@@ -205,28 +221,34 @@ def state_without_slurm(state: RunState, no_requeue: bool, error: str) -> RunSta
     return _replace(state, state="restarting", exit_code=None, reason=reason)
 
 
-def _ended(
+def _state_of_ended_job(
     state: RunState, job: Job, cancel_asked: bool, script_exit: int | None, last_line: str
 ) -> RunState:
     job_status = job_state(job.state)
     if cancel_asked and state.state != "done":
-        reason = (state.is_final and state.reason) or f"job {job.id}: {job_status.text}"
+        reason = (state.is_final and state.reason) or f"job {job.id}: {job_status.phrase}"
         return finish(state, "cancelled", Exit.RESTART, reason, state.cause)
     if state.is_final and job_status.phase in ("done", "failed"):
-        return state  # written by the coordinator, which knows more than the script's exit code
+        return state  # the coordinator wrote it, and knows more than the script's exit code
     if state.is_final and state.exit_code not in (None, int(Exit.RESTART)):
         return state
     code = job_status.exit if job_status.exit is not None else job.exit_code
     if job.reason.startswith(NOT_LAUNCHED):
         code = Exit.NODE
-    elif code is None or code < 0:  # without accounting squeue does not tell; the script may have
+    elif code is None or code < 0:
+        # squeue does not report exit codes; where accounting is missing, the script may have one
         code = script_exit if script_exit is not None and script_exit >= 0 else Exit.CAPACITY
     code = int(code)
     run_reason = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
     full_reason = "; ".join(
         filter(
             None,
-            [run_reason, f"job {job.id}: {job_status.text}", explain_reason(job.reason), last_line],
+            [
+                run_reason,
+                f"job {job.id}: {job_status.phrase}",
+                explain_reason(job.reason),
+                last_line,
+            ],
         )
     )
     if (

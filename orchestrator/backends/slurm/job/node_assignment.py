@@ -1,5 +1,5 @@
-"""Assigns the ranks of a run to the nodes that Slurm granted. Runs inside the allocation, before
-any agent."""
+"""Assigns the ranks of a run to the nodes that Slurm granted, inside the allocation and before any
+agent starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from orchestrator.run.state import pending_again, read_state, write_state
 
 
 class NodeAssignment(Frozen):
-    """slurm/placement.json: the plan on the nodes of this attempt."""
+    """The plan on the nodes of this attempt, as slurm/placement.json holds it."""
 
     job_id: str
     attempt: int = msgspec.field(name="life")  # SLURM_RESTART_COUNT
@@ -76,10 +76,10 @@ def lacking(output: str) -> dict[str, str]:
 
 
 def _answers(output: str) -> list[list[str]]:
-    """The words `<node id> <name> <address> [<what it lacks> ...]` of each line that the probe has
+    """The fields `<node id> <name> <address> [<missing item> ...]` of each line that the probe has
     marked as its own.
 
-    Nodes print other things too (a TaskProlog, a shell's start files), which are no answers.
+    Other lines, which a TaskProlog or a shell's start files print, are skipped.
     """
     lines = [line.split() for line in output.split("\n")]
     return [
@@ -90,7 +90,7 @@ def _answers(output: str) -> list[list[str]]:
 
 
 def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> NodeAssignment:
-    """Assign the run's ranks to the nodes of this allocation, and write the plan and request that
+    """Assigns the run's ranks to the nodes of this allocation, and writes the plan and request that
     agents read.
 
     `probe`: the output of the script's first step, for `read_probe`. OrchError: 65 for a damaged
@@ -104,39 +104,35 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     if wants_end(folder):
         raise OrchError("the run was cancelled before it had started", Exit.RESTART)
     request = submitted_request(folder)
-    addresses = {
-        node: address for node, address in addresses.items() if node not in missing_by_node
-    }
-    if missing_by_node and legal_size(request.sizes, len(addresses)) is None:
-        raise OrchError(
-            "; ".join(
-                f"node {node} lacks: {missing}" for node, missing in sorted(missing_by_node.items())
-            ),
-            Exit.NODE,
-        )
-    planned = _submitted_plan(folder, request.sizes, len(addresses))
-    topology = from_addresses(addresses)
-    names = (
-        choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
-    )
+    fit = {node: address for node, address in addresses.items() if node not in missing_by_node}
+    if missing_by_node and legal_size(request.sizes, len(fit)) is None:
+        problems = [
+            f"node {node} lacks: {items}" for node, items in sorted(missing_by_node.items())
+        ]
+        raise OrchError("; ".join(problems), Exit.NODE)
+    planned = _submitted_plan(folder, request.sizes, len(fit))
+    topology = from_addresses(fit)
+    names: Sequence[str] = list(fit)
+    if request.sizes:
+        names = choose_nodes(fit, topology, used_node_count(planned))
     plan = replan(planned, with_nodes(planned.cluster, names, topology))
     changes = difference(planned, plan)
-    sizes = ""
+    summary = changes.text
     if request.sizes:
-        sizes = f"{used_node_count(plan)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
-        spares = len(addresses) > len(names)
-        full_plan = (
-            replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else plan
-        )
-        request = _elastic_request(folder, request, full_plan, list(addresses))
+        sizes = ", ".join(map(str, request.sizes))
+        summary = f"{used_node_count(plan)} nodes of the sizes {sizes}; {summary}"
+        full_plan = plan
+        if len(fit) > len(names):  # there are spare nodes
+            full_plan = replan(planned, with_nodes(planned.cluster, fit, topology))
+        request = _elastic_request(folder, request, full_plan, list(fit))
     assignment = NodeAssignment(
         job_id=current_job_id(environ),
         attempt=int(environ.get("SLURM_RESTART_COUNT") or 0),
         nodes=changes.nodes,
-        addresses=dict(sorted(addresses.items(), key=lambda item: natural_key(item[0]))),
+        addresses=dict(sorted(fit.items(), key=lambda item: natural_key(item[0]))),
         planned_hash=planned.hash,
         plan_hash=plan.hash,
-        summary=sizes + changes.text,
+        summary=summary,
         moved_ranks=changes.moved_ranks,
         worst_levels=changes.worst_levels,
         step_s=changes.step_s,
@@ -149,10 +145,9 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
 def _check_nodes(
     folder: RunFolder, addresses: Mapping[str, str], environ: Mapping[str, str]
 ) -> None:
-    """OrchError (74) unless exactly the nodes that Slurm granted have answered; the next attempt
-    has no silent one.
+    """Raises OrchError (74) unless exactly the nodes that Slurm granted have answered.
 
-    If none has answered, no node is to blame.
+    The next attempt excludes the silent ones. If no node has answered, none is to blame.
     """
     granted = set(expand(environ.get("SLURM_JOB_NODELIST", "")))
     silent = granted - set(addresses)
@@ -177,8 +172,10 @@ def current_job_id(environ: Mapping[str, str]) -> str:
 
 
 def _submitted_plan(folder: RunFolder, sizes: Sequence[int], granted_nodes: int) -> Plan:
-    """The plan as submitted, of several sizes the largest that `given` nodes hold. Keeps a copy of
-    plan.json."""
+    """The plan as submitted; of several sizes the largest that `granted_nodes` nodes can hold.
+
+    Keeps a copy of plan.json.
+    """
     if sizes:
         size = legal_size(sizes, granted_nodes)
         if size is None:
@@ -197,11 +194,11 @@ def _submitted_plan(folder: RunFolder, sizes: Sequence[int], granted_nodes: int)
 def _elastic_request(
     folder: RunFolder, request: LaunchRequest, full_plan: Plan, nodes: Sequence[str]
 ) -> LaunchRequest:
-    """The request for this attempt: the sizes that its nodes can hold, an agent on every node,
+    """The request for this attempt: the sizes that its nodes can hold, and an agent on every node,
     spares included.
 
-    `whole`: the plan of the largest such size on a cluster of all the nodes, which tells
-    coordinators the network.
+    `full_plan`: the plan of the largest such size on a cluster of all the nodes, which tells
+    coordinators about the network.
     """
     size = used_node_count(full_plan)
     for path in (folder.request, folder.sized_plan(size)):
@@ -233,9 +230,8 @@ def _write_files(
         (slurm / name).unlink(missing_ok=True)
     now = time.time()
     record = read_record(folder, SlurmRecord)
-    submitted = (
-        record.submitted_at if record else now
-    )  # a script submitted by hand has no record yet
+    # a script that was submitted by hand has no record yet
+    submitted = record.submitted_at if record else now
     write_record(
         folder,
         SlurmRecord(job_id=assignment.job_id, submitted_at=submitted, attempt=assignment.attempt),
