@@ -1,7 +1,7 @@
-"""The other end of `orchestrator.backends.ssh`: answers questions on standard input until that is
+"""The far end of `orchestrator.backends.ssh`: answers questions on standard input until that is
 closed.
 
-It does for a person on another machine what `orch` does for one who is logged in here, with this
+It does for a user on another machine what `orch` does for a user who is logged in here, in this
 host's environment.
 """
 
@@ -22,13 +22,12 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import make_private_folder
 from orchestrator.run.request import to_bytes
 
-_SHIPPED_FOLDER = (
-    "shipped"  # folder of the user's home of orch: code on its way into a run's folder
-)
+#: The folder in the user's home of orch that holds code on its way into a run's folder.
+_SHIPPED_FOLDER = "shipped"
 
 
 class Host:
-    """Answers one connection."""
+    """Answers the questions of one connection."""
 
     def __init__(self) -> None:
         self._job: tuple[api.PreparedJob, api.SubmitOptions] | None = None
@@ -56,7 +55,7 @@ class Host:
         return wire.Done(), b""
 
     def close(self) -> None:
-        """What was shipped is in the run's folder by now, or not needed."""
+        """Removes the shipped files: the run's folder has them by now, or nobody needs them."""
         if self._shipped:
             shutil.rmtree(self._shipped, ignore_errors=True)
 
@@ -84,16 +83,16 @@ class Host:
             code=code,
         )
         job = api.prepare_job(question.words, options, config_dir)
-        self._job = job, options
+        self._job = (job, options)
         request = job.candidate.bundle.request
         plan = job.candidate.plan
-        script = refusal = ""
+        script = ""
+        refusal = ""
         if question.dry_run:
             try:
                 job.backend.check(request)
-                script = (
-                    job.backend.script(request, plan) if isinstance(job.backend, Rendering) else ""
-                )
+                if isinstance(job.backend, Rendering):
+                    script = job.backend.script(request, plan)
             except OrchError as error:
                 refusal = error.message
         answer = wire.Prepared(
@@ -107,7 +106,8 @@ class Host:
     def _send(self) -> wire.Handle:
         if self._job is None:
             raise OrchError("nothing was prepared", Exit.USAGE)
-        (job, options), self._job = self._job, None
+        job, options = self._job
+        self._job = None
         try:
             return wire.Handle(handle=job.send(options).handle)
         finally:
@@ -125,9 +125,8 @@ class Host:
 
     def _look(self, question: wire.Look) -> tuple[wire.Looked, bytes]:
         run = self._run(question.run)
-        alive = run.backend.is_alive(
-            run.folder
-        )  # then its state, then its files: what comes later is newer
+        # in this order: liveness, state, files, so that each is newer than the one before
+        alive = run.backend.is_alive(run.folder)
         state = run.state
         file_parts, payload, more = mirror.parts_of(run.folder, question.known, question.logs)
         return wire.Looked(alive=alive, state=state, parts=file_parts, more=more), payload
@@ -140,7 +139,7 @@ class Host:
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
-    """Until the other side has gone."""
+    """Answers questions until the other side closes the connection."""
     host = Host()
     answers.write(f"\n{wire.GREETING.decode()}{wire.VERSION} {__version__}\n".encode())
     answers.flush()
@@ -151,7 +150,7 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> None:
             except OrchError as error:
                 answer = wire.Refused(message=error.message, exit=int(error.exit))
                 payload = b""
-            except Exception as error:  # a bug of ours ends no connection
+            except Exception as error:  # a bug must not end the connection
                 internal_error = f"internal error: {type(error).__name__}: {error}"
                 answer = wire.Refused(message=internal_error, exit=int(Exit.INTERNAL))
                 payload = b""
@@ -165,7 +164,6 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> None:
 if __name__ == "__main__":
     os.umask(0o077)
     talk = os.fdopen(os.dup(1), "wb")
-    os.dup2(
-        2, 1
-    )  # what a backend or a program of it says goes to the person, not between the messages
+    # output of a backend or its programs goes to the user, not between the messages
+    os.dup2(2, 1)
     serve(os.fdopen(0, "rb"), talk)

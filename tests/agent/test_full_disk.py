@@ -196,7 +196,7 @@ def test_records_that_fail_for_a_while_end_no_healthy_run(runs, sizes, how):
         beats = len(sizes) == 1 or "heartbeat cannot be written" in log_of(
             folder, f"agent-{first.writer}"
         )
-        return beats and "state cannot be read" in log_of(folder, "supervisor")
+        return beats and "state.json cannot be read" in log_of(folder, "supervisor")
 
     with fails:
         wait_for(noticed, what="records that fail")

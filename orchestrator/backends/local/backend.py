@@ -91,7 +91,8 @@ def read_options(request: LaunchRequest) -> LocalOptions:
         elastic_options := [key for key in _ELASTIC if key in request.backend_options]
     ):
         raise OrchError(
-            f"backend.options.{elastic_options[0]} is for elastic runs, nodes=A..B, not for one size",
+            f"backend.options.{elastic_options[0]} is for elastic runs, nodes=A..B, not for one"
+            " size",
             Exit.CONFIG,
         )
     if options.spare_nodes and options.network == "namespaces":

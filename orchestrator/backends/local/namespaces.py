@@ -114,7 +114,10 @@ class Network:
         self._descriptors = []
 
     def _namespace(self) -> int:
-        """Creates an empty network namespace; returns its descriptor. This process stays outside."""
+        """Creates an empty network namespace, which this process does not enter.
+
+        Returns its descriptor.
+        """
         own_namespace = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _system_call("unshare", _CLONE_NEWNET)

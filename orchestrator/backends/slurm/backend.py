@@ -209,7 +209,8 @@ class SlurmBackend(
         return [bundle.request.handle for bundle in bundles]
 
     def render(self, bundle: SubmissionBundle) -> str:
-        """Prepares the run folder as `submit` does, and returns the script without submitting it."""
+        """Prepares the run folder as `submit` does, and returns the script instead of submitting
+        it."""
         check_environment(read_options(bundle.request.backend_options), os.environ)
         check_rendering(os.environ)
         bundle = _with_shell_options(bundle)

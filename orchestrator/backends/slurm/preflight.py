@@ -36,8 +36,8 @@ def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, s
     limit_s = parse_time(options.time) if options.time else None
     if options.time and longest_s is not None and (limit_s is None or limit_s > longest_s):
         raise OrchError(
-            f"backend.options.time={options.time} is over the {format_time(longest_s)} that partition"
-            f" {name} allows",
+            f"backend.options.time={options.time} is over the {format_time(longest_s)} that"
+            f" partition {name} allows",
             Exit.CONFIG,
         )
     most_nodes = partition.get("MaxNodes", "")
@@ -83,8 +83,8 @@ def warnings(
     if partition.get("PreemptMode", "OFF") not in ("OFF", "") and grace_s.isdigit():
         if save_s > int(grace_s) + (kill_wait_s or 0):
             lines.append(
-                f"{save_time}, a preempted job of partition {partition.get('PartitionName')} has {grace_s}"
-                " s: save often"
+                f"{save_time}, a preempted job of partition {partition.get('PartitionName')} has"
+                f" {grace_s} s: save often"
             )
         if not options.requeue:
             lines.append(

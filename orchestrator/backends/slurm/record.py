@@ -52,7 +52,10 @@ def record_job(folder: RunFolder, job_id: str) -> None:
 
 
 def submitted_request(folder: RunFolder) -> LaunchRequest:
-    """The request as submitted, with all sizes of an elastic run; request.json has this attempt's."""
+    """The request as submitted, with all sizes of an elastic run.
+
+    request.json has the sizes of this attempt.
+    """
     path = submitted_path(folder.request)
     return from_bytes(path.read_bytes()) if path.exists() else read_request(folder)
 
@@ -115,10 +118,10 @@ def script_exit_code(folder: RunFolder) -> int | None:
 
 
 def last_log_error(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
-    """The last error in the newest log that matches `pattern`, else its last line; "" without a log.
+    """The last error in the newest log that matches `pattern`, else its last line.
 
-    The job's log says what failed before an agent could start: an interpreter, an image, a module,
-    srun.
+    Returns "" without a log. The job's log says what failed before an agent could start: an
+    interpreter, an image, a module, srun.
     """
     log_paths = [path for path in folder.logs.glob(pattern) if not path.stem.endswith("-agents")]
     for path in sorted(log_paths, key=lambda path: path.stat().st_mtime, reverse=True):

@@ -24,8 +24,8 @@ class JobState(Struct, frozen=True):
     ended: bool = False  # no process is left, and Slurm will not start the job again
 
 
-#: Slurm's name of a state -> meaning. A "stopped" run may be started again (`orch resume`); "failed" is the
-#: program's fault.
+#: Slurm's name of a state -> meaning. A "stopped" run may be started again (`orch resume`); a
+#: "failed" run failed through its program.
 JOB_STATES: dict[str, JobState] = {
     # waiting
     "PENDING": JobState("pending", "waiting in the queue"),

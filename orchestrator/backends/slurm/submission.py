@@ -73,10 +73,12 @@ class JobWatcher(InfoWatcher):
 
 
 class RunJob(SlurmJob[Any]):
-    """A submitted run as submitit's job object; its results are in the run folder, not in pickles."""
+    """A submitted run as submitit's job object, without pickles: its results are in the run
+    folder."""
 
     def __init__(self, folder: Path, job_id: str, watcher: JobWatcher):
-        self.watcher = watcher  # type: ignore[assignment]  # submitit declares its own watcher's class
+        # submitit declares its own watcher's class
+        self.watcher = watcher  # type: ignore[assignment]
         super().__init__(folder=folder, job_id=job_id)
 
 

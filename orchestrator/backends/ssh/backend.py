@@ -1,5 +1,5 @@
-"""The backend of runs on another host. Their folder here is a mirror of what matters of the one
-there; everything that reads runs reads it as any other's."""
+"""The backend of runs on another host. A run's folder here mirrors the relevant files of the folder
+on the host, so that everything that reads runs reads these too."""
 
 from __future__ import annotations
 
@@ -36,24 +36,28 @@ from orchestrator.run.state import RunState, finish, read_state, write_state
 from . import mirror, wire
 from .session import ConnectionLost, Session
 
-_FRESH_S = 0.5  # an answer of the host serves so long
+_FRESH_S = 0.5  # how long an answer of the host is reused
 
 
 class SshRecord(Frozen):
+    """The host of a run, as backend.json holds it."""
+
     host: str
     python: str
-    run_dir: str  # there
+    run_dir: str  # on the host
 
 
 class _Snapshot(NamedTuple):
-    at: float
+    """The host's last answer about a run."""
+
+    at: float  # monotonic time of the answer
     alive: bool
     state: RunState
-    there: bool = True  # the host has a folder of the run
+    exists: bool = True  # the host has a folder of the run
 
 
 class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
-    """`session`: the one in which the job to submit was prepared."""
+    """Runs on another host. `session`: the connection in which the job to submit was prepared."""
 
     name = "ssh"
     shares_folders = False
@@ -67,13 +71,12 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         self._seen: dict[str, _Snapshot] = {}
         self._runs_with_logs: set[str] = set()
 
-    # ---------------------------------------------------------------------------------- a job that
-    #     was prepared there
+    # ---------------------------------------------------------------------- a prepared job
 
     def check(self, request: LaunchRequest) -> None:
         if self._prepared is None:
             raise OrchError(
-                "the backend ssh is not chosen by its name: backend.options.ssh=HOST", Exit.USAGE
+                "the backend ssh is chosen by backend.options.ssh=HOST, not by its name", Exit.USAGE
             )
         if self._prepared.refusal:
             raise OrchError(self._prepared.refusal, Exit.CAPACITY)
@@ -83,7 +86,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
 
     def render(self, bundle: SubmissionBundle) -> str:
         raise OrchError(
-            "a script is rendered on the host itself: log in and use orch render there", Exit.USAGE
+            "scripts are rendered on the host itself: log in and use orch render there", Exit.USAGE
         )
 
     def folder_of(self, request: LaunchRequest, home: Path) -> RunFolder:
@@ -105,7 +108,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
                 write_private(folder.request, to_bytes(bundle.request), durable=False)
                 write_record(folder, record, durable=True)
                 write_state(folder, accepted(bundle.request, self.name))
-                session.ask(wire.Send())  # last: a run that is started there is known here
+                session.ask(wire.Send())  # last, so that a run on the host is always known here
             except ConnectionLost as error:
                 message = (
                     f"{error.message}; run {folder.run_id} may have been started there: orch status"
@@ -116,7 +119,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
         self._sessions[session.host, session.python] = session
-        with contextlib.suppress(OrchError):  # it is started; news of it may come later
+        with contextlib.suppress(OrchError):  # the run has started; its state can wait
             self._look(folder)
         return f"{self.name}://{folder.run_id}"
 
@@ -135,7 +138,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         self._seen.pop(folder.run_id, None)
 
     def remove_there(self, folder: RunFolder) -> None:
-        if self._look(folder).there:
+        if self._look(folder).exists:
             self._ask(folder, wire.Remove(run=folder.run_id))
 
     def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
@@ -145,8 +148,10 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         return self._look(folder).alive
 
     def state(self, folder: RunFolder) -> RunState:
-        """As the host has it; as it was last seen where the host does not answer, which the reason
-        says."""
+        """The state that the host reports.
+
+        If the host does not answer, it is the state last seen, and the reason says so.
+        """
         try:
             return self._look(folder).state
         except OrchError as error:
@@ -160,7 +165,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
 
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
-        """With each look while the context is open, and once at its beginning."""
+        """Copies the logs at once, and with each look while the context is open."""
         self._runs_with_logs.add(folder.run_id)
         self._seen.pop(folder.run_id, None)
         try:
@@ -200,13 +205,17 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         return seen
 
     def _missing_run(self, folder: RunFolder, error: str) -> _Snapshot:
-        """The host knows no such run: it never came to be there, or was removed there. Not written
-        down: the host may be about to make its folder."""
+        """A snapshot of a run that the host does not know: it never arrived, or was removed there.
+
+        It is not written to the folder here, because the host may be about to create its folder.
+        """
         state = read_state(folder)
         if not state.is_final:
-            state = finish(state, "failed", Exit.CAPACITY, f"not there: {error}", at=time.time())
+            state = finish(
+                state, "failed", Exit.CAPACITY, f"not on the host: {error}", at=time.time()
+            )
         seen = self._seen[folder.run_id] = _Snapshot(
-            time.monotonic(), alive=False, state=state, there=False
+            time.monotonic(), alive=False, state=state, exists=False
         )
         return seen
 

@@ -1,5 +1,5 @@
-"""What of a run's folder on another host is copied into its folder here: its state, and what only
-grows."""
+"""Copies files of a run's folder on another host into its folder here: its state, and files that
+only grow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from orchestrator.run.folder import RunFolder, write_private
 
 from .wire import Part
 
-#: Small files that are replaced as a whole.
+#: Small files that are copied as a whole whenever they change. The others only grow.
 _REPLACED_FILES = re.compile(r"(plan|plan\.nodes\d+|request|code|report)\.json|config\.yaml")
 _APPENDED_FILES = re.compile(r"(events|metrics)/[^/]+\.jsonl|stacks/[^/]+\.txt")
 _LOG_FILES = re.compile(r"logs/[^/]+\.log")
-_ANSWER_BYTES = 16 << 20  # bytes of an answer
+_ANSWER_BYTES = 16 << 20  # the most that one answer carries
 
 
 def known(folder: RunFolder) -> dict[str, int]:
-    """Bytes of what this machine has of the files that grow."""
+    """Bytes that this machine has of each file that grows."""
     return {
         name: path.stat().st_size
         for name, path in _files(folder)
@@ -34,8 +34,7 @@ def known(folder: RunFolder) -> dict[str, int]:
 def parts_of(
     folder: RunFolder, known_sizes: Mapping[str, int], logs: bool
 ) -> tuple[list[Part], bytes, bool]:
-    """What the other side lacks, with the bytes of all parts, and whether that is not all of it
-    yet."""
+    """The parts of files that the other side lacks, their bytes, and whether there are more."""
     file_parts = list[Part]()
     payload = bytearray()
     room = _ANSWER_BYTES
@@ -61,8 +60,10 @@ def parts_of(
 
 
 def write_parts(folder: RunFolder, file_parts: list[Part], payload: bytes) -> None:
-    """Puts them into the folder of this machine. OrchError (78) for a file that no run folder
-    has."""
+    """Writes the parts into the folder of this machine.
+
+    OrchError (78) for a file that does not belong in a run folder.
+    """
     position = 0
     for file_part in file_parts:
         if (
@@ -81,9 +82,8 @@ def write_parts(folder: RunFolder, file_parts: list[Part], payload: bytes) -> No
             write_private(path, data, durable=False)
             continue
         with path.open("r+b") as file:
-            if (
-                file.seek(0, 2) != file_part.offset
-            ):  # another command of this machine has just written it
+            # another command of this machine may have written the part already
+            if file.seek(0, 2) != file_part.offset:
                 continue
             file.write(data)
 

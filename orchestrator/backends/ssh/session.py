@@ -1,5 +1,5 @@
-"""A connection to the orch of another host: one process of the system's ssh for as long as this
-command runs."""
+"""A connection to the orch of another host: one process of the system's ssh, which lives as long as
+this command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from . import wire
 
 #: A host as ssh takes it; its user, port and keys are for ~/.ssh/config, or `user@host`.
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
-#: The interpreter there that has orch, from the home folder on: no word needs quoting for a shell.
+#: The interpreter with orch on the host, absolute or relative to the home folder. No shell needs
+#: quotes for it.
 PYTHON = re.compile(r"(~/)?[A-Za-z0-9_./+-]{1,400}")
 _NOISE = 1 << 20  # bytes that a login shell may print before orch answers
 _KEEP_ALIVE_FLAGS = (
@@ -32,34 +33,40 @@ _KEEP_ALIVE_FLAGS = (
 
 
 def _ignore_ctrl_c() -> None:
-    """In ssh's process: a terminal sends Ctrl-C to it as well, in the middle of an answer. It ends
-    with our pipe."""
+    """Lets ssh ignore the terminal's Ctrl-C, which would end it in the middle of an answer.
+
+    ssh ends when this process closes its pipe.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class ConnectionLost(OrchError):
-    """Nobody knows whether the other side has done what it was last asked for."""
+    """The connection was lost before the host answered, which may or may not have acted."""
 
 
 class Session:
-    """`ask` starts it where it is not there. OrchError (65) for a host or interpreter that is no
-    such name."""
+    """Starts ssh at the first `ask`. OrchError (65) for an invalid host or interpreter."""
 
     def __init__(self, host: str, python: str):
         if not HOST.fullmatch(host):
-            raise OrchError(f"backend.options.ssh={host!r} is no host as ssh takes it", Exit.CONFIG)
+            raise OrchError(
+                f"backend.options.ssh={host!r} is not a host as ssh takes it", Exit.CONFIG
+            )
         if not PYTHON.fullmatch(python) or ".." in python.split("/"):
             raise OrchError(
-                f"backend.options.ssh_python={python!r} is no path of an interpreter", Exit.CONFIG
+                f"backend.options.ssh_python={python!r} is not the path of an interpreter",
+                Exit.CONFIG,
             )
         self.host = host
         self.python = python
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
-        """The answer with its payload. OrchError: what the other side refuses, with its exit code;
-        76 when the host does not answer, as ConnectionLost (76) when it may have heard the
-        question."""
+        """Sends a question; returns the answer with its payload.
+
+        OrchError: what the other side refuses, with its exit code; 76 when the host does not
+        answer, as ConnectionLost (76) when it may have received the question.
+        """
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
@@ -83,7 +90,7 @@ class Session:
         return answer
 
     def close(self) -> None:
-        """The other side ends with its standard input."""
+        """Closes the connection; the process on the host ends with its standard input."""
         if (process := self._process) is None:
             return
         self._process = None
@@ -97,8 +104,8 @@ class Session:
             process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A login shell, because PATH and modules of a site are set there. Nothing of a user's is in
-        # this line.
+        # A login shell, because a site sets PATH and modules there. The line holds no text of a
+        # user that would need quotes.
         shell_line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
         argv = ["ssh", "-T", *_KEEP_ALIVE_FLAGS, "--", self.host, shell_line]
         try:
@@ -117,9 +124,9 @@ class Session:
             if bytes_read > _NOISE:
                 break
         code = self._close_and_describe_exit()
-        if code.endswith(" 255"):  # ssh's own, which has said why
-            raise OrchError(f"ssh {self.host} found no way there ({code})", Exit.CAPACITY)
-        advice = "install it there as here, or say where: backend.options.ssh_python=PATH"
+        if code.endswith(" 255"):  # ssh's own exit code; ssh has printed the reason
+            raise OrchError(f"ssh {self.host} cannot reach the host ({code})", Exit.CAPACITY)
+        advice = "install the same version there, or set backend.options.ssh_python=PATH"
         raise OrchError(
             f"{self.host} has no orch under {self.python} ({code}): {advice}", Exit.CAPACITY
         )

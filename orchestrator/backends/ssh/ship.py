@@ -1,4 +1,4 @@
-"""The code and the group files that go to another host, as a tar."""
+"""Packs the code and the config group files for another host into a tar, and unpacks them there."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ CONF = "conf"
 
 
 def pack(code: Code, conf: Path | None) -> tuple[bytes, int, int]:
-    """A compressed tar of the folder's code and of group files; how many files of code, and their
-    bytes.
+    """A compressed tar of the code and of group files, the number of code files, and their bytes.
 
-    OrchError (65) when the code is too much to copy.
+    OrchError (65) when the code is too large to copy.
     """
     files, size = listed(code)
     out = io.BytesIO()
@@ -50,19 +49,17 @@ def _add(tar: tarfile.TarFile, prefix: str, root: Path, names: Iterable[str]) ->
 
 
 def unpack(payload: bytes, into: Path) -> None:
-    """Regular files and links of such a tar, each inside `into`. OrchError (78) for any other
-    name."""
+    """Unpacks regular files and links, each inside `into`. OrchError (78) for any other name."""
     with tarfile.open(fileobj=io.BytesIO(payload), mode="r:gz") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
             if path.is_absolute() or ".." in path.parts or path.parts[:1] not in ((CODE,), (CONF,)):
-                raise OrchError(f"the code that was shipped holds {member.name!r}", Exit.SECURITY)
+                raise OrchError(f"the shipped code holds {member.name!r}", Exit.SECURITY)
             target = into / path
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not target.parent.resolve().is_relative_to(
-                into.resolve()
-            ):  # through a link that came before
-                raise OrchError(f"the code that was shipped holds {member.name!r}", Exit.SECURITY)
+            # an earlier link could lead outside
+            if not target.parent.resolve().is_relative_to(into.resolve()):
+                raise OrchError(f"the shipped code holds {member.name!r}", Exit.SECURITY)
             if member.issym():
                 target.symlink_to(member.linkname)
             elif (source := tar.extractfile(member)) is not None:

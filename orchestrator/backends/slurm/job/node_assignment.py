@@ -97,24 +97,13 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     plan, 74 when a node did not answer, 75 when the run was cancelled meanwhile, 76 when the nodes
     are too few.
     """
-    addresses = read_probe(probe)
-    _check_nodes(folder, addresses, environ)
-    missing_by_node = lacking(probe)
-    exclude(folder, missing_by_node)
-    if wants_end(folder):
-        raise OrchError("the run was cancelled before it had started", Exit.RESTART)
+    addresses = _fit_nodes(folder, probe, environ)
     request = submitted_request(folder)
-    fit = {node: address for node, address in addresses.items() if node not in missing_by_node}
-    if missing_by_node and legal_size(request.sizes, len(fit)) is None:
-        problems = [
-            f"node {node} lacks: {items}" for node, items in sorted(missing_by_node.items())
-        ]
-        raise OrchError("; ".join(problems), Exit.NODE)
-    planned = _submitted_plan(folder, request.sizes, len(fit))
-    topology = from_addresses(fit)
-    names: Sequence[str] = list(fit)
+    planned = _submitted_plan(folder, request.sizes, len(addresses))
+    topology = from_addresses(addresses)
+    names: Sequence[str] = list(addresses)
     if request.sizes:
-        names = choose_nodes(fit, topology, used_node_count(planned))
+        names = choose_nodes(addresses, topology, used_node_count(planned))
     plan = replan(planned, with_nodes(planned.cluster, names, topology))
     changes = difference(planned, plan)
     summary = changes.text
@@ -122,14 +111,14 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
         sizes = ", ".join(map(str, request.sizes))
         summary = f"{used_node_count(plan)} nodes of the sizes {sizes}; {summary}"
         full_plan = plan
-        if len(fit) > len(names):  # there are spare nodes
-            full_plan = replan(planned, with_nodes(planned.cluster, fit, topology))
-        request = _elastic_request(folder, request, full_plan, list(fit))
+        if len(addresses) > len(names):  # there are spare nodes
+            full_plan = replan(planned, with_nodes(planned.cluster, addresses, topology))
+        request = _elastic_request(folder, request, full_plan, list(addresses))
     assignment = NodeAssignment(
         job_id=current_job_id(environ),
         attempt=int(environ.get("SLURM_RESTART_COUNT") or 0),
         nodes=changes.nodes,
-        addresses=dict(sorted(fit.items(), key=lambda item: natural_key(item[0]))),
+        addresses=dict(sorted(addresses.items(), key=lambda item: natural_key(item[0]))),
         planned_hash=planned.hash,
         plan_hash=plan.hash,
         summary=summary,
@@ -140,6 +129,23 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     )
     _write_files(folder, request, plan, assignment)
     return assignment
+
+
+def _fit_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Node -> address of the nodes that lack nothing; the next attempt excludes the others."""
+    addresses = read_probe(probe)
+    _check_nodes(folder, addresses, environ)
+    missing_by_node = lacking(probe)
+    exclude(folder, missing_by_node)
+    if wants_end(folder):
+        raise OrchError("the run was cancelled before it had started", Exit.RESTART)
+    fit = {node: address for node, address in addresses.items() if node not in missing_by_node}
+    if missing_by_node and legal_size(submitted_request(folder).sizes, len(fit)) is None:
+        problems = [
+            f"node {node} lacks: {items}" for node, items in sorted(missing_by_node.items())
+        ]
+        raise OrchError("; ".join(problems), Exit.NODE)
+    return fit
 
 
 def _check_nodes(

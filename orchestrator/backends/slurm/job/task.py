@@ -281,19 +281,19 @@ def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
     )
 
 
-def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
+def _end_run(folder: RunFolder, code: int, message: str, srun_code: int | None = None) -> int:
     """Writes the run's final state where no coordinator can; returns its exit code.
 
-    `ended_with`: srun's exit code.
+    `srun_code`: srun's exit code.
     """
     phase: FinalPhase = "stopped" if code == Exit.RESTART else "failed"
-    reason = text
+    reason = message
     state = read_state(folder)
     if wants_end(folder):
         code = int(Exit.RESTART)
         phase = "cancelled"
-        reason = f"cancelled; {text}"
-    cause = Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with)
+        reason = f"cancelled; {message}"
+    cause = Cause(kind="scheduler", text=message, epoch=state.epoch, code=srun_code)
     from orchestrator.observe.report import write_final_state
 
     write_final_state(

@@ -142,19 +142,23 @@ def _head(job: JobScript) -> list[str]:
 
 
 def _body(job: JobScript) -> list[str]:
-    elastic = bool(job.sizes)
+    takeover_entry: list[str] = []
+    keep_script: list[str] = []
+    if job.sizes:
+        takeover_entry = TAKEOVER_ENTRY
+        keep_script = ['cp -- "$0" "$run/slurm/script"']
     return [
         "umask 077",
         *_search_paths(job),
         *_settings(job),
         "",
         *LIFECYCLE,
-        *(TAKEOVER_ENTRY if elastic else ()),
+        *takeover_entry,
         "",
         *_site_setup(job.options),
         "",
         *CLAIM_RUN_FOLDER,
-        *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
+        *keep_script,
         "# Every node reports its name and address; then the ranks are assigned to these nodes.",
         *_assign_nodes(job),
         "",
@@ -206,13 +210,13 @@ def _assign_nodes(job: JobScript) -> list[str]:
         *_needs(job.options, job.python),
     ]
     limited_probe = f"{command(PROBE_LIMIT)} {_srun_on_all_nodes(probe, elastic)}"
-    place = command([*_single_step(job), *_task(job), "place", "--run-dir", job.run_dir])
+    place_command = command([*_single_step(job), *_task(job), "place", "--run-dir", job.run_dir])
     return [
         'attempt="$run/slurm/$job.$restarts"',
         f'(cd /; unset OLDPWD; {limited_probe}) > "$attempt.nodes"',
         f"grep -q '^{MARK} ' \"$attempt.nodes\" || finish {int(Exit.NODE)}",
         *CHECK_PROBE,
-        f'{place} --nodes "$attempt.nodes"',
+        f'{place_command} --nodes "$attempt.nodes"',
         "code=$?; [ $code = 0 ] || finish $code",
         '[ ! -e "$run/slurm/over" ] || end_run 0 ", the run had already ended"',
         f'[ -z "$received" ] || finish {int(Exit.RESTART)}',
@@ -237,17 +241,22 @@ def _run_agents(job: JobScript) -> list[str]:
         "--run-dir",
         job.run_dir,
     ]
-    return [
+    lines = [
         "# One agent per node. A signal interrupts `wait`, so the loop waits until srun has ended.",
         f"{_srun_on_all_nodes(agents, elastic)} &",
         "agents=$!",
-        *(END_STUCK_STEP if elastic else ()),
+    ]
+    if elastic:
+        lines += END_STUCK_STEP
+    lines += [
         "while :; do",
         '  wait "$agents"; code=$?',
         '  kill -0 "$agents" 2>/dev/null || break',
         "done",
-        *(['kill "$watchdog" 2>/dev/null'] if elastic else ()),
     ]
+    if elastic:
+        lines.append('kill "$watchdog" 2>/dev/null')
+    return lines
 
 
 def _end_attempt(job: JobScript) -> list[str]:
