@@ -43,15 +43,15 @@ class Host:
             case wire.Look():
                 return self._look(question)
             case wire.Cancel():
-                self._run(question.run).cancel(question.force, wait=False)
+                run = self._run(question.run)
+                run.cancel(question.force, wait=False)
             case wire.Resume():
-                self._run(question.run).resume(question.allow)
+                run = self._run(question.run)
+                run.resume(question.allow)
             case wire.Resize():
                 self._resize(question)
             case wire.Remove():
-                from orchestrator.run.removal import remove
-
-                remove(self._run(question.run).folder)
+                self._remove(question)
         return wire.Done(), b""
 
     def close(self) -> None:
@@ -65,7 +65,8 @@ class Host:
         config_dir = None
         code = question.code
         if payload:
-            self._shipped = api.home() / _SHIPPED_FOLDER / os.urandom(8).hex()
+            folder_name = os.urandom(8).hex()
+            self._shipped = api.home() / _SHIPPED_FOLDER / folder_name
             make_private_folder(self._shipped)
             ship.unpack(payload, self._shipped)
             config_dir = self._shipped / ship.CONF if question.conf else None
@@ -128,31 +129,42 @@ class Host:
         # in this order: liveness, state, files, so that each is newer than the one before
         alive = run.backend.is_alive(run.folder)
         state = run.state
-        file_parts, payload, more = mirror.parts_of(run.folder, question.known, question.logs)
-        return wire.Looked(alive=alive, state=state, parts=file_parts, more=more), payload
+        file_parts, payload, incomplete = mirror.parts_of(run.folder, question.known, question.logs)
+        answer = wire.Looked(alive=alive, state=state, parts=file_parts, more=incomplete)
+        return answer, payload
 
     def _resize(self, question: wire.Resize) -> None:
         run = self._run(question.run)
         if not isinstance(run.backend, Resizing):
             raise OrchError(f"{run.backend.name} has no resize by hand", Exit.USAGE)
-        run.backend.resize(run.folder, api.request_of_run(run.folder), question.nodes, os.environ)
+        request = api.request_of_run(run.folder)
+        run.backend.resize(run.folder, request, question.nodes, os.environ)
+
+    def _remove(self, question: wire.Remove) -> None:
+        from orchestrator.run.removal import remove
+
+        run = self._run(question.run)
+        remove(run.folder)
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Answers questions until the other side closes the connection."""
     host = Host()
-    answers.write(f"\n{wire.GREETING.decode()}{wire.VERSION} {__version__}\n".encode())
+    greeting = f"{wire.GREETING.decode()}{wire.VERSION} {__version__}"
+    answers.write(f"\n{greeting}\n".encode())
     answers.flush()
     try:
-        while message := wire.read_question(questions):
+        while received := wire.read_question(questions):
+            question, question_payload = received
             try:
-                answer, payload = host.answer(*message)
+                answer, payload = host.answer(question, question_payload)
             except OrchError as error:
-                answer = wire.Refused(message=error.message, exit=int(error.exit))
+                exit_code = int(error.exit)
+                answer = wire.Refused(message=error.message, exit=exit_code)
                 payload = b""
             except Exception as error:  # a bug must not end the connection
-                internal_error = f"internal error: {type(error).__name__}: {error}"
-                answer = wire.Refused(message=internal_error, exit=int(Exit.INTERNAL))
+                message = f"internal error: {type(error).__name__}: {error}"
+                answer = wire.Refused(message=message, exit=int(Exit.INTERNAL))
                 payload = b""
             wire.write(answers, answer, payload)
     except BrokenPipeError:

@@ -69,7 +69,7 @@ def test_a_save_that_does_not_fit_is_a_warning():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"time": "2", "notice_s": 180}, "it comes at once"),
+        ({"time": "2", "notice_s": 180}, "the signal comes at once"),
         ({"requeue": False}, "requeue is false"),
     ],
 )

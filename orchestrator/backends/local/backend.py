@@ -87,9 +87,8 @@ def read_options(request: LaunchRequest) -> LocalOptions:
             "backend.options.link_gbit_per_s: network=namespaces needs the rate of its links",
             Exit.CONFIG,
         )
-    if not request.sizes and (
-        elastic_options := [key for key in _ELASTIC if key in request.backend_options]
-    ):
+    elastic_options = [name for name in _ELASTIC if name in request.backend_options]
+    if elastic_options and not request.sizes:
         raise OrchError(
             f"backend.options.{elastic_options[0]} is for elastic runs, nodes=A..B, not for one"
             " size",

@@ -234,7 +234,8 @@ class Supervisor:
         has ended.
         """
         delay_s = self._options.restart_lost_nodes_after_s
-        if delay_s is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY, Exit.RESTART)):
+        can_return = code < 0 or code in (Exit.FENCED, Exit.CAPACITY, Exit.RESTART)
+        if delay_s is not None and can_return:
             self._restart_at[node] = time.monotonic() + delay_s
 
     def _restart_lost_nodes(self) -> None:
@@ -243,10 +244,12 @@ class Supervisor:
         None is started once the run has ended or has been asked to end.
         """
         now = time.monotonic()
-        for node in [node for node, due_at in self._restart_at.items() if now >= due_at]:
+        due_nodes = [node for node, due_at in self._restart_at.items() if now >= due_at]
+        for node in due_nodes:
             if not self._end_requested and not self._is_over():
                 try:
-                    self._agents[node] = self._launcher.start(node, self._launcher.commands()[node])
+                    command = self._launcher.commands()[node]
+                    self._agents[node] = self._launcher.start(node, command)
                 except (*RECORD_ERRORS, subprocess.SubprocessError) as error:
                     # no room for the log, no memory or an unreadable plan: try again later
                     log.error("node %s cannot be restarted yet: %s", node, error)
@@ -361,7 +364,8 @@ class Supervisor:
         return code, "stopped" if code == Exit.RESTART else "failed", cause
 
     def _log(self, node: str) -> str:
-        return str(self._folder.agent_log(node).relative_to(self._folder.path))
+        log_path = self._folder.agent_log(node)
+        return str(log_path.relative_to(self._folder.path))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -377,7 +381,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     folder = RunFolder(args.run_dir)
     try:
-        supervisor = Supervisor(folder, first_read(lambda: read_request(folder)), args.lock)
+        request = first_read(lambda: read_request(folder))
+        supervisor = Supervisor(folder, request, args.lock)
         code = supervisor.run()
         if supervisor.begin_next_attempt():
             # a new program in this process, so that nothing of the last attempt is left in memory
@@ -393,7 +398,8 @@ def main(argv: list[str] | None = None) -> int:
 def _failed(folder: RunFolder, code: int, reason: str) -> None:
     with contextlib.suppress(Exception):
         state = read_state(folder)
-        write_state(folder, finish(state, "failed", code, reason, state.cause, at=time.time()))
+        failed = finish(state, "failed", code, reason, state.cause, at=time.time())
+        write_state(folder, failed)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def choose_size(starts: Sequence[StartEstimate], now: datetime, within_s: float)
             return index
     sizes = ", ".join(str(start.nodes) for start in starts)
     raise OrchError(
-        f"Slurm refuses every one of the sizes {sizes}: {starts[0].refusal}", Exit(starts[0].code)
+        f"Slurm accepts none of the sizes {sizes}: {starts[0].refusal}", Exit(starts[0].code)
     )
 
 

@@ -46,15 +46,13 @@ class JobWatcher(InfoWatcher):
     def update(self) -> None:
         self._num_calls += 1
         self.jobs = self._slurm.jobs(sorted(self._registered))
-        self._info_dict.update(
-            {id_: {"JobID": id_, "State": job.state} for id_, job in self.jobs.items()}
-        )
+        for id_, job in self.jobs.items():
+            self._info_dict[id_] = {"JobID": id_, "State": job.state}
         self._last_status_check = time.time()
-        self._finished |= {
-            id_
-            for id_ in self._registered
-            if id_ in self.jobs and job_state(self.jobs[id_].state).ended
-        }
+        for id_ in self._registered:
+            job = self.jobs.get(id_)
+            if job is not None and job_state(job.state).ended:
+                self._finished.add(id_)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
@@ -102,7 +100,9 @@ class ScriptExecutor(SlurmExecutor):
 
     def launch(self, watcher: JobWatcher, *flags: str) -> RunJob:
         """Writes and submits the script. OrchError when Slurm refuses."""
-        return RunJob(self.folder, self._slurm.sbatch(str(self.write()), *flags), watcher)
+        script = str(self.write())
+        job_id = self._slurm.sbatch(script, *flags)
+        return RunJob(self.folder, job_id, watcher)
 
 
 def submit_all(jobs: Sequence[JobScript], slurm: Slurm, watcher: JobWatcher) -> list[str]:
@@ -111,7 +111,10 @@ def submit_all(jobs: Sequence[JobScript], slurm: Slurm, watcher: JobWatcher) -> 
     They are one array job if their flags agree, else one job each. When Slurm refuses one
     (OrchError), none stays in the queue.
     """
-    executors = [ScriptExecutor(Path(job.run_dir, "slurm"), render(job), slurm) for job in jobs]
+    executors = []
+    for job in jobs:
+        folder = Path(job.run_dir, "slurm")
+        executors.append(ScriptExecutor(folder, render(job), slurm))
     for executor in executors:
         executor.write()
     if common_flags(jobs) is not None:

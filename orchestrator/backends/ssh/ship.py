@@ -27,12 +27,9 @@ def pack(code: Code, conf: Path | None) -> tuple[bytes, int, int]:
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
         _add(tar, CODE, Path(code.root), files)
         if conf is not None:
-            _add(
-                tar,
-                CONF,
-                conf,
-                [str(path.relative_to(conf)) for path in sorted(conf.rglob("*.yaml"))],
-            )
+            group_files = sorted(conf.rglob("*.yaml"))
+            names = [str(path.relative_to(conf)) for path in group_files]
+            _add(tar, CONF, conf, names)
     return out.getvalue(), len(files), size
 
 
@@ -53,7 +50,9 @@ def unpack(payload: bytes, into: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(payload), mode="r:gz") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
-            if path.is_absolute() or ".." in path.parts or path.parts[:1] not in ((CODE,), (CONF,)):
+            top_folder = path.parts[:1]
+            is_inside = not path.is_absolute() and ".." not in path.parts
+            if not is_inside or top_folder not in ((CODE,), (CONF,)):
                 raise OrchError(f"the shipped code holds {member.name!r}", Exit.SECURITY)
             target = into / path
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -64,8 +63,8 @@ def unpack(payload: bytes, into: Path) -> None:
                 target.symlink_to(member.linkname)
             elif (source := tar.extractfile(member)) is not None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                with os.fdopen(
-                    os.open(target, flags, 0o700 if member.mode & 0o100 else 0o600), "wb"
-                ) as file:
+                mode = 0o700 if member.mode & 0o100 else 0o600
+                descriptor = os.open(target, flags, mode)
+                with os.fdopen(descriptor, "wb") as file:
                     while chunk := source.read(1 << 20):
                         file.write(chunk)

@@ -18,8 +18,11 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]&|*()!^~-]+\Z")
 
 
 def check_text(string: str, label: str) -> str:
-    """Returns `text`. OrchError (78) for a control character: line breaks of any kind, NUL,
-    escape."""
+    """Returns `string` unchanged.
+
+    OrchError (78) for a control character: line breaks of any kind, NUL, escape. `label` names the
+    string in the message.
+    """
     for char in string:
         if (
             ord(char) < 32
