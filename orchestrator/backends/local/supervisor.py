@@ -68,7 +68,7 @@ class Supervisor:
         self._network: Network | None = None
         self._exit_deadline: float | None = None
         self._end_requested = False  # the agents have been asked to end
-        self._attempt_intent = read_state(folder).intent
+        self._intent_of_attempt = read_state(folder).intent
         self._options = read_options(request)
         self._record_is_stale = False  # the last backend.json could not be written
         self._state_is_unreadable = False  # the last read of state.json failed
@@ -102,7 +102,9 @@ class Supervisor:
     def _build_network(self) -> Network | None:
         """The network of the simulated nodes, or None where they share the host's."""
         rate = self._options.link_gbit_per_s
-        if self._options.network != "namespaces" or rate is None:  # read_options wants both or none
+        if (
+            self._options.network != "namespaces" or rate is None
+        ):  # read_options has checked the rate
             return None
         wiring = Wiring.of(load_plan(self._folder.plan), rate)
         network = Network(wiring)
@@ -114,7 +116,7 @@ class Supervisor:
 
         Returns True if the caller must now run it, False if the run has ended.
         """
-        intent = self._end_intent()
+        intent = self._pending_intent()
         if intent is None or intent.want == "end":
             return False
         try:
@@ -169,7 +171,7 @@ class Supervisor:
         self._record_cancel_signals(signals)
         for signum in signals:
             self._forward_end_request(signum.name)
-        if self._end_intent():
+        if self._pending_intent():
             self._forward_end_request("requested by a user")
         any_exit = self._record_exits()
         if any_exit or self._record_is_stale:
@@ -198,9 +200,9 @@ class Supervisor:
             self._schedule_restart(node, code)
         return any_exit
 
-    def _end_intent(self) -> Intent | None:
+    def _pending_intent(self) -> Intent | None:
         """The user's request for which this attempt has to end, or None."""
-        written = due(self._folder, self._attempt_intent)
+        written = due(self._folder, self._intent_of_attempt)
         intents = [intent for intent in (written, self._unwritten_intent) if intent]
         return max(intents, key=lambda intent: (intent.force, intent.want == "end"), default=None)
 
@@ -267,7 +269,7 @@ class Supervisor:
         An agent kills its workers at the second signal. A second `orch cancel` must not do that,
         so it is not forwarded; a forced one kills the agents at once.
         """
-        intent = self._end_intent()
+        intent = self._pending_intent()
         if intent and self._end_requested and not intent.force:
             return
         if not self._end_requested or not intent:
@@ -317,7 +319,7 @@ class Supervisor:
     def _write_outcome(self) -> int:
         """Writes the run's final state unless the coordinator has; returns the run's exit code."""
         state = insist(lambda: read_state(self._folder))
-        intent = self._end_intent()
+        intent = self._pending_intent()
         cancelled = intent is not None and intent.want == "end"
         code, end_state, cause = self._outcome_of_agents(state.epoch)
         if state.is_final and not (intent and cancelled and state.state == "stopped"):

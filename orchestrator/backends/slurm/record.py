@@ -101,8 +101,10 @@ def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
         for name in expand(hosts)
     ]
     excluded += remembered(folder, time.time())
-    excluded += expand(path.read_text()) if path.exists() else []
-    write_private(path, slurm_list(list(dict.fromkeys([*excluded, *added]))).encode() + b"\n")
+    if path.exists():
+        excluded += expand(path.read_text())
+    names = list(dict.fromkeys([*excluded, *added]))
+    write_private(path, slurm_list(names).encode() + b"\n")
 
 
 def script_exit_code(folder: RunFolder) -> int | None:
@@ -243,20 +245,14 @@ def _state_of_ended_job(
         code = script_exit if script_exit is not None and script_exit >= 0 else Exit.CAPACITY
     code = int(code)
     run_reason = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
-    full_reason = "; ".join(
-        filter(
-            None,
-            [
-                run_reason,
-                f"job {job.id}: {job_status.phrase}",
-                explain_reason(job.reason),
-                last_line,
-            ],
-        )
-    )
-    if (
-        job_status.phase == "done"
-    ):  # the script succeeded, though the coordinator wrote no final state
+    phrases = [
+        run_reason,
+        f"job {job.id}: {job_status.phrase}",
+        explain_reason(job.reason),
+        last_line,
+    ]
+    full_reason = "; ".join(filter(None, phrases))
+    if job_status.phase == "done":  # the script succeeded without a final state of the coordinator
         return finish(state, "done", Exit.DONE, full_reason, state.cause)
     cause = state.cause or Cause(
         kind="scheduler", text=full_reason, epoch=state.epoch, code=job.exit_code

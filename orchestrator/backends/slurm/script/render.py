@@ -336,18 +336,15 @@ def _python(job: JobScript) -> list[str]:
             options.image,
             options.python,
         ]
-    if (
-        options.runtime == "charliecloud"
-    ):  # needs its mount points in the image, so a mount holds what is below it
+    if options.runtime == "charliecloud":
+        # Mount points must exist in the image; a mount covers the folders below it.
         mounted = tuple(
             f"{mount.partition(':')[0].rstrip('/')}/"
             for mount in options.mounts
             if _maps_to_itself(mount)
         )
-        binds = [
-            f"--bind={mount}"
-            for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(mounted)))
-        ]
+        unmounted = [path for path in job.bind if not path.startswith(mounted)]
+        binds = [f"--bind={mount}" for mount in (*options.mounts, *unmounted)]
         return ["ch-run", *binds, f"--cd={job.run_dir}", options.image, "--", options.python]
     if options.runtime == "pyxis":
         # srun may look for the program on its own host before there is a container
