@@ -1,12 +1,12 @@
-"""The interface of a backend: it starts the agents of a run on its nodes, and reports whether they
-run.
+"""The interface of a backend, which starts the agents of a run on its nodes and reports whether
+they run.
 
-`Backend` is what every backend must do. What only some can do is a class of its own (`Queueing`,
+`Backend` is what every backend must do. Each further capability is a class of its own (`Queueing`,
 `Rendering`, ...): a backend inherits it, and callers ask with `isinstance`. No caller compares a
 backend's name.
 
-A backend of another package is found by an entry point of the group `orch.backends`, whose name is
-the backend's:
+A backend of another package is found through an entry point of the group `orch.backends`, whose
+name is the backend's:
 
     [project.entry-points."orch.backends"]
     mine = "my_package.backend:MyBackend"
@@ -51,8 +51,8 @@ BUILT_IN: dict[str, str] = {
     "ssh": "orchestrator.backends.ssh.backend:SshBackend",
 }
 
-#: The one of `backend.options` that is filled in from the user's list of bad nodes (`orch nodes`)
-#: at every start.
+#: The name in `backend.options` that every start fills in from the user's list of bad nodes (`orch
+#: nodes`).
 BAD_NODES = "bad_nodes"
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -60,43 +60,51 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Backend(ABC):
-    """Made without arguments, once a command. Environments are those of the shell that submits or
-    resumes."""
+    """A place where runs execute.
+
+    A command makes one instance, without arguments. `environ` is the environment of the shell that
+    submits or resumes.
+    """
 
     name: ClassVar[str]
-    #: What this backend adds to every agent's command.
+    #: Flags that this backend adds to every agent's command.
     agent_flags: ClassVar[tuple[str, ...]] = ()
     #: Runs are processes of this machine, which has no queue and nobody else's work: the runs of a
-    #: sweep follow one another, and drills need no leave.
+    #: sweep follow one another, and drills need no permission.
     on_this_machine: ClassVar[bool] = False
-    shares_folders: ClassVar[bool] = (
-        True  # all its nodes see this machine's folders under the same paths
-    )
-    #: A node that is lost comes back by itself, for one restart of the run.
+    #: All nodes see this machine's folders under the same paths.
+    shares_folders: ClassVar[bool] = True
+    #: The backend replaces a lost node by itself, which costs one restart of the run.
     replaces_lost_nodes: ClassVar[bool] = False
 
     def folder_of(self, request: LaunchRequest, home: Path) -> RunFolder:
-        """Where this machine has the run's folder."""
+        """The run's folder on this machine."""
         return RunFolder(Path(request.run_dir))
 
     @abstractmethod
     def check(self, request: LaunchRequest) -> None:
-        """OrchError: 76 when this backend can never run the request, with what it has instead; 65
-        for its options."""
+        """Refuses a request that this backend can never run.
+
+        OrchError: 76 says what the backend has instead, 65 is for its options.
+        """
 
     @abstractmethod
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
-        """Make the run folder, start the run, return its handle at once. Sends exactly what the
-        bundle holds."""
+        """Creates the run folder and starts the run; returns its handle at once.
+
+        Exactly what the bundle holds is sent.
+        """
 
     @abstractmethod
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """Start a run that has ended once more, in its folder; its handle. OrchError (64) while it
-        is running."""
+        """Starts the next attempt of a run that has ended, in its folder; returns the handle.
+
+        OrchError (64) while the run is running.
+        """
 
     @abstractmethod
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        """Ask the run to end, after saving unless `force`. Returns when it has been asked.
+        """Asks the run to end, after saving unless `force`. Returns when it has been asked.
 
         OrchError (64) when it is not running.
         """
@@ -107,9 +115,9 @@ class Backend(ABC):
 
     @abstractmethod
     def state(self, folder: RunFolder) -> RunState:
-        """The run's state as it truly is, which may be fresher than what the run folder says.
+        """The run's true state, which may be newer than the one in the run folder.
 
-        OrchError (65) when what the folder holds cannot be read.
+        OrchError (65) when the folder's files cannot be read.
         """
 
 
@@ -118,15 +126,15 @@ class Backend(ABC):
 
 
 class After(NamedTuple):
-    """A run that must have ended before another starts: well, in any way, or not well."""
+    """A run that must have ended before another starts, and with which outcome: done, any, or not
+    done."""
 
-    how: Literal["ok", "any", "notok"]
+    outcome: Literal["ok", "any", "notok"]
     folder: RunFolder
 
 
 class Choice(NamedTuple):
-    """Which of several sizes a scheduler would serve best, and what it says about their starts, one
-    line each."""
+    """The size that a scheduler serves best, and one line about the start of each size."""
 
     chosen: int  # index into the sizes
     lines: list[str]
@@ -137,69 +145,73 @@ class Queueing(ABC):
 
     @abstractmethod
     def choose(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> Choice:
-        """The size of an elastic job to send now. `bundles`: one a size, largest first.
+        """Chooses the size of an elastic job to submit now. `bundles`: one per size, largest first.
 
-        OrchError when the scheduler takes none of several sizes; one size alone is never refused
+        OrchError when the scheduler refuses all of several sizes; a single size is never refused
         here.
         """
 
     @abstractmethod
     def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
-        """When each would start, in words. OrchError, within seconds, if no scheduler answers: no
-        bundle is read."""
+        """A phrase per bundle that says when it would start.
+
+        OrchError, within seconds and before a bundle is read, if no scheduler answers.
+        """
 
     @abstractmethod
-    def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
-        """`backend.options` with the runs to wait for. OrchError (64) for one that this scheduler
-        does not know."""
+    def after(self, options: Mapping[str, Any], predecessors: Sequence[After]) -> dict[str, Any]:
+        """`backend.options` extended by the runs to wait for.
+
+        OrchError (64) for a run that this scheduler does not know.
+        """
 
 
 class NodeExclusion:
-    """A run can be kept off named nodes: `backend.options` has `exclude`, the user's own, and
-    `bad_nodes` beside it."""
+    """Runs can be kept off named nodes.
+
+    `backend.options` has `exclude`, the user's own list, and `bad_nodes`, which orch fills in.
+    """
 
 
-def without_nodes(options: Mapping[str, Any], bad: Sequence[str]) -> dict[str, Any]:
-    """`backend.options` of a NodeExclusion with these bad nodes, those of today, in place of any
-    others."""
-    own = {name: value for name, value in options.items() if name != BAD_NODES}
-    return {**own, BAD_NODES: list(bad)} if bad else own
+def without_nodes(options: Mapping[str, Any], bad_nodes: Sequence[str]) -> dict[str, Any]:
+    """`backend.options` of a NodeExclusion with its bad nodes replaced by these."""
+    kept_options = {name: value for name, value in options.items() if name != BAD_NODES}
+    return {**kept_options, BAD_NODES: list(bad_nodes)} if bad_nodes else kept_options
 
 
 def off_bad_nodes(folder: RunFolder, request: LaunchRequest) -> LaunchRequest:
-    """The request of a run that starts again, off the nodes that `orch nodes` lists now."""
-    bad = list(remembered(folder, time.time()))
-    if bad:
+    """The request of a run's next attempt, kept off the nodes that `orch nodes` lists now."""
+    bad_nodes = list(remembered(folder, time.time()))
+    if bad_nodes:
         print(
-            f"orch: without {', '.join(bad)}, found bad by earlier runs (orch nodes)",
+            f"orch: without {', '.join(bad_nodes)}, found bad by earlier runs (orch nodes)",
             file=sys.stderr,
         )
     return msgspec.structs.replace(
-        request, backend_options=without_nodes(request.backend_options, bad)
+        request, backend_options=without_nodes(request.backend_options, bad_nodes)
     )
 
 
 class ArraySubmission(ABC):
-    """The runs of a sweep are sent together."""
+    """The runs of a sweep are submitted together."""
 
     @abstractmethod
     def submit_all(
         self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]
     ) -> list[str]:
-        """Submit all of these runs or none; their handles."""
+        """Submits all of these runs or none; returns their handles."""
 
 
 class Prefetching(ABC):
-    """What a cluster is asked for when submitting can be asked for in the background, while the job
-    is planned."""
+    """The cluster can be queried in the background while the job is planned."""
 
     @abstractmethod
     def look_ahead(self, config: Config) -> None:
-        """Begin to ask. Never raises OrchError: submitting will."""
+        """Starts the queries that `submit` needs. Never raises OrchError: `submit` will."""
 
 
 class FoundRun(NamedTuple):
-    """A run that its scheduler knows, whoever has submitted it."""
+    """A run that its scheduler knows, whoever submitted it."""
 
     state: RunState
     live: Live
@@ -207,8 +219,8 @@ class FoundRun(NamedTuple):
 
 
 class RunDiscovery(ABC):
-    """The scheduler keeps everything that `orch` needs of a run: those of others, and of other
-    machines, are found."""
+    """The scheduler keeps everything that `orch` needs to know of a run, so that runs of other
+    users and other machines can be found."""
 
     @abstractmethod
     def everyone(self) -> list[FoundRun]:
@@ -216,13 +228,15 @@ class RunDiscovery(ABC):
 
     @abstractmethod
     def adopt(self, name: str, home: Path) -> RunFolder | None:
-        """A folder here for the run of that name, so that every verb takes it; None when no
-        scheduler is set up or it knows none. OrchError where it does not answer."""
+        """Creates a folder here for the run of that name, so that every verb accepts it.
+
+        Returns None when no scheduler is set up or it does not know the run. OrchError when the
+        scheduler does not answer.
+        """
 
 
 def adopted(name: str, home: Path) -> RunFolder | None:
-    """A folder here for a run that this machine has not submitted, from the first backend that
-    knows it."""
+    """Creates a folder here for a run of another machine, from the first backend that knows it."""
     for backend in map(get_backend, BUILT_IN):
         if isinstance(backend, RunDiscovery) and (folder := backend.adopt(name, home)) is not None:
             return folder
@@ -234,12 +248,14 @@ class Rendering(ABC):
 
     @abstractmethod
     def script(self, request: LaunchRequest, plan: Plan) -> str:
-        """The document of a run, as `submit` sends it, but for its secret."""
+        """The document of a run as `submit` sends it, without its secret."""
 
     @abstractmethod
     def render(self, bundle: SubmissionBundle) -> str:
-        """Do everything that `submit` does but the sending; the document, its run folder being
-        ready."""
+        """Does everything that `submit` does except sending; returns the document.
+
+        The run folder is ready then.
+        """
 
 
 class Resizing(ABC):
@@ -249,63 +265,68 @@ class Resizing(ABC):
     def resize(
         self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
     ) -> str:
-        """Go on under the plan that was submitted for `nodes` nodes; the handle. A living run saves
-        and ends first.
+        """Continues the run under the plan submitted for `nodes` nodes; returns the handle.
+
+        A live run saves and ends first.
 
         OrchError: 64 when it is done by then, 76 when it does not end.
         """
 
 
 class LogMirroring(ABC):
-    """A run's logs are not in its folder by themselves."""
+    """The logs of a run reach its folder only when they are copied."""
 
     @abstractmethod
     def mirror(self, folder: RunFolder, follow: bool) -> AbstractContextManager[None]:
-        """Copy the logs into the folder: once, or for as long as the context is open."""
+        """Copies the logs into the folder: once, or for as long as the context is open."""
 
 
 class Elsewhere(ABC):
-    """The folders of runs here are mirrors of those on another host."""
+    """The run folders here are mirrors of those on another host."""
 
     @abstractmethod
     def remove_there(self, folder: RunFolder) -> None:
-        """Remove the run's folder there. OrchError as `orchestrator.run.removal.remove`."""
+        """Removes the run's folder on its host. OrchError as `orchestrator.run.removal.remove`."""
 
     @abstractmethod
     def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
-        """As `Backend.resume`, and as `orch resume --allow` does here: the start does not compare
-        these."""
+        """Resumes the run on its host like `Backend.resume`.
+
+        The start does not compare the settings in `allow`, as with `orch resume --allow`.
+        """
 
 
 class TopologySource(ABC):
-    """The cluster's nodes and switches can be asked for."""
+    """The cluster can report its nodes and switches."""
 
     @abstractmethod
     def live_topology(self, which: str) -> Topology:
-        """The cluster as it is now. `which`: a part or a reading of it, "" for the usual one.
+        """The cluster as it is now. `which`: a part or a view of it, "" for the usual one.
 
         OrchError: 65 for an unknown `which`, 76 when the cluster does not answer.
         """
 
 
 class RemoteCommand(Protocol):
-    """A command that runs on a node, until it ends by itself or its standard input is closed."""
+    """A command that runs on a node until it ends by itself or its standard input is closed."""
 
     def line(self, timeout_s: float) -> bytes:
-        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes
-        too long."""
+        """The first line of the command's output, b"" when it ends without one.
+
+        OrchError (76) when there is no line within `timeout_s`.
+        """
 
     def failure(self) -> OrchError:
-        """Why it ended without a line."""
+        """The error with which the command ended before it printed a line."""
 
     def close(self) -> None:
-        """Close its standard input, and wait for its end. May be called again."""
+        """Closes the command's standard input and waits for its end. May be called twice."""
 
 
 class NodeExec(ABC):
-    """A command can be run on a node of a run, next to its agent."""
+    """Commands can be run on a node of a run, next to its agent."""
 
-    #: The agent is process 1 there, which no signal of another process can kill or stop.
+    #: The agent is process 1 on its node, which no signal of another process can kill or stop.
     agent_is_init: ClassVar[bool] = False
 
     @abstractmethod
@@ -316,25 +337,27 @@ class NodeExec(ABC):
         node: str,
         argv: Callable[[str, int], list[str]],
     ) -> RemoteCommand:
-        """Start Python there. `argv`: its arguments, of the run folder as the node sees it and the
-        agent's pid.
+        """Starts Python on the node.
 
-        OrchError: 64 for a run without nodes, 76 for a node without an agent now, 78 without the
-        right.
+        `argv` returns its arguments, given the run folder as the node sees it and the agent's pid.
+        OrchError: 64 for a run without nodes, 76 for a node that has no agent now, 78 without the
+        permission.
         """
 
 
 class NodeRemoval(ABC):
-    """The cluster can take a node from a run, which gets another one."""
+    """The cluster can take a node from a run and replace it."""
 
     @abstractmethod
     def why_not_removed(self, request: LaunchRequest) -> str:
-        """Why the run could not go on after it, "" when it can."""
+        """The reason why the run could not continue without the node, "" when it can."""
 
     @abstractmethod
     def remove_node(self, folder: RunFolder, node: str, grace_s: int | None) -> None:
-        """Take it: at once, or after a notice of `grace_s` seconds. OrchError: 64 and 76 as
-        `exec_on_node`."""
+        """Removes the node: at once, or `grace_s` seconds after a termination signal.
+
+        OrchError: 64 and 76 as `exec_on_node`.
+        """
 
 
 # ------------------------------------------------------------------------------------------ records
@@ -342,56 +365,64 @@ class NodeRemoval(ABC):
 
 
 def read_record(folder: RunFolder, kind: type[Record]) -> Record | None:
-    """backend.json: what a backend knows of a run, None before it knows anything. OrchError (65)
-    when damaged."""
+    """Reads backend.json, a backend's own record of a run; returns None if there is none yet.
+
+    OrchError (65) when the file is damaged.
+    """
     return read_json(folder.backend, kind)
 
 
 def write_record(folder: RunFolder, record: msgspec.Struct, durable: bool = False) -> None:
-    """Replace backend.json. `durable`: also against a power cut."""
+    """Replaces backend.json. If `durable`, the file survives a power cut."""
     write_private(folder.backend, msgspec.json.encode(record), durable=durable)
 
 
-def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str) -> Options:
-    """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a
-    wrong value with its place.
+def decode_options(options: Mapping[str, Any], struct: type[Options], backend: str) -> Options:
+    """Converts `backend.options` into a struct.
+
+    OrchError (65) names an unknown option with the nearest legal one, or a wrong value with its
+    path.
     """
     from orchestrator.config.structured import fields, is_text
 
-    known = kind.__struct_fields__
-    text = {name: field.type for name, field in fields(kind).items() if is_text(field.type)}
+    field_names = struct.__struct_fields__
+    text_fields = {
+        name: field.type for name, field in fields(struct).items() if is_text(field.type)
+    }
     for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in field_names:
+            hint = did_you_mean(name, field_names)
             raise OrchError(
                 f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG
             )
-    # `gpu_type: 3090` is a name, which YAML reads as a number. Not so `time: 4:00:00`, which it
-    # reads as 14400.
-    names = {name for name, annotation in text.items() if "pattern=" in str(annotation)}
+    # `gpu_type: 3090` is a name although YAML reads a number. `time: 4:00:00`, which YAML reads as
+    # 14400, is not a name and stays a number.
+    name_fields = {
+        name for name, annotation in text_fields.items() if "pattern=" in str(annotation)
+    }
     values = {
-        name: str(value) if type(value) is int and name in names else value
+        name: str(value) if type(value) is int and name in name_fields else value
         for name, value in options.items()
     }
     try:
-        return msgspec.convert(values, type=kind)
+        return msgspec.convert(values, type=struct)
     except msgspec.ValidationError as error:  # Expected X - at `$.partition`
-        what, _, where = str(error).partition(" - at ")
-        place = where.strip("`").removeprefix("$").lstrip(".")
-        key = f"backend.options{'.' + place if place else ''}"
+        problem, _, json_path = str(error).partition(" - at ")
+        field_path = json_path.strip("`").removeprefix("$").lstrip(".")
+        key = f"backend.options{'.' + field_path if field_path else ''}"
         quotes = (
             f"; in quotes it is text: '{key}=\"...\"'"
-            if place in text and ", got `" in what
+            if field_path in text_fields and ", got `" in problem
             else ""
         )
-        raise OrchError(f"{key}: {what}{quotes}", Exit.CONFIG) from None
+        raise OrchError(f"{key}: {problem}{quotes}", Exit.CONFIG) from None
 
 
 # ------------------------------------------------------------------------------------------ lookup
 
 
 def backend_names() -> list[str]:
-    """Every backend that `get_backend` knows, those of other packages last."""
+    """The names that `get_backend` knows, those of other packages last."""
     from importlib.metadata import entry_points  # 20 ms, which no built-in backend pays
 
     return [
@@ -401,18 +432,21 @@ def backend_names() -> list[str]:
 
 
 def get_backend(name: str) -> Backend:
-    """A new backend of that name. OrchError: 64 lists the known ones, 65 for an entry point that
-    gives no backend."""
+    """A new backend of that name.
+
+    OrchError: 64 lists the known names, 65 is for an entry point that is not a backend.
+    """
     if name in BUILT_IN:
-        module, _, kind = BUILT_IN[name].partition(":")
-        found = vars(import_module(module))[kind]
+        module, _, class_name = BUILT_IN[name].partition(":")
+        backend_class = vars(import_module(module))[class_name]
     else:
-        found = _other_package(name)
-    backend: Backend = found()
+        backend_class = _other_package(name)
+    backend: Backend = backend_class()
     return backend
 
 
 def _other_package(name: str) -> type[Backend]:
+    """The backend class that an entry point of another package names."""
     from importlib.metadata import entry_points
 
     points = list(entry_points(group=ENTRY_POINTS, name=name))
@@ -420,17 +454,17 @@ def _other_package(name: str) -> type[Backend]:
         raise OrchError(
             f"unknown backend {name!r}; {did_you_mean(name, backend_names())}", Exit.USAGE
         )
-    about = f"backend {name}: entry point {points[0].value!r}"
+    label = f"backend {name}: entry point {points[0].value!r}"
     try:
-        found = points[0].load()
+        backend_class = points[0].load()
     except Exception as error:  # code of others
         raise OrchError(
-            f"{about} cannot be loaded: {type(error).__name__}: {error}", Exit.CONFIG
+            f"{label} cannot be loaded: {type(error).__name__}: {error}", Exit.CONFIG
         ) from None
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+    if not (isinstance(backend_class, type) and issubclass(backend_class, Backend)):
         raise OrchError(
-            f"{about} is no subclass of orchestrator.backends.base.Backend", Exit.CONFIG
+            f"{label} is not a subclass of orchestrator.backends.base.Backend", Exit.CONFIG
         )
-    if missing := sorted(found.__abstractmethods__):
-        raise OrchError(f"{about} lacks {', '.join(missing)}", Exit.CONFIG)
-    return found
+    if missing := sorted(backend_class.__abstractmethods__):
+        raise OrchError(f"{label} lacks {', '.join(missing)}", Exit.CONFIG)
+    return backend_class

@@ -1,7 +1,7 @@
-"""The other end of `orchestrator.backends.ssh`: answers questions on standard input until that is
+"""The far end of `orchestrator.backends.ssh`: answers questions on standard input until that is
 closed.
 
-It does for a person on another machine what `orch` does for one who is logged in here, with this
+It does for a user on another machine what `orch` does for a user who is logged in here, in this
 host's environment.
 """
 
@@ -22,11 +22,12 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import make_private_folder
 from orchestrator.run.request import to_bytes
 
-_SHIPPED = "shipped"  # folder of the user's home of orch: code on its way into a run's folder
+#: The folder in the user's home of orch that holds code on its way into a run's folder.
+_SHIPPED_FOLDER = "shipped"
 
 
 class Host:
-    """Answers one connection."""
+    """Answers the questions of one connection."""
 
     def __init__(self) -> None:
         self._job: tuple[api.PreparedJob, api.SubmitOptions] | None = None
@@ -42,56 +43,57 @@ class Host:
             case wire.Look():
                 return self._look(question)
             case wire.Cancel():
-                self._run(question.run).cancel(question.force, wait=False)
+                run = self._run(question.run)
+                run.cancel(question.force, wait=False)
             case wire.Resume():
-                self._run(question.run).resume(question.allow)
+                run = self._run(question.run)
+                run.resume(question.allow)
             case wire.Resize():
                 self._resize(question)
             case wire.Remove():
-                from orchestrator.run.removal import remove
-
-                remove(self._run(question.run).folder)
+                self._remove(question)
         return wire.Done(), b""
 
     def close(self) -> None:
-        """What was shipped is in the run's folder by now, or not needed."""
+        """Removes the shipped files: the run's folder has them by now, or nobody needs them."""
         if self._shipped:
             shutil.rmtree(self._shipped, ignore_errors=True)
 
     # ---------------------------------------------------------------------------------- a job
 
-    def _prepare(self, asked: wire.Prepare, payload: bytes) -> tuple[wire.Prepared, bytes]:
+    def _prepare(self, question: wire.Prepare, payload: bytes) -> tuple[wire.Prepared, bytes]:
         config_dir = None
-        code = asked.code
+        code = question.code
         if payload:
-            self._shipped = api.home() / _SHIPPED / os.urandom(8).hex()
+            folder_name = os.urandom(8).hex()
+            self._shipped = api.home() / _SHIPPED_FOLDER / folder_name
             make_private_folder(self._shipped)
             ship.unpack(payload, self._shipped)
-            config_dir = self._shipped / ship.CONF if asked.conf else None
+            config_dir = self._shipped / ship.CONF if question.conf else None
             if code.kind != "none":
-                held = self._shipped / ship.CODE
-                held.mkdir(exist_ok=True, mode=0o700)
-                code = msgspec.structs.replace(code, held_at=str(held))
+                code_folder = self._shipped / ship.CODE
+                code_folder.mkdir(exist_ok=True, mode=0o700)
+                code = msgspec.structs.replace(code, held_at=str(code_folder))
         options = api.from_here(
-            command=tuple(asked.command),
-            env=tuple(asked.env),
-            program=asked.program,
-            run_id=asked.run_id,
-            after=tuple(asked.after),
-            dry_run=asked.dry_run,
+            command=tuple(question.command),
+            env=tuple(question.env),
+            program=question.program,
+            run_id=question.run_id,
+            after=tuple(question.after),
+            dry_run=question.dry_run,
             code=code,
         )
-        job = api.prepare_job(asked.words, options, config_dir)
-        self._job = job, options
+        job = api.prepare_job(question.words, options, config_dir)
+        self._job = (job, options)
         request = job.candidate.bundle.request
         plan = job.candidate.plan
-        script = refusal = ""
-        if asked.dry_run:
+        script = ""
+        refusal = ""
+        if question.dry_run:
             try:
                 job.backend.check(request)
-                script = (
-                    job.backend.script(request, plan) if isinstance(job.backend, Rendering) else ""
-                )
+                if isinstance(job.backend, Rendering):
+                    script = job.backend.script(request, plan)
             except OrchError as error:
                 refusal = error.message
         answer = wire.Prepared(
@@ -105,7 +107,8 @@ class Host:
     def _send(self) -> wire.Handle:
         if self._job is None:
             raise OrchError("nothing was prepared", Exit.USAGE)
-        (job, options), self._job = self._job, None
+        job, options = self._job
+        self._job = None
         try:
             return wire.Handle(handle=job.send(options).handle)
         finally:
@@ -115,43 +118,53 @@ class Host:
 
     def _run(self, run_id: str) -> api.Run:
         if run_id not in self._runs:
-            found = api.Run.find(run_id)
-            if found.id != run_id:
+            run = api.Run.find(run_id)
+            if run.id != run_id:
                 raise OrchError(f"there is no run {run_id}", Exit.USAGE)
-            self._runs[run_id] = found
+            self._runs[run_id] = run
         return self._runs[run_id]
 
-    def _look(self, asked: wire.Look) -> tuple[wire.Looked, bytes]:
-        run = self._run(asked.run)
-        alive = run.backend.is_alive(
-            run.folder
-        )  # then its state, then its files: what comes later is newer
+    def _look(self, question: wire.Look) -> tuple[wire.Looked, bytes]:
+        run = self._run(question.run)
+        # in this order: liveness, state, files, so that each is newer than the one before
+        alive = run.backend.is_alive(run.folder)
         state = run.state
-        parts, payload, more = mirror.parts_of(run.folder, asked.known, asked.logs)
-        return wire.Looked(alive=alive, state=state, parts=parts, more=more), payload
+        file_parts, payload, incomplete = mirror.parts_of(run.folder, question.known, question.logs)
+        answer = wire.Looked(alive=alive, state=state, parts=file_parts, more=incomplete)
+        return answer, payload
 
-    def _resize(self, asked: wire.Resize) -> None:
-        run = self._run(asked.run)
+    def _resize(self, question: wire.Resize) -> None:
+        run = self._run(question.run)
         if not isinstance(run.backend, Resizing):
             raise OrchError(f"{run.backend.name} has no resize by hand", Exit.USAGE)
-        run.backend.resize(run.folder, api.request_of_run(run.folder), asked.nodes, os.environ)
+        request = api.request_of_run(run.folder)
+        run.backend.resize(run.folder, request, question.nodes, os.environ)
+
+    def _remove(self, question: wire.Remove) -> None:
+        from orchestrator.run.removal import remove
+
+        run = self._run(question.run)
+        remove(run.folder)
 
 
-def serve(asks: BinaryIO, answers: BinaryIO) -> None:
-    """Until the other side has gone."""
+def serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    """Answers questions until the other side closes the connection."""
     host = Host()
-    answers.write(f"\n{wire.GREETING.decode()}{wire.VERSION} {__version__}\n".encode())
+    greeting = f"{wire.GREETING.decode()}{wire.VERSION} {__version__}"
+    answers.write(f"\n{greeting}\n".encode())
     answers.flush()
     try:
-        while found := wire.read_question(asks):
+        while received := wire.read_question(questions):
+            question, question_payload = received
             try:
-                answer, payload = host.answer(*found)
+                answer, payload = host.answer(question, question_payload)
             except OrchError as error:
-                answer = wire.Refused(message=error.message, exit=int(error.exit))
+                exit_code = int(error.exit)
+                answer = wire.Refused(message=error.message, exit=exit_code)
                 payload = b""
-            except Exception as error:  # a bug of ours ends no connection
-                text = f"internal error: {type(error).__name__}: {error}"
-                answer = wire.Refused(message=text, exit=int(Exit.INTERNAL))
+            except Exception as error:  # a bug must not end the connection
+                message = f"internal error: {type(error).__name__}: {error}"
+                answer = wire.Refused(message=message, exit=int(Exit.INTERNAL))
                 payload = b""
             wire.write(answers, answer, payload)
     except BrokenPipeError:
@@ -163,7 +176,6 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
 if __name__ == "__main__":
     os.umask(0o077)
     talk = os.fdopen(os.dup(1), "wb")
-    os.dup2(
-        2, 1
-    )  # what a backend or a program of it says goes to the person, not between the messages
+    # output of a backend or its programs goes to the user, not between the messages
+    os.dup2(2, 1)
     serve(os.fdopen(0, "rb"), talk)

@@ -1,2 +1,1 @@
-"""Wire names: modules that job scripts start by name. The code is in
-`orchestrator.backends.slurm`."""
+"""Wire names, by which job scripts start modules. The code is in `orchestrator.backends.slurm`."""

@@ -1,5 +1,8 @@
-"""`python -m orchestrator.slurm.task`: the name by which job scripts that are queued already start
-their task."""
+"""`python -m orchestrator.slurm.task`: starts `orchestrator.backends.slurm.job.task`.
+
+Job scripts that wait in a queue keep this name. A newer orch that was installed meanwhile must
+still answer to it.
+"""
 
 import sys
 

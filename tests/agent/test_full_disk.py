@@ -196,7 +196,7 @@ def test_records_that_fail_for_a_while_end_no_healthy_run(runs, sizes, how):
         beats = len(sizes) == 1 or "heartbeat cannot be written" in log_of(
             folder, f"agent-{first.writer}"
         )
-        return beats and "state cannot be read" in log_of(folder, "supervisor")
+        return beats and "state.json cannot be read" in log_of(folder, "supervisor")
 
     with fails:
         wait_for(noticed, what="records that fail")
@@ -354,7 +354,7 @@ def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
     assert cancel(folder).state == "cancelled"
     with (
         failing(folder.plan),
-        refusal("cannot be written down.*the request stays", 76),
+        refusal("cannot be recorded.*the request stays", 76),
     ):  # nothing of it lives
         LocalBackend().resize(folder, read_request(folder), 2, os.environ)
     LocalBackend().resume(folder, read_request(folder), os.environ)  # which takes the request up

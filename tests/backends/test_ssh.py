@@ -182,11 +182,12 @@ def test_a_host_that_does_not_answer_or_has_no_orch_is_one_line(site, home, caps
     )
     assert (
         code == Exit.CAPACITY
-        and "login has no orch under /usr/bin/python3 (exit code 1): install it" in err
+        and "login has no orch under /usr/bin/python3 (exit code 1): install the same version"
+        in err
     )
     site.stop()
     code, _, err = orch(capsys, *words, "--", "python", "train.py")
-    assert code == Exit.CAPACITY and "ssh login found no way there (exit code 255)" in err
+    assert code == Exit.CAPACITY and "ssh login cannot reach the host (exit code 255)" in err
 
 
 @pytest.mark.process
@@ -199,7 +200,7 @@ def test_a_host_that_goes_away_costs_news_and_not_the_run(site, home, capsys, tm
     wait_for(lambda: state() == "running", what="running")
     site.stop()
     code, out, _ = orch(capsys, "status", run)
-    assert code == 0 and "running" in out and "as of" in out and "no way there" in out
+    assert code == 0 and "running" in out and "as of" in out and "cannot reach the host" in out
     assert orch(capsys, "cancel", run)[0] == Exit.CAPACITY
     site.start()
     (tmp_path / "go").write_text("")

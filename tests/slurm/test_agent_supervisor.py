@@ -15,7 +15,7 @@ from orchestrator.agent.node.agent import Agent, NodeFacts
 from orchestrator.agent.node.connection import FixedCoordinator
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import TerminationSignal
-from orchestrator.backends.slurm.job.agent_supervisor import NOTICE
+from orchestrator.backends.slurm.job.agent_supervisor import FORWARDED_SIGNAL
 from orchestrator.plan import Exit
 from tests.beds.bundles import make_bundle, wait_for
 from tests.beds.coordinated import PLAN, make_folder
@@ -85,7 +85,7 @@ def test_the_agent_receives_the_supervisors_signal_and_does_not_outlive_it(tmp_p
     supervisor = start_supervisor(starts, "stay", "0")
     agent = int(wait_for(lambda: starts.exists() and starts.read_text(), 120, "the agent"))
     if how != "kill":
-        sent = signal.SIGUSR1 if how == "signal" else NOTICE
+        sent = signal.SIGUSR1 if how == "signal" else FORWARDED_SIGNAL
         supervisor.send_signal(sent)
         wait_for(
             lambda: received.exists() and received.read_text() == f"{sent.name}\n",

@@ -86,7 +86,7 @@ def test_no_node_has_the_image(orch: Orch):
     state = run.wait("failed")
     assert (
         state.exit_code == Exit.CONFIG
-        and "no node has what it needs: program image" in state.reason
+        and "no node has what the run needs: program image" in state.reason
     )
     assert "error: node n0 lacks: program image" in orch("logs", run.id).stdout
 
@@ -102,6 +102,6 @@ def test_a_second_job_of_a_run_leaves_before_it_writes(orch: Orch):
     )
     assert {path: path.stat().st_mtime_ns for path in (run.folder / "slurm").iterdir()} == before
     said = (run.folder / "logs" / f"slurm-{second}.log").read_text()
-    assert f"the run belongs to job {run.job} (RUNNING): this one leaves" in said
+    assert f"the run belongs to job {run.job} (RUNNING): this job exits" in said
     run.release()
     assert run.wait("done").exit_code == 0

@@ -149,7 +149,7 @@ def test_every_list_for_slurm_is_what_scontrol_reads(full_cluster, tmp_path, suf
     options = {"exclude": [compress(nodes)], "nodelist": [compress(nodes)]}
     flags = job_flags(make_plan(tp=8, nodes=1), read_options(options), "r", "/r", [])
     lists += [str(flags["exclude"]), str(flags["nodelist"])]
-    lists += re.findall(r"^excluded='?([^'\n]*)", script(options), re.M)
+    lists += re.findall(r"^excluded_nodes='?([^'\n]*)", script(options), re.M)
     with create_run_folder(make_bundle(make_plan(), tmp_path / "runs"), "slurm") as folder:
         (folder.path / "slurm").mkdir(mode=0o700)
         exclude(folder, nodes)

@@ -233,7 +233,7 @@ def test_a_run_that_ends_in_its_grace_time_does_not_come_back(blocks, code, star
     waiting = job.after(*starts)
     job.preempt()
     assert job.end()[-1] == "PREEMPTED", "24.11 has mended it: see docs/slurm.md"
-    assert job.restarts == 0 and job.asked == ["place", "agent", "outcome"], "one life worked"
+    assert job.restarts == 0 and job.asked == ["place", "agent", "outcome"], "one attempt worked"
     assert not any(never_starts(blocks, one) for one in waiting)
 
 
@@ -245,9 +245,9 @@ def test_it_comes_back_for_a_job_that_asks_how_it_has_ended(blocks, kind):
     (other,) = job.after(kind)
     job.preempt()
     assert job.end()[-1] == "COMPLETED"
-    assert job.restarts == 1 and job.asked == ["place", "agent", "outcome"], "one life worked"
+    assert job.restarts == 1 and job.asked == ["place", "agent", "outcome"], "one attempt worked"
     assert (
-        "life 1: code 0, the run had ended before"
+        "attempt 1: exit code 0, the run had already ended"
         in (job.run / "logs" / f"slurm-{job.id}.log").read_text()
     )
     assert never_starts(blocks, other) == (kind == "afternotok")

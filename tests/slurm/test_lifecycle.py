@@ -49,7 +49,7 @@ def test_the_number_of_requeues_is_capped(orch: Orch):
     orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
     state = run.wait("stopped")
     assert state.exit_code == Exit.RESTART and run.restarts == 0
-    assert "come back 0 times: no more" in run.logs()
+    assert "gave up after 0 requeues" in run.logs()
     run.release()
     again = orch("resume", "--json", run.id)
     assert json.loads(again.stdout)["run_id"] == run.id
@@ -71,12 +71,12 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
     chain.requeued()
     chain.finish()
     assert chain.restarts >= 1 and chain.attempts == chain.restarts + 1
-    assert "notice (USR1)" in chain.logs() and "comes back" in chain.logs()
+    assert "received USR1" in chain.logs() and "requeueing" in chain.logs()
     assert whole.wait("done").exit_code == 0
     assert chain.losses() == whole.losses() and sorted(chain.losses()) == list(range(1, 41))
     state = capped.wait("stopped")
     assert state.exit_code == Exit.RESTART and capped.restarts == 0
-    assert "come back 0 times: no more" in capped.logs()
+    assert "gave up after 0 requeues" in capped.logs()
 
 
 def test_scancel_saves_and_stays_cancelled(orch: Orch):

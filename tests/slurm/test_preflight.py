@@ -69,7 +69,7 @@ def test_a_save_that_does_not_fit_is_a_warning():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"time": "2", "notice_s": 180}, "it comes at once"),
+        ({"time": "2", "notice_s": 180}, "the signal comes at once"),
         ({"requeue": False}, "requeue is false"),
     ],
 )
@@ -132,7 +132,7 @@ def test_nothing_larger_would_have_been_soon_enough(waits, within):
      (7500, "in 2 h 05 min"), ("Invalid account", "no start in sight (Invalid account)")],
 )  # fmt: skip
 def test_the_phrase_for_people(wait, text):
-    assert starts(wait)[0].text(NOW).endswith(text)
+    assert starts(wait)[0].describe(NOW).endswith(text)
 
 
 @pytest.mark.parametrize(

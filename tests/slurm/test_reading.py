@@ -285,7 +285,7 @@ def test_every_state_has_a_meaning_and_ends_are_ends():
         "REVOKED",
         "RECONFIG_FAIL",
     }
-    assert all(what.text for what in JOB_STATES.values())
+    assert all(meaning.phrase for meaning in JOB_STATES.values())
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from orchestrator.backends.slurm.record import (
     SlurmRecord,
     combined_state,
     find_job,
-    last_words,
-    left_with,
+    last_log_error,
+    script_exit_code,
     state_without_slurm,
 )
 from orchestrator.backends.slurm.states import JOB_STATES
@@ -121,7 +121,7 @@ def test_a_job_that_is_ending_is_not_expected_to_start():
 
 def test_a_script_that_has_left_is_not_pending_again():
     capped = state("stopped", 75, "saved")
-    assert combined_state(capped, job("PENDING"), False, left=75) == capped
+    assert combined_state(capped, job("PENDING"), False, script_exit=75) == capped
     assert combined_state(capped, job("PENDING"), False).state == "pending"
 
 
@@ -132,7 +132,7 @@ def test_a_script_that_has_left_is_not_pending_again():
         (
             "NonZeroExitCode",
             65,
-            "orch: error: no node has what it needs: image",
+            "orch: error: no node has what the run needs: image",
             65,
             "failed; orch: error: no node",
         ),
@@ -142,7 +142,7 @@ def test_a_script_that_has_left_is_not_pending_again():
 )
 def test_what_failed_before_the_agents_is_told(reason, left, said, code, text):
     found = combined_state(
-        state("pending"), job("FAILED", reason=reason), False, left=left, said=said
+        state("pending"), job("FAILED", reason=reason), False, script_exit=left, last_line=said
     )
     assert (found.state, found.exit_code) == ("failed", code)
     assert text in found.reason and found.cause.text == found.reason
@@ -151,15 +151,15 @@ def test_what_failed_before_the_agents_is_told(reason, left, said, code, text):
 def test_the_last_error_of_the_newest_job_log(tmp_path):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    assert last_words(folder) == "" and left_with(folder) is None
+    assert last_log_error(folder) == "" and script_exit_code(folder) is None
     (folder.logs / "slurm-7.log").write_text(
         "Loading\nslurmstepd: error: execve(): \x1b[1mno\nbye\n\n"
     )
     (folder.logs / "slurm-7-agents.log").write_text("error: not this one\n")
-    assert last_words(folder) == "slurmstepd: error: execve():  [1mno"
+    assert last_log_error(folder) == "slurmstepd: error: execve():  [1mno"
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "over").write_text("65\n")
-    assert left_with(folder) == 65
+    assert script_exit_code(folder) == 65
 
 
 def test_a_job_that_slurm_has_forgotten():
@@ -169,7 +169,7 @@ def test_a_job_that_slurm_has_forgotten():
         "failed",
         Exit.CAPACITY,
     ) and "does not know the job" in lost.reason
-    assert combined_state(state("pending"), None, False, sent=False).state == "pending"
+    assert combined_state(state("pending"), None, False, submitted=False).state == "pending"
 
 
 @pytest.mark.parametrize(

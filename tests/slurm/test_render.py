@@ -211,7 +211,7 @@ def test_runs_that_ask_for_different_things_are_no_array():
     assert common_flags([eight, job({}, run_id="tiny-2", run_dir="/runs/tiny-2")]) is not None
     assert common_flags([eight, four]) is None
     assert common_flags([eight, job({"time": "1:00:00"})]) is None
-    with pytest.raises(ValueError, match="no array"):
+    with pytest.raises(ValueError, match="cannot be one array"):
         render_array([eight, four], "x")
 
 

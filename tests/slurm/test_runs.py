@@ -142,7 +142,7 @@ def test_exit_codes_come_through(orch):
     assert refused.wait("failed").exit_code == Exit.CONFIG and "code 65" in refused.logs()
     assert (
         unhealthy.wait("failed").exit_code == Exit.NODE
-        and "after 0 of its kind: no more" in unhealthy.logs()
+        and "gave up after 0 node faults" in unhealthy.logs()
     )
     assert refused.restarts == failed.restarts == unhealthy.restarts == 0
 

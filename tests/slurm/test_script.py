@@ -235,7 +235,7 @@ def test_a_folder_whose_job_lives_is_left_alone(bed, by):
         bed.tool("sleep", f'#!/bin/bash\necho {claim} > "{bed.run}/slurm/owner"\n')
     done = bed.start()
     assert (done.returncode, bed.asked()) == (Exit.FENCED, [])
-    assert f"the run belongs to job {by.split()[-1]} (RUNNING): this one leaves" in done.stderr
+    assert f"the run belongs to job {by.split()[-1]} (RUNNING): this job exits" in done.stderr
     assert (bed.run / "slurm" / "owner").read_text() == f"{by.split()[-1]}\n"
 
 

@@ -1,5 +1,5 @@
-"""The local backend: this machine as a cluster. A detached supervisor a run stands for the
-scheduler."""
+"""The local backend, which uses this machine as a cluster. One detached supervisor per run plays
+the scheduler."""
 
 from __future__ import annotations
 
@@ -42,71 +42,69 @@ from .standstill import stopped_process
 
 
 class LocalRecord(Frozen):
-    """backend.json: the processes of the run, as the supervisor knows them."""
+    """The processes of the run, as the supervisor writes them to backend.json."""
 
     supervisor: tuple[int, int]  # pid, start time in the kernel's ticks
     agents: dict[str, int] = {}  # node -> pid
     exit_codes: dict[str, int] = {}  # node -> exit code, negative: signal
-    switches: int | None = (
-        None  # descriptor by which all of them hold the namespace of the network's switches
-    )
+    #: The descriptor under which all of them hold the network namespace of the switches.
+    switches: int | None = None
 
 
 class LocalOptions(Frozen):
     """`backend.options` of the local backend."""
 
-    network: Literal["host", "namespaces"] = (
-        "host"  # namespaces: one a node, with links of a given rate
-    )
-    link_gbit_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = (
-        None  # of a node in its namespace, each way
-    )
-    # of elastic runs, nodes=A..B:
-    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = (
-        0  # more agents than the plan has nodes
-    )
-    restart_lost_nodes_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = (
-        None  # None: they stay away
-    )
-    grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = (
-        60.0  # not before nodes have stayed this long
-    )
+    #: namespaces: one network namespace per node, with links of a given rate.
+    network: Literal["host", "namespaces"] = "host"
+    #: The rate of a node's link in its namespace, each way.
+    link_gbit_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # The options below are for elastic runs, nodes=A..B.
+    #: Agents beyond the nodes of the plan.
+    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    #: Delay before the agent of a lost node is started again; None: never.
+    restart_lost_nodes_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    #: How long new nodes must have been present before the run grows.
+    grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
 
 
-class RunLives(OrchError):
-    """Something of the run lives: it cannot be started."""
+class RunIsAlive(OrchError):
+    """The run cannot be started because a process of it is alive."""
 
 
-#: `orch cancel` to the supervisor, where the disk does not take the request.
+#: Signals by which `orch cancel` reaches the supervisor when the disk does not take the request.
 CANCEL = signal.SIGUSR1
 CANCEL_BY_FORCE = signal.SIGUSR2
-_FORCE_S = 3.0  # for a supervisor to kill its run by itself
-_END_S = 60.0  # after the workers' grace, for agents and supervisor to go
+_FORCE_S = 3.0  # time for a supervisor to kill its run by itself
+_END_S = 60.0  # time for agents and supervisor to exit after the workers' grace period
 _ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
 
 
 def read_options(request: LaunchRequest) -> LocalOptions:
-    """Raises OrchError (65) naming the option that is wrong."""
+    """The checked options of a request. OrchError (65) names the option that is wrong."""
     options = decode_options(request.backend_options, LocalOptions, "the local backend")
     if options.network == "namespaces" and options.link_gbit_per_s is None:
         raise OrchError(
-            "backend.options.link_gbit_per_s: what rate have the links of network=namespaces?",
+            "backend.options.link_gbit_per_s: network=namespaces needs the rate of its links",
             Exit.CONFIG,
         )
-    if not request.sizes and (given := [key for key in _ELASTIC if key in request.backend_options]):
+    elastic_options = [name for name in _ELASTIC if name in request.backend_options]
+    if elastic_options and not request.sizes:
         raise OrchError(
-            f"backend.options.{given[0]} is for elastic runs, nodes=A..B, not for one size",
+            f"backend.options.{elastic_options[0]} is for elastic runs, nodes=A..B, not for one"
+            " size",
             Exit.CONFIG,
         )
     if options.spare_nodes and options.network == "namespaces":
         raise OrchError(
-            "backend.options.spare_nodes: network=namespaces has no place for spare nodes",
+            "backend.options.spare_nodes: network=namespaces cannot have spare nodes",
             Exit.CONFIG,
         )
     return options
 
 
 class LocalBackend(Backend, Resizing):
+    """Runs whose nodes are simulated by processes of this machine."""
+
     name = "local"
     agent_flags = ("--lifeline",)
     on_this_machine = True
@@ -126,11 +124,11 @@ class LocalBackend(Backend, Resizing):
         need = request.nodes * request.gpus_per_node
         if request.nodes == 1 and need <= have:
             return
-        wanted = (
+        requirement = (
             f"cluster {request.cluster} is {request.nodes} nodes of {request.gpus_per_node} GPUs"
         )
         raise OrchError(
-            f"{wanted}; this machine has {machine()}: use cluster=local, or --dry-run",
+            f"{requirement}; this machine has {machine()}: use cluster=local, or --dry-run",
             Exit.CAPACITY,
         )
 
@@ -149,36 +147,36 @@ class LocalBackend(Backend, Resizing):
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         self.check(request)
         check_variables(request, environ)
-        self._start(folder, request, environ, again=True)
+        self._start(folder, request, environ, next_attempt=True)
         return request.handle
 
     def resize(
         self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
     ) -> str:
-        """Asks for another size, and waits until the next attempt has begun with it. The supervisor
-        ends this attempt and begins the next; where none lives, it is begun from here.
+        """Requests another size, and waits until the next attempt has begun with it.
 
-        OrchError: 64 when the run is done by then or somebody asks for something else, 76 when it
-        does not end: the request stays.
+        The supervisor ends this attempt and begins the next. If no supervisor is alive, this
+        process begins it. OrchError: 64 when the run is done by then or there is a newer request,
+        76 when the run does not end in time; the request stays.
         """
         self.check(at_size(request, load_plan(folder.sized_plan(nodes))))
-        if not self.is_alive(folder):  # a supervisor that lives has the variables
+        if not self.is_alive(folder):  # a live supervisor has the variables
             check_variables(request, environ)
-        asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
+        intent = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
         self._wake(folder)
-        end = time.monotonic() + request.policy.grace_s + _END_S
+        deadline = time.monotonic() + request.policy.grace_s + _END_S
         while True:
             alive = self.is_alive(folder)
             state = read_state(folder)
-            check_newest(folder, asked)
-            if state.intent >= asked.number:
+            check_newest(folder, intent)
+            if state.intent >= intent.number:
                 return request.handle
             if not alive and state.state == "done":
                 raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
             if not alive:
-                with contextlib.suppress(RunLives):  # another command was faster
-                    self._start(folder, request, environ, again=True, asked=asked)
-            if time.monotonic() > end:
+                with contextlib.suppress(RunIsAlive):  # another command was faster
+                    self._start(folder, request, environ, next_attempt=True, intent=intent)
+            if time.monotonic() > deadline:
                 raise OrchError(
                     f"run {folder.run_id} has not ended yet; the request stays", Exit.CAPACITY
                 )
@@ -186,40 +184,45 @@ class LocalBackend(Backend, Resizing):
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         if not self.is_alive(folder):
-            read_record(folder, LocalRecord)  # a damaged one is said first
+            read_record(folder, LocalRecord)  # reports a damaged record first
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        asked = None
-        signum = signal.SIGTERM
-        of_agents = signal.SIGTERM
+        intent = None
+        supervisor_signal = signal.SIGTERM
+        agent_signal = signal.SIGTERM
         try:
-            asked = ask(folder, "end", force=force)
-        except OrchError:  # a full disk: the supervisor keeps it in mind, or the coordinator
-            signum = CANCEL_BY_FORCE if force else CANCEL
-            of_agents = END_BY_FORCE if force else END
-        if not self._wake(folder, signum):
-            for agent in holders(folder.lock):  # nobody passes it on to them
-                send_signal(agent, of_agents)
-                send_signal(agent, signal.SIGCONT)  # a stopped one would not hear it
-        end = time.monotonic() + _FORCE_S
+            intent = ask(folder, "end", force=force)
+        except OrchError:  # a full disk: the supervisor or the coordinator remembers a signal
+            supervisor_signal = CANCEL_BY_FORCE if force else CANCEL
+            agent_signal = END_BY_FORCE if force else END
+        if not self._wake(folder, supervisor_signal):
+            for agent in holders(folder.lock):  # no supervisor forwards it to them
+                send_signal(agent, agent_signal)
+                send_signal(agent, signal.SIGCONT)  # a stopped process would not receive it
+        deadline = time.monotonic() + _FORCE_S
         while force and self.is_alive(folder):
-            check_newest(folder, asked)
-            if time.monotonic() > end:
+            check_newest(folder, intent)
+            if time.monotonic() > deadline:
                 kill_trees(holders(folder.lock))
             time.sleep(0.05)
-            if time.monotonic() > 2 * _FORCE_S + end:
+            if time.monotonic() > 2 * _FORCE_S + deadline:
                 raise OrchError(
                     f"processes of run {folder.run_id} cannot be killed: see ps", Exit.CAPACITY
                 )
 
     def _wake(self, folder: RunFolder, *signals: int) -> bool:
-        """Sends these signals to the supervisor, and lets it go on if it was stopped. False if it
-        is no more."""
+        """Sends these signals to the supervisor, and SIGCONT in case it was stopped.
+
+        Returns False if there is no supervisor, or its record cannot be read.
+        """
         try:
             record = read_record(folder, LocalRecord)
-        except OrchError:  # damaged: who holds the lock is known all the same
+        except OrchError:  # damaged; the holders of the lock can be found without it
             return False
         return record is not None and all(
-            [send_signal(Identity(*record.supervisor), each) for each in (*signals, signal.SIGCONT)]
+            [
+                send_signal(Identity(*record.supervisor), signum)
+                for signum in (*signals, signal.SIGCONT)
+            ]
         )
 
     def is_alive(self, folder: RunFolder) -> bool:
@@ -235,28 +238,29 @@ class LocalBackend(Backend, Resizing):
         folder: RunFolder,
         request: LaunchRequest,
         environ: Mapping[str, str],
-        again: bool = False,
-        asked: Intent | None = None,
+        next_attempt: bool = False,
+        intent: Intent | None = None,
     ) -> None:
-        """Starts the supervisor: own session, nothing of this terminal, holding the run's lock.
-        `again`: the run has had an attempt; `asked`: what the next one obeys. RunLives (64) while
-        something of it runs."""
+        """Starts the supervisor in a session of its own, away from this terminal, with the lock.
+
+        `next_attempt`: the run has had an attempt. `intent`: the request that the next attempt
+        obeys. RunIsAlive (64) while a process of the run is alive.
+        """
         lock = folder.take_lock()
         if lock is None:
-            raise RunLives(f"run {folder.run_id} is running", Exit.USAGE)
+            raise RunIsAlive(f"run {folder.run_id} is running", Exit.USAGE)
         try:
-            if again:
+            if next_attempt:
                 try:
-                    begin_attempt(folder, request, asked)
+                    begin_attempt(folder, request, intent)
                 except OSError as error:
-                    text = (
-                        f"the next attempt of run {folder.run_id} cannot be written down: {error};"
+                    message = (
+                        f"the next attempt of run {folder.run_id} cannot be recorded: {error};"
                         " the request stays"
                     )
-                    raise OrchError(text, Exit.CAPACITY) from None
-            roots = (
-                request.environment.python_path_first
-            )  # a copy of our own code, where the run has one
+                    raise OrchError(message, Exit.CAPACITY) from None
+            # the run's own copy of orch's code, where it has one
+            roots = request.environment.python_path_first
             argv = [
                 *start.command("orchestrator.backends.local.supervisor", roots),
                 "--run-dir",
@@ -279,28 +283,28 @@ class LocalBackend(Backend, Resizing):
                     pass_fds=[lock],
                     start_new_session=True,
                 )
-            found = identity(process.pid)
-            if found:
-                with contextlib.suppress(
-                    OSError
-                ):  # a full disk: it runs, and writes this itself when there is room
-                    write_record(folder, LocalRecord(supervisor=(found.pid, found.started)))
-            process.returncode = 0  # it is nobody's child from here on: no warning, no wait
+            supervisor = identity(process.pid)
+            if supervisor:
+                record = LocalRecord(supervisor=(supervisor.pid, supervisor.started))
+                # if the disk is full, the supervisor writes the record itself when there is room
+                with contextlib.suppress(OSError):
+                    write_record(folder, record)
+            process.returncode = 0  # Popen must neither warn about the detached child nor wait
         finally:
             os.close(lock)
 
 
 def _check_program(
-    request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = ""
+    request: LaunchRequest, environ: Mapping[str, str], cwd: Path, hint: str = ""
 ) -> None:
     if not request.worker.bundled:
         check_program(
-            request.worker.argv, compose_environment(request.environment, environ), cwd, where
+            request.worker.argv, compose_environment(request.environment, environ), cwd, hint
         )
 
 
 def _stopped(folder: RunFolder) -> str | None:
-    """Which process of a run was stopped by a signal, so that it does not go on; None for none."""
+    """A message about a process of the run that a signal has stopped, or None."""
     try:
         record = read_record(folder, LocalRecord)
     except OrchError:
@@ -316,7 +320,7 @@ def _stopped(folder: RunFolder) -> str | None:
 
 
 def machine() -> str:
-    """What this machine has, in words."""
+    """A phrase about this machine's GPUs, CPUs and memory."""
     gpus = gpus_here()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (

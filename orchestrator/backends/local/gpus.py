@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and which of them each simulated node has for itself."""
+"""The GPUs of this machine, and the division of them among simulated nodes."""
 
 from __future__ import annotations
 
@@ -13,33 +13,37 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpus_here() -> int:
-    """NVIDIA GPUs of this machine, by the driver's device files."""
+    """The number of NVIDIA GPUs of this machine, by the driver's device files."""
     return sum(1 for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Numbers or UUIDs of the GPUs that a program with these variables sees; as CUDA reads them,
-    the list ends at the first that is none."""
+    """Numbers or UUIDs of the GPUs that a program with these variables sees.
+
+    The list ends at the first entry that is not a GPU, as CUDA reads it.
+    """
     count = gpus_here()
     if _VISIBLE not in environ:
         return [str(index) for index in range(count)]
-    found: list[str] = []
-    for word in map(str.strip, environ[_VISIBLE].split(",") if count else []):
-        if not (word.startswith(("GPU-", "MIG-")) or (word.isdecimal() and int(word) < count)):
+    gpus: list[str] = []
+    for gpu in map(str.strip, environ[_VISIBLE].split(",") if count else []):
+        if not (gpu.startswith(("GPU-", "MIG-")) or (gpu.isdecimal() and int(gpu) < count)):
             break
-        found.append(word)
-    return found
+        gpus.append(gpu)
+    return gpus
 
 
 def check_gpus(request: LaunchRequest, spare_nodes: int) -> None:
-    """OrchError (65) where simulated nodes of a program would share GPUs: each numbers its workers
-    from 0."""
+    """Refuses (OrchError 65) simulated nodes of a program that would share GPUs.
+
+    They would, because each node numbers its workers from 0.
+    """
     gpus = visible_gpus(os.environ | request.environment.values)
-    nodes = _largest(request) + spare_nodes
+    nodes = _largest_node_count(request) + spare_nodes
     if (
         not gpus
         or nodes == 1
-        or not _simulates(request)
+        or not _may_share_gpus(request)
         or nodes * request.gpus_per_node <= len(gpus)
     ):
         return
@@ -52,15 +56,17 @@ def check_gpus(request: LaunchRequest, spare_nodes: int) -> None:
 
 
 def gpus_of_node(node: str, request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which a simulated node (`node-3`, `spare-0`) sees GPUs that no other one
-    sees; {} where there is one node, or no GPU."""
+    """The variable that gives a simulated node (`node-3`, `spare-0`) GPUs of its own.
+
+    Returns {} where there is only one node, or no GPU.
+    """
     gpus = visible_gpus(environ)
-    nodes = _largest(request)
+    nodes = _largest_node_count(request)
     name, _, number = node.rpartition("-")
     if (
         not gpus
         or not number.isdecimal()
-        or not _simulates(request)
+        or not _may_share_gpus(request)
         or (nodes == 1 and name != "spare")
     ):
         return {}
@@ -68,11 +74,10 @@ def gpus_of_node(node: str, request: LaunchRequest, environ: Mapping[str, str]) 
     return {_VISIBLE: ",".join(gpus[first : first + request.gpus_per_node])}
 
 
-def _largest(request: LaunchRequest) -> int:
+def _largest_node_count(request: LaunchRequest) -> int:
     return max([request.nodes, *request.sizes])
 
 
-def _simulates(request: LaunchRequest) -> bool:
-    """Whether its nodes are parts of this machine, and its workers may use GPUs: the bundled
-    trainer does not there."""
+def _may_share_gpus(request: LaunchRequest) -> bool:
+    """Whether simulated nodes run a program that may use GPUs; the bundled trainer does not."""
     return request.device == "cpu" and not request.worker.bundled

@@ -1,4 +1,4 @@
-"""Starts the agents of a local run, one a simulated node."""
+"""Starts the agents of a local run, one per simulated node."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ log = logging.getLogger("orch.supervisor")
 
 
 class AgentLauncher:
-    """`lock`: a descriptor of the run's lock, which agents hold as well. `network`: of the
-    simulated nodes, if any."""
+    """Starts agents that hold the run's lock (the descriptor `lock`) on their simulated nodes.
+
+    `network` is None where the nodes share the host's network.
+    """
 
     def __init__(
         self,
@@ -42,46 +44,39 @@ class AgentLauncher:
 
     def commands(self) -> dict[str, list[str]]:
         """Node -> the command of its agent."""
-        ours = start.command(AGENT)
-        commands = {
-            agent.node: [*ours, *agent.argv[agent.argv.index(AGENT) + 1 :]]
-            if AGENT in agent.argv
-            else agent.argv
-            for agent in self._request.agents
-        }
+        commands = {agent.node: _with_this_python(agent.argv) for agent in self._request.agents}
         if not self._request.sizes:
             return commands
         first, *_ = self._request.agents
         for index in range(self._options.spare_nodes):
             spare = f"spare-{index}"
             commands[spare] = [
-                spare if word == first.node else word for word in commands[first.node]
+                spare if argument == first.node else argument for argument in commands[first.node]
             ]
         elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
         return {node: [*argv, *elastic] for node, argv in commands.items()}
 
     def start(self, node: str, argv: list[str]) -> subprocess.Popen:
-        descriptor = os.open(
+        log = os.open(
             self._folder.agent_log(node),
             os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
             0o600,
         )
-        held = [self._lock]  # they hold the run's lock with us
+        inherited_fds = [self._lock]  # the agent holds the run's lock too
         environment = os.environ | gpus_of_node(node, self._request, os.environ)
-        enter = None
+        enter_namespace = None
         listener = None
         if self._network:
             listener = self._listener(node)
-            held.append(self._network.switches)
+            inherited_fds.append(self._network.switches)
             argv = [*argv, "--address", self._network.wiring.address(node)]
             if listener:
-                held.append(listener.fileno())
+                inherited_fds.append(listener.fileno())
                 argv += ["--metrics-fd", str(listener.fileno())]
-            environment["GLOO_SOCKET_IFNAME"] = (
-                INTERFACE  # or it asks what the host's name resolves to
-            )
-            enter = self._network.enter(node)
-        with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
+            # without it gloo takes the interface of the host name's address
+            environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+            enter_namespace = self._network.enter(node)
+        with os.fdopen(log, "wb") as output, listener or contextlib.nullcontext():
             return subprocess.Popen(
                 argv,
                 cwd=self._folder.path,
@@ -89,20 +84,23 @@ class AgentLauncher:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=held,
+                pass_fds=inherited_fds,
                 start_new_session=True,
-                preexec_fn=lambda: _become_agent(enter),
+                preexec_fn=lambda: _become_agent(enter_namespace),
             )
 
     def _listener(self, node: str) -> socket.socket | None:
-        """Where the agent's metrics are read: a socket of this machine's network, into which the
-        agent cannot reach. None where none can be opened: a run needs no metrics page."""
+        """The socket on which the agent serves its metrics, in the network of this machine.
+
+        The agent cannot open it from its namespace. Returns None where no socket can be opened,
+        since a run does not need a metrics page.
+        """
         metrics = load_plan(self._folder.plan).job.metrics
         port = metrics.port if node == self._request.agents[0].node else 0
         family = socket.AF_INET6 if ":" in metrics.host else socket.AF_INET
         try:
             return socket.create_server((metrics.host, port), family=family)
-        except OSError:  # taken: any free one, as where agents open it themselves
+        except OSError:  # the port is taken: any free one, as agents do that open it themselves
             try:
                 return socket.create_server((metrics.host, 0), family=family)
             except OSError as error:
@@ -110,8 +108,15 @@ class AgentLauncher:
                 return None
 
 
-def _become_agent(enter: Callable[[], None] | None) -> None:
-    """In the child, between fork and exec."""
-    signal.set_wakeup_fd(-1)  # what it hears is not ours
-    if enter:
-        enter()
+def _with_this_python(argv: list[str]) -> list[str]:
+    """The agent's command with this process's interpreter and code in place of the submitter's."""
+    if AGENT not in argv:
+        return argv
+    return [*start.command(AGENT), *argv[argv.index(AGENT) + 1 :]]
+
+
+def _become_agent(enter_namespace: Callable[[], None] | None) -> None:
+    """Prepares the child between fork and exec."""
+    signal.set_wakeup_fd(-1)  # the child's signals must not wake the supervisor
+    if enter_namespace:
+        enter_namespace()

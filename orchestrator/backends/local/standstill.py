@@ -1,5 +1,5 @@
-"""Processes of a run that somebody has stopped by a signal (state T), and that do not go on by
-themselves."""
+"""Processes of a run that somebody has stopped by a signal (state T), and that need a signal to
+continue."""
 
 from __future__ import annotations
 
@@ -8,38 +8,42 @@ from collections.abc import Mapping
 
 from orchestrator.run.processes import Identity, identity, is_stopped
 
-_CONTINUE_S = (
-    20.0  # for who has stopped an agent to continue it, after its peers count it as silent
-)
-_LONGEST_LOOK_S = 1.0  # of the time between two looks: who looks may have been stopped as well
+#: Time to continue a stopped agent by hand after its peers count it as silent.
+_CONTINUE_S = 20.0
+#: The most that counts of the time between two checks: the supervisor itself may have been stopped.
+_LONGEST_CHECK_S = 1.0
 
 
 class StoppedAgents:
-    """How long the agents of a run were seen stopped. `silence_s`: after which its peers take one
-    for lost."""
+    """Measures how long agents of a run have been stopped.
+
+    `silence_s`: seconds of silence after which its peers take an agent for lost.
+    """
 
     def __init__(self, silence_s: float):
         self._silence_s = silence_s
         self._stopped_s: dict[str, float] = {}
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
 
-    def given_up(self, agents: Mapping[str, int]) -> dict[str, str]:
-        """Node -> why its agent is not waited for any more. `agents`: node -> pid of those that
-        live.
+    def overdue(self, agents: Mapping[str, int]) -> dict[str, str]:
+        """Node -> the reason to kill its agent, for agents that were stopped for too long.
 
-        The one that coordinates may be among them, and then nobody says how the run has ended.
-        Where all that are left stand still, nobody waits for them.
+        `agents`: node -> pid of every live agent. The coordinator may be among the stopped ones,
+        and then no process records how the run ended. If all live agents are stopped, the limit is
+        shorter, because no peer is waiting for them.
         """
         now = time.monotonic()
-        passed_s = min(now - self._looked, _LONGEST_LOOK_S)
-        self._looked = now
+        passed_s = min(now - self._checked_at, _LONGEST_CHECK_S)
+        self._checked_at = now
         stopped = [
-            node for node, pid in agents.items() if (one := identity(pid)) and is_stopped(one)
+            node
+            for node, pid in agents.items()
+            if (process := identity(pid)) and is_stopped(process)
         ]
         self._stopped_s = {node: self._stopped_s.get(node, 0.0) + passed_s for node in stopped}
-        limit_s = (
-            self._silence_s if len(stopped) == len(agents) else 2 * self._silence_s + _CONTINUE_S
-        )
+        limit_s = self._silence_s
+        if len(stopped) < len(agents):
+            limit_s = 2 * self._silence_s + _CONTINUE_S
         return {
             node: f"agent of {node}: stopped by a signal for {stopped_s:.0f} s, and killed"
             for node, stopped_s in self._stopped_s.items()
@@ -48,8 +52,7 @@ class StoppedAgents:
 
 
 def stopped_process(run_id: str, processes: Mapping[str, Identity | None]) -> str | None:
-    """Which of these processes of a run was stopped by a signal, and what goes on from there; None
-    for none."""
+    """A message about the first of these processes that is stopped, with the remedy, or None."""
     for name, process in processes.items():
         if process and is_stopped(process):
             pid = process.pid

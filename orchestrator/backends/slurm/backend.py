@@ -1,5 +1,5 @@
-"""The slurm backend: one sbatch job a run, one agent a node, on a file system that every node
-shares."""
+"""The Slurm backend: one sbatch job per run and one agent per node, on a file system that every
+node shares."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ from .record import (
     combined_state,
     find_job,
     is_over,
-    last_words,
-    left_with,
+    last_log_error,
     record_job,
+    script_exit_code,
     state_without_slurm,
     submitted_path,
     submitted_plan,
@@ -81,13 +81,15 @@ if TYPE_CHECKING:
     from .submission import JobWatcher
 
 _PLAN_TIMEOUT_S = 3.0  # for start estimates in `orch plan`, which are optional
-_STEP_S = 120.0  # for a further step to start; a busy controller takes its time
-_MAX_ESTIMATES = 16  # sizes, in `orch plan`
+_STEP_S = 120.0  # for a further step to start; a busy controller is slow
+_MAX_ESTIMATES = 16  # sizes for which `orch plan` asks
 
 
 class SlurmBackend(
     Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource, NodeExec
 ):
+    """Runs as jobs of the Slurm cluster that this machine's commands reach."""
+
     name = "slurm"
 
     @cached_property
@@ -101,8 +103,8 @@ class SlurmBackend(
         return JobWatcher(self._slurm)
 
     def check(self, request: LaunchRequest) -> None:
-        """OrchError: 65 for bad options or variables of sbatch, 76 when Slurm's commands are not
-        installed here."""
+        """Refuses bad options or variables of sbatch (65), and a machine without Slurm's commands
+        (76)."""
         check_environment(read_options(request.backend_options), os.environ)
         check_installed("submitit", "submitting to Slurm")
         self._slurm.run(["sbatch", "--version"])
@@ -112,15 +114,15 @@ class SlurmBackend(
         return render(self.job_of(request, plan))
 
     def job_of(self, request: LaunchRequest, plan: Plan) -> JobScript:
-        """The inputs of the job script. Asks Slurm only for `topology: auto`."""
+        """The inputs of the job script. Slurm is asked only for `topology: auto`."""
         options = self._options(request)
-        work = [
+        mounted = [
             request.run_dir,
-            *_outside(request),
+            *_program_folder(request),
             plan.job.data.cache_dir,
             plan.job.checkpoint.dir,
         ]
-        work += [path for path in plan.job.data.paths if path.startswith("/")]
+        mounted += [path for path in plan.job.data.paths if path.startswith("/")]
         return JobScript(
             run_id=request.run_id,
             run_dir=request.run_dir,
@@ -130,15 +132,14 @@ class SlurmBackend(
             code=start.code_version() if options.container.runtime != "none" else "",
             export=tuple(request.environment.names),
             python_path=tuple(request.environment.python_path_first),
-            bind=tuple(dict.fromkeys(filter(None, work))),
+            bind=tuple(dict.fromkeys(filter(None, mounted))),
             sizes=tuple(request.sizes),
         )
 
     def choose(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> Choice:
-        """The size of an elastic job to submit now, by the starts that `sbatch --test-only`
-        estimates.
+        """Chooses the size of an elastic job by the starts that `sbatch --test-only` estimates.
 
-        OrchError when Slurm refuses all of several sizes; one size alone is never refused here.
+        OrchError when Slurm refuses all of several sizes; a single size is never refused here.
         """
         slurm = Slurm(environ, timeout_s=30.0)
         now = datetime.now()
@@ -151,15 +152,14 @@ class SlurmBackend(
             if wait is not None and wait <= within_s:
                 break  # smaller sizes are not needed
         if len(bundles) == 1:
-            return Choice(0, [starts[0].text(now)])
+            return Choice(0, [starts[0].describe(now)])
         index = choose_size(starts, now, within_s)
-        lines = [f"{start.nodes} nodes: {start.text(now)}" for start in starts]
+        lines = [f"{start.nodes} nodes: {start.describe(now)}" for start in starts]
         sizes = ", ".join(str(size) for size in bundles[0].request.sizes)
         return Choice(index, [*lines, f"taken: {starts[index].nodes} nodes, of the sizes {sizes}"])
 
     def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
-        """A phrase on when each bundle would start, for `orch plan`; "" beyond the first
-        `_MAX_ESTIMATES`.
+        """A phrase per bundle that says when it would start; "" beyond the first `_MAX_ESTIMATES`.
 
         OrchError after at most `_PLAN_TIMEOUT_S` when no Slurm answers.
         """
@@ -167,36 +167,37 @@ class SlurmBackend(
         now = datetime.now()
         slurm.check_controller()
         return [
-            self._start(bundle, slurm).text(now) if index < _MAX_ESTIMATES else ""
+            self._start(bundle, slurm).describe(now) if index < _MAX_ESTIMATES else ""
             for index, bundle in enumerate(bundles)
         ]
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         self.check(bundle.request)
-        bundle, plan = _settled(bundle), from_json(bundle.contents["plan.json"])
-        text = self.script(bundle.request, plan)
-        found = _preflight(bundle.request, plan, self._slurm)
+        bundle = _with_shell_options(bundle)
+        plan = from_json(bundle.contents["plan.json"])
+        script = self.script(bundle.request, plan)
+        warning_lines = _preflight(bundle.request, plan, self._slurm)
         with create_run_folder(bundle, self.name) as folder:
-            self._send(folder, text, environ)
-        _print_warnings(found)  # a refusal is one line
+            self._send(folder, script, environ)
+        _print_warnings(warning_lines)  # last, so that a refusal is a single line
         return bundle.request.handle
 
     def submit_all(
         self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]
     ) -> list[str]:
-        """Submit all runs or none: one array job where they ask for the same, else one job each."""
+        """Submits all runs or none: as one array job if their flags agree, else as one job each."""
         from .submission import submit_all
 
         self.check(bundles[0].request)
-        bundles = [_settled(bundle) for bundle in bundles]
+        bundles = [_with_shell_options(bundle) for bundle in bundles]
         plans = [from_json(bundle.contents["plan.json"]) for bundle in bundles]
         jobs = [
             self.job_of(bundle.request, plan) for bundle, plan in zip(bundles, plans, strict=True)
         ]
         slurm = Slurm(environ)
-        found: list[str] = []
+        warning_lines: list[str] = []
         for bundle, job in zip(bundles, jobs, strict=True):
-            found += _preflight(bundle.request, job.plan, self._slurm)
+            warning_lines += _preflight(bundle.request, job.plan, self._slurm)
             slurm.check_script(render(job))
         with ExitStack() as stack:
             folders = [
@@ -204,25 +205,24 @@ class SlurmBackend(
             ]
             for folder, id_ in zip(folders, submit_all(jobs, slurm, self._watcher), strict=True):
                 record_job(folder, id_)
-        _print_warnings(found)
+        _print_warnings(warning_lines)
         return [bundle.request.handle for bundle in bundles]
 
     def render(self, bundle: SubmissionBundle) -> str:
-        """Prepare the run folder as `submit` does, and return the script instead of submitting
+        """Prepares the run folder as `submit` does, and returns the script instead of submitting
         it."""
         check_environment(read_options(bundle.request.backend_options), os.environ)
         check_rendering(os.environ)
-        bundle = _settled(bundle)
-        text = self.script(bundle.request, from_json(bundle.contents["plan.json"]))
+        bundle = _with_shell_options(bundle)
+        script = self.script(bundle.request, from_json(bundle.contents["plan.json"]))
         with create_run_folder(bundle, self.name):
-            return text
+            return script
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """Submit a new job for the old run folder, from the plan as it was submitted; returns the
-        handle.
+        """Submits a new job for the run folder, from the plan as submitted; returns the handle.
 
-        An elastic run chooses its size again. The jobs of `--after` are not waited for again.
-        OrchError (64) while the run is active.
+        The size of an elastic run is chosen once more. The job does not wait for the jobs of
+        `--after` a second time. OrchError (64) while the run is active.
         """
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
@@ -233,34 +233,37 @@ class SlurmBackend(
             self._slurm.cancel(job.id)
         options = without_dependency(request.backend_options)
         request = off_bad_nodes(folder, msgspec.structs.replace(request, backend_options=options))
-        text = self.script(request, self._plan_to_resume(folder, request, environ))
-        slurm = folder.path / "slurm"  # counts start at 0, every node is allowed again
+        script = self.script(request, self._plan_to_resume(folder, request, environ))
+        slurm = folder.path / "slurm"
+        # without these files counts start at 0 and every node is allowed
         with asked_to_resume(folder, slurm / "faults", slurm / "exclude", slurm / "over"):
-            self._send(folder, text, environ)
+            self._send(folder, script, environ)
         return request.handle
 
-    def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
-        """`backend.options` with the runs to wait for. OrchError (64) for a run of another
-        backend."""
-        others = []
-        for after in wishes:
-            own = read_state(after.folder)
-            if own.backend != self.name:
-                run = f"run {after.folder.run_id} is of the backend {own.backend}"
+    def after(self, options: Mapping[str, Any], predecessors: Sequence[After]) -> dict[str, Any]:
+        """`backend.options` extended by the runs to wait for.
+
+        OrchError (64) for a run of another backend.
+        """
+        runs = []
+        for after in predecessors:
+            recorded_state = read_state(after.folder)
+            if recorded_state.backend != self.name:
+                run = f"run {after.folder.run_id} is of the backend {recorded_state.backend}"
                 raise OrchError(f"--after: {run}, not {self.name}")
             job = self._find_job(after.folder)
-            # a run that is over needs no wait for the last processes of its job, which may end
-            # PREEMPTED
-            state = own if is_over(own, left_with(after.folder)) else self.state(after.folder)
-            others.append((after, state, job.id if job else None))
-        return add_dependencies(options, others)
+            state = recorded_state
+            # The job of a run that is over is not waited for: it may still end as PREEMPTED.
+            if not is_over(recorded_state, script_exit_code(after.folder)):
+                state = self.state(after.folder)
+            runs.append((after, state, job.id if job else None))
+        return add_dependencies(options, runs)
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        """Signal the script, which lets the workers save; end the job at once if it has not
-        started, or by force.
+        """Signals the script, which lets the workers save and does not requeue the job.
 
-        Also where the disk takes no request: the script hears by another signal that it is not to
-        requeue the job.
+        A job that has not started, or that is cancelled by force, ends at once. If the disk does
+        not take the request, another signal tells the script not to requeue the job.
         """
         job = self._find_job(folder)
         if job is None or job_state(job.state).ended or _is_stale(folder, job):
@@ -270,12 +273,11 @@ class SlurmBackend(
             ask(folder, "end", force=force)
         except OrchError as error:
             signal = "USR2"
-            _print_warnings([f"{error.message}; Slurm is told"])
+            _print_warnings([f"{error.message}; the cancel goes through Slurm alone"])
         started = job_state(job.state).phase in ("running", "stopping")
         if started and not force:
-            self._slurm.cancel(
-                job.id, f"--signal={signal}", "--batch"
-            )  # the script forwards it, and does not requeue
+            # the script forwards the signal, and does not requeue the job
+            self._slurm.cancel(job.id, f"--signal={signal}", "--batch")
         else:
             self._slurm.cancel(job.id)
         self._watcher.clear()
@@ -285,20 +287,27 @@ class SlurmBackend(
         return job is not None and not job_state(job.state).ended and not _is_stale(folder, job)
 
     def state(self, folder: RunFolder) -> RunState:
-        """The run's state from Slurm's answer and the run folder; from the folder alone while Slurm
-        does not answer."""
+        """The run's state from Slurm's answer and the run folder.
+
+        While Slurm does not answer, the folder alone counts.
+        """
         try:
             job = self._find_job(folder)
         except OrchError as error:
             return state_without_slurm(
-                read_state(folder), left_with(folder) is not None, error.message
+                read_state(folder), script_exit_code(folder) is not None, error.message
             )
-        sent = read_record(folder, SlurmRecord) is not None
-        state = read_state(folder)  # the file after the scheduler
-        untold = job is not None and job_state(job.state).ended and not state.is_final
-        said = last_words(folder) if untold else ""
+        submitted = read_record(folder, SlurmRecord) is not None
+        state = read_state(folder)  # read after Slurm's answer, so that it is not older
+        unreported = job is not None and job_state(job.state).ended and not state.is_final
+        last_line = last_log_error(folder) if unreported else ""
         return combined_state(
-            state, job, wants_end(folder) is not None, sent, left_with(folder), said
+            state,
+            job,
+            cancel_asked=wants_end(folder) is not None,
+            submitted=submitted,
+            script_exit=script_exit_code(folder),
+            last_line=last_line,
         )
 
     def exec_on_node(
@@ -308,7 +317,7 @@ class SlurmBackend(
         node: str,
         argv: Callable[[str, int], list[str]],
     ) -> JobStep:
-        """A step of the run's job, in the container of its agents where they have one."""
+        """Starts a step of the run's job, in the container of its agents if they have one."""
         from .job.step import JobStep
         from .job.task import environment
         from .script.render import python_beside_agents
@@ -316,24 +325,23 @@ class SlurmBackend(
         record = read_record(folder, SlurmRecord)
         if record is None:
             raise OrchError(f"run {folder.run_id} has no job", Exit.USAGE)
-        known = read_state(folder).nodes.get(node)
-        if known is None or known.pid is None:
+        node_state = read_state(folder).nodes.get(node)
+        if node_state is None or node_state.pid is None:
             raise OrchError(f"node {node} of run {folder.run_id} has no agent", Exit.CAPACITY)
         flags, python = python_beside_agents(self.job_of(request, load_plan(folder.plan)))
         slurm = Slurm({**os.environ, **environment(request, os.environ)}, timeout_s=_STEP_S)
-        return JobStep(
-            slurm, record.job_id, node, [*flags, *python, *argv(str(folder.path), known.pid)]
-        )
+        arguments = argv(str(folder.path), node_state.pid)
+        return JobStep(slurm, record.job_id, node, [*flags, *python, *arguments])
 
     def live_topology(self, which: str) -> Topology:
-        """`which`: a partition, "" for all of them."""
+        """The cluster as it is now. `which`: a partition, "" for all partitions."""
         return read_cluster(which or None, self._slurm)
 
     # ---------------------------------------------------------------------------------- parts
 
     def _options(self, request: LaunchRequest) -> SlurmOptions:
         """The options, with `topology: auto` replaced by what the cluster has."""
-        options = _asked(request)
+        options = _effective_options(request)
         if options.topology != "auto":
             return options
         kind = parse_topology(self._slurm.topology()).kind
@@ -342,7 +350,7 @@ class SlurmBackend(
     def _plan_to_resume(
         self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]
     ) -> Plan:
-        """The submitted plan, of an elastic run the one of the size that starts soonest."""
+        """The submitted plan; for an elastic run the plan of the size that starts soonest."""
         submitted = submitted_path(folder.plan)
         if not request.sizes:
             return load_plan(submitted if submitted.exists() else folder.plan)
@@ -355,7 +363,7 @@ class SlurmBackend(
     def _start(self, bundle: SubmissionBundle, slurm: Slurm) -> StartEstimate:
         plan = from_json(bundle.contents["plan.json"])
         nodes = used_node_count(plan)
-        options = _asked(bundle.request)
+        options = _effective_options(bundle.request)
         try:
             _check_partitions(plan, options, slurm)
             return StartEstimate(
@@ -364,10 +372,10 @@ class SlurmBackend(
         except OrchError as error:
             return StartEstimate(nodes=nodes, refusal=error.message, code=int(error.exit))
 
-    def _send(self, folder: RunFolder, text: str, environ: Mapping[str, str]) -> None:
+    def _send(self, folder: RunFolder, script: str, environ: Mapping[str, str]) -> None:
         from .submission import ScriptExecutor
 
-        job = ScriptExecutor(folder.path / "slurm", text, Slurm(environ)).launch(self._watcher)
+        job = ScriptExecutor(folder.path / "slurm", script, Slurm(environ)).launch(self._watcher)
         record_job(folder, job.job_id)
 
     def _find_job(self, folder: RunFolder) -> Job | None:
@@ -377,46 +385,49 @@ class SlurmBackend(
 
 
 def _preflight(request: LaunchRequest, plan: Plan, slurm: Slurm) -> list[str]:
-    """Warnings; OrchError for a job that the partition would keep pending for ever."""
-    options = _asked(request)
+    """Warnings about the job. OrchError if the partition would keep it pending for ever."""
+    options = _effective_options(request)
     partition = _check_partitions(plan, options, slurm)
-    mounts = _text_of("/proc/mounts")
-    exports = _text_of("/etc/exports", "/var/lib/nfs/etab")
+    mounts = _read_files("/proc/mounts")
+    exports = _read_files("/etc/exports", "/var/lib/nfs/etab")
     local = local_folder(request.run_dir, mounts, exports)
     return [*warnings(plan, options, partition, slurm.kill_wait_s()), *local]
 
 
 def _is_stale(folder: RunFolder, job: Job) -> bool:
-    """Whether the job waits to start once more although its run has ended."""
+    """Whether the job is queued for another attempt although its run has ended."""
     return job_state(job.state).phase == "pending" and is_over(
-        read_state(folder), left_with(folder)
+        read_state(folder), script_exit_code(folder)
     )
 
 
-def _asked(request: LaunchRequest) -> SlurmOptions:
-    """The options of the request, and for those that it does not set this shell's variables of
-    sbatch."""
-    return read_options(_with_variables(request))
+def _effective_options(request: LaunchRequest) -> SlurmOptions:
+    """The options of the request, completed by this shell's variables of sbatch."""
+    return read_options(_option_values(request))
 
 
-def _settled(bundle: SubmissionBundle) -> SubmissionBundle:
-    """The bundle of a run that keeps what this shell's variables of sbatch say: another one resumes
-    it."""
+def _with_shell_options(bundle: SubmissionBundle) -> SubmissionBundle:
+    """The bundle with this shell's variables of sbatch as options.
+
+    The run must keep them, because another shell may resume it.
+    """
     request = msgspec.structs.replace(
-        bundle.request, backend_options=_with_variables(bundle.request)
+        bundle.request, backend_options=_option_values(bundle.request)
     )
     return msgspec.structs.replace(bundle, request=request)
 
 
-def _with_variables(request: LaunchRequest) -> dict[str, Any]:
-    """`backend.options` of the request, and what this shell's variables of sbatch say of others."""
+def _option_values(request: LaunchRequest) -> dict[str, Any]:
+    """`backend.options` of the request, completed by this shell's variables of sbatch."""
     options = request.backend_options
     return {**options, **from_environment(read_options(options), os.environ)}
 
 
 def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[str, str]:
-    """Fields of the first partition of the options that can take the job. OrchError of the last one
-    if none can."""
+    """The fields of the first partition in the options that can take the job.
+
+    If none can, the OrchError of the last one is raised.
+    """
     refusal: OrchError | None = None
     for name in (options.partition or "").split(","):
         partition = slurm.partition(name or None)
@@ -430,19 +441,21 @@ def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[s
     raise refusal
 
 
-def _outside(request: LaunchRequest) -> list[str]:
-    """The folder in which the user's program runs, if it is not in the run folder
+def _program_folder(request: LaunchRequest) -> list[str]:
+    """The folder in which the user's program runs, if that is outside the run folder
     (`--in-place`)."""
-    return [] if request.worker.bundled or request.code.kind != "none" else [request.worker.cwd]
+    if request.worker.bundled or request.code.kind != "none":
+        return []
+    return [request.worker.cwd]
 
 
-def _text_of(*paths: str) -> str:
-    """The lines of the files that are there and may be read."""
-    found = []
+def _read_files(*paths: str) -> str:
+    """The text of those files that can be read, joined."""
+    contents = []
     for path in paths:
         with suppress(OSError):
-            found.append(Path(path).read_text(errors="replace"))
-    return "\n".join(found)
+            contents.append(Path(path).read_text(errors="replace"))
+    return "\n".join(contents)
 
 
 def _print_warnings(lines: Iterable[str]) -> None:

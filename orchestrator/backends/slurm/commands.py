@@ -1,4 +1,4 @@
-"""Runs Slurm's commands: argument lists, a clean environment, time limits, failures as one-line
+"""Runs Slurm's commands with a clean environment and time limits, and turns failures into one-line
 OrchErrors.
 
 `Slurm` is one cluster, as the commands on PATH reach it. No other module here starts a Slurm
@@ -22,7 +22,7 @@ from orchestrator.plan.exits import Exit
 from .queue import Job, merge, parse_sacct, parse_squeue, sacct_argv, squeue_argv
 from .states import job_state
 
-#: Pattern of an error message -> exit code, and where the user should look. The first match counts.
+#: Pattern of an error message, exit code, and where the user should look. The first match counts.
 _ERRORS: tuple[tuple[str, Exit, str], ...] = (
     (
         r"invalid partition|partition.*(not (found|exist)|does not exist)",
@@ -66,7 +66,8 @@ _ERRORS: tuple[tuple[str, Exit, str], ...] = (
         "`scontrol ping`",
     ),
 )
-#: Variables of the site or the user that would change what a command prints or does: removed.
+#: Variables of the site or the user that would change what a command prints or does. The commands
+#: do not get them.
 _IGNORED_VARIABLES = re.compile(
     r"(SBATCH|SALLOC|SRUN|SQUEUE|SINFO|SACCT|SCANCEL|SPRIO)_|SLURM_(?!CONF|JWT|CONF_SERVER)"
 )
@@ -74,9 +75,11 @@ _QUEUE_FULL = b"temporarily unable to accept job"
 
 
 class Slurm:
+    """One Slurm cluster, as the commands on PATH reach it."""
+
     def __init__(self, environ: Mapping[str, str] | None = None, timeout_s: float = 60.0):
-        """`environ`: what the commands get, this process's own by default. `timeout_s`: for each
-        command."""
+        """`environ`: the commands' environment, by default this process's. `timeout_s`: the limit
+        of each command."""
         environ = os.environ if environ is None else environ
         self.environ = {
             name: value for name, value in environ.items() if not _IGNORED_VARIABLES.match(name)
@@ -85,55 +88,63 @@ class Slurm:
         self._timeout_s = timeout_s
 
     def run(self, argv: Sequence[str], absent_ok: bool = False) -> str:
-        """Standard output of a command; "" when `absent_ok` and it is not installed.
+        """Runs a command; returns its output, "" when `absent_ok` and it is not installed.
 
         OrchError: 76 when it is not installed or does not answer within the time limit, else as
         `to_error` says.
         """
         try:
-            done = subprocess.run(
-                argv, env=self.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=self._timeout_s, check=False, start_new_session=True,
-            )  # fmt: skip
+            completed = subprocess.run(
+                argv,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self._timeout_s,
+                check=False,
+                start_new_session=True,
+            )
         except FileNotFoundError:
             if absent_ok:
                 return ""
             raise _not_installed(argv[0]) from None
         except subprocess.TimeoutExpired:
-            text = f"{argv[0]}: no answer within {self._timeout_s:g} s"
-            raise OrchError(f"{text}; look at `scontrol ping`", Exit.CAPACITY) from None
-        if done.returncode:
-            raise self.to_error(argv[0], done.stderr or done.stdout)
-        return done.stdout
+            problem = f"{argv[0]}: no answer within {self._timeout_s:g} s"
+            raise OrchError(f"{problem}; look at `scontrol ping`", Exit.CAPACITY) from None
+        if completed.returncode:
+            raise self.to_error(argv[0], completed.stderr or completed.stdout)
+        return completed.stdout
 
     def sbatch(self, script: str, *flags: str) -> str:
-        """Submit a script file; returns the job id. OrchError when Slurm refuses.
+        """Submits a script file; returns the job id. OrchError when Slurm refuses.
 
-        A full queue is refused (76) at once: sbatch itself would retry for two minutes.
+        A full queue is refused (76) at once; sbatch itself would retry for two minutes.
         """
         code, out, err = self._communicate(["sbatch", "--parsable", *flags, script])
         if code:
             raise self.to_error("sbatch", err or out)
         return out.strip().split(";")[0]
 
-    def start_estimate(self, text: str, *flags: str) -> str:
-        """Estimated start of a job of this script text (`sbatch --test-only`): local ISO-8601 time,
-        "" when unknown.
+    def start_estimate(self, script: str, *flags: str) -> str:
+        """Estimates when a job with this script would start (`sbatch --test-only`).
 
-        Nothing is submitted. OrchError when Slurm would refuse the job, or no nodes of today could
-        run it (76).
+        Returns local ISO-8601 time, "" when unknown. Nothing is submitted. OrchError when Slurm
+        would refuse the job, or when no nodes of today could run it (76).
         """
-        code, out, err = self._communicate(["sbatch", "--test-only", *flags], text)
+        code, out, err = self._communicate(["sbatch", "--test-only", *flags], script)
         start = parse_estimate(err + out)
         if code and not start:
             raise self.to_error("sbatch", err + out)
         return start
 
-    def check_script(self, text: str) -> None:
-        """OrchError when Slurm would refuse this script text; a job that only has to wait for nodes
-        passes."""
+    def check_script(self, script: str) -> None:
+        """Raises OrchError if Slurm would refuse this script.
+
+        A job that only has to wait for nodes passes.
+        """
         try:
-            self.start_estimate(text)
+            self.start_estimate(script)
         except OrchError as error:
             if error.exit != Exit.CAPACITY:
                 raise
@@ -141,11 +152,10 @@ class Slurm:
     def start(
         self, argv: Sequence[str], errors: int | IO[bytes] = subprocess.PIPE, *, alone: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Start a command and return it running, with pipes for standard input and output.
-        OrchError (76) if absent.
+        """Starts a command with pipes for standard input and output. OrchError (76) if absent.
 
-        `alone`: out of reach of this terminal's Ctrl-C, which would cut off the answer to what
-        Slurm has done.
+        `alone`: this terminal's Ctrl-C does not reach the command, so that the answer about what
+        Slurm has done is not cut off.
         """
         pipe = subprocess.PIPE
         try:
@@ -160,13 +170,15 @@ class Slurm:
         except FileNotFoundError:
             raise _not_installed(argv[0]) from None
 
-    def _communicate(self, argv: Sequence[str], text: str = "") -> tuple[int, str, str]:
-        """Exit code, output and errors of sbatch with `text` as input; killed when the queue is
-        full or time is up."""
+    def _communicate(self, argv: Sequence[str], script: str = "") -> tuple[int, str, str]:
+        """Exit code, output and errors of sbatch with `script` as input.
+
+        sbatch is killed when the queue is full or the time is up.
+        """
         process = self.start(argv, alone=True)
         assert process.stdin and process.stdout and process.stderr
         with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(text.encode())
+            process.stdin.write(script.encode())
         out = bytearray()
         err = bytearray()
         end = time.monotonic() + self._timeout_s
@@ -188,10 +200,10 @@ class Slurm:
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
-        """Job id -> job, of all the user's jobs that the controller still knows, and of `ids` from
-        accounting.
+        """Job id -> job, for all of the user's jobs that the controller still knows.
 
-        At most two calls, whatever the number of ids. OrchError (76) when no controller answers.
+        Of `ids`, those that have ended or that it has forgotten come from accounting. There are at
+        most two calls, whatever the number of ids. OrchError (76) when no controller answers.
         """
         self.check_controller()
         live = parse_squeue(self.run(squeue_argv()))
@@ -199,14 +211,16 @@ class Slurm:
         return merge(live, self._from_accounting(missing)) if missing else live
 
     def check_controller(self) -> None:
-        """OrchError (76) when no controller answers. Fails at once, where other commands retry for
-        MessageTimeout."""
+        """Raises OrchError (76) if no controller answers.
+
+        This fails at once, where other commands would retry for MessageTimeout.
+        """
         answer = self.run(["scontrol", "ping"])
         if "is UP" not in answer:
             raise self.to_error("scontrol", answer)
 
     def _from_accounting(self, ids: Sequence[str]) -> dict[str, Job]:
-        """Empty where the site has no accounting or its database does not answer."""
+        """Jobs from accounting; none if the site has no accounting or its database is silent."""
         try:
             return parse_sacct(self.run(sacct_argv(ids), absent_ok=True))
         except OrchError:
@@ -216,7 +230,7 @@ class Slurm:
         self.run(["scancel", *flags, job])
 
     def nodes(self) -> str:
-        """Output of `scontrol show nodes`, one node a line."""
+        """Output of `scontrol show nodes`, one node per line."""
         return self.run(["scontrol", "--oneliner", "--detail", "show", "nodes"])
 
     def topology(self) -> str:
@@ -228,9 +242,9 @@ class Slurm:
 
     def partition(self, name: str | None) -> dict[str, str]:
         """Fields of a partition (None: the default one), empty when there is no such partition."""
-        text = self.run(["scontrol", "--oneliner", "show", "partition"])
-        for line in text.splitlines():
-            fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        output = self.run(["scontrol", "--oneliner", "show", "partition"])
+        for line in output.splitlines():
+            fields = dict(field.split("=", 1) for field in line.split() if "=" in field)
             if fields.get("PartitionName") == name or (
                 name is None and fields.get("Default") == "YES"
             ):
@@ -239,15 +253,17 @@ class Slurm:
 
     def kill_wait_s(self) -> int | None:
         """Seconds between SIGTERM and SIGKILL of an ending job, None when not configured."""
-        found = re.search(
+        match = re.search(
             r"^KillWait\s*=\s*([0-9]+)", self.run(["scontrol", "show", "config"]), re.M
         )
-        return int(found[1]) if found else None
+        return int(match[1]) if match else None
 
-    def to_error(self, program: str, text: str) -> OrchError:
-        """The OrchError for a failed command's output: one line that says where to look, exit code
-        by `_ERRORS`."""
-        line = error_line(text)
+    def to_error(self, program: str, output: str) -> OrchError:
+        """The OrchError for a failed command's output.
+
+        Its message is one line that says where to look; `_ERRORS` determines the exit code.
+        """
+        line = error_line(output)
         for pattern, exit, look in _ERRORS:
             if re.search(pattern, line, re.I):
                 hint = self._choices(line)
@@ -255,8 +271,10 @@ class Slurm:
         return OrchError(f"{program}: {line}", Exit.CONFIG)
 
     def _choices(self, line: str) -> str:
-        """For an unknown partition or account: the legal ones, nearest first; "" for other
-        errors."""
+        """Names the legal partitions or accounts, nearest first, if the error is an unknown one.
+
+        Returns "" for other errors.
+        """
         lower = line.lower()
         if "partition" in lower and "account" not in lower:
             argv = ["sinfo", "--noheader", "--format=%R"]
@@ -272,49 +290,41 @@ class Slurm:
         else:
             return ""
         try:
-            found = subprocess.run(
+            output = subprocess.run(
                 argv, env=self.environ, capture_output=True, text=True, timeout=10, check=False
             ).stdout
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        names = sorted(set(found.split()))
-        wrong = re.search(r"specified: ?(\S+)", line)
-        return did_you_mean(wrong[1] if wrong else "", names) if names else ""
+        names = sorted(set(output.split()))
+        if not names:
+            return ""
+        unknown_name = re.search(r"specified: ?(\S+)", line)
+        return did_you_mean(unknown_name[1] if unknown_name else "", names)
 
 
-def parse_estimate(text: str) -> str:
+def parse_estimate(output: str) -> str:
     """The start time in the output of `sbatch --test-only`, "" when there is none."""
-    found = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
-    return found[1] if found else ""
+    match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", output)
+    return match[1] if match else ""
 
 
-def error_line(text: str) -> str:
+_SPECIFIC_ERROR = re.compile(r"invalid|specified|unable|is DOWN", re.I)
+_GENERAL_ERROR = re.compile(r"batch job submission failed|allocation failure", re.I)
+
+
+def error_line(output: str) -> str:
     """The most specific line of a command's error output, without the program's name."""
     lines = [
         re.sub(r"^\w+: (error|fatal): ", "", line.strip())
-        for line in text.splitlines()
+        for line in output.splitlines()
         if line.strip()
     ]
-    general = [
-        line
-        for line in lines
-        if re.search(r"batch job submission failed|allocation failure", line, re.I)
-    ]
-    specific = [
-        line for line in lines if re.search(r"invalid|specified|unable|is DOWN", line, re.I)
-    ]
-    chosen = (
-        specific[0]
-        if specific
-        else general[0]
-        if general
-        else lines[-1]
-        if lines
-        else "it failed without a message"
-    )
-    return re.sub(r"[\x00-\x1f\x7f]", " ", chosen)[:300].removeprefix(
-        "Batch job submission failed: "
-    )
+    specific = [line for line in lines if _SPECIFIC_ERROR.search(line)]
+    general = [line for line in lines if _GENERAL_ERROR.search(line)]
+    last = lines[-1:] or ["it failed without a message"]
+    line = [*specific, *general, *last][0]
+    printable = re.sub(r"[\x00-\x1f\x7f]", " ", line)[:300]
+    return printable.removeprefix("Batch job submission failed: ")
 
 
 def _not_installed(program: str) -> OrchError:

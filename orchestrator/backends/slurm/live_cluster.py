@@ -14,17 +14,19 @@ from .commands import Slurm
 
 
 def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> Topology:
-    """Nodes, GPUs and states of the running cluster under its switches; free nodes are those a job
-    could have now.
+    """Nodes, GPUs and states of the running cluster under its switches.
+
+    A node counts as free if a job could have it now.
 
     OrchError: 65 for an unknown partition, 76 when Slurm does not answer.
     """
     slurm = slurm or Slurm(timeout_s=30.0)
     nodes = parse_nodes(slurm.nodes())
-    known = sorted({name for node in nodes for name in node.partitions})
-    if partition is not None and partition not in known:
+    partitions = sorted({name for node in nodes for name in node.partitions})
+    if partition is not None and partition not in partitions:
         raise OrchError(
-            f"cluster: no partition {partition!r}; {did_you_mean(partition, known)}", Exit.CONFIG
+            f"cluster: no partition {partition!r}; {did_you_mean(partition, partitions)}",
+            Exit.CONFIG,
         )
     chosen = machines(select(nodes, partition), idle=True)
     network = parse_topology(slurm.topology())

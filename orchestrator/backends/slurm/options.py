@@ -1,7 +1,7 @@
-"""`backend.options` of the slurm backend: what differs from site to site. Pure.
+"""`backend.options` of the Slurm backend, which hold what differs from site to site. Pure.
 
 A site writes these once, in a profile (`slurm/backend/*.yaml`, chosen with `--config-dir slurm
-backend=<profile>`). Users override single ones: `backend.options.partition=urgent`.
+backend=<profile>`). Users override single options: `backend.options.partition=urgent`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
-#: A name in Slurm. Other characters are refused, not quoted: no site has names like that.
+#: A name in Slurm. Other characters are refused instead of quoted: no site has such names.
 Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}\Z")]
-#: One or several of them, of which Slurm takes the first that can start the job.
+#: One or several names, of which Slurm takes the first that can start the job.
 Words = Annotated[
     str,
     Meta(
@@ -36,26 +36,27 @@ Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}\Z")]
 
 
 class Container(Frozen):
-    """The container in which agents, and so workers, run."""
+    """The container in which the agents and their workers run."""
 
     runtime: Literal["none", "pyxis", "apptainer", "charliecloud"] = "none"
     #: pyxis: registry URI or .sqsh; apptainer: .sif or URI; charliecloud: folder or .sqfs, which
     #: has the mount points
     image: Annotated[str, Meta(max_length=1000)] = ""
     mounts: list[Annotated[str, Meta(min_length=1, max_length=1000)]] = []  # SRC or SRC:DST[:FLAGS]
-    python: Annotated[str, Meta(max_length=1000)] = (
-        "python3"  # the interpreter inside, which has orch installed
-    )
+    #: The interpreter inside the image, which has orch installed.
+    python: Annotated[str, Meta(max_length=1000)] = "python3"
 
 
 class SlurmOptions(Frozen):
-    """Every option with its default. Times are in Slurm's form (`D-HH:MM:SS`); other units are in
-    the names."""
+    """Every option with its default.
 
-    # on which machine; `orchestrator.submit` reads these two, for any backend
+    Times are in Slurm's form (`D-HH:MM:SS`); the names of other options carry their units.
+    """
+
+    # the machine that submits; `orchestrator.submit` reads these two, for any backend
     ssh: str | None = None  # a login node, as ssh takes it: the job is planned and submitted there
-    ssh_python: str | None = None  # the interpreter there that has orch; None: python3
-    # where
+    ssh_python: str | None = None  # the login node's interpreter with orch; None: python3
+    # the nodes
     partition: Words | None = None  # a,b: the first that can start it; None: the site's default
     account: Word | None = None
     qos: Word | None = None
@@ -63,49 +64,39 @@ class SlurmOptions(Frozen):
     constraint: Annotated[str, Meta(max_length=500)] | None = None  # features: a&b, [rack1|rack2]
     nodelist: list[str] = []  # host lists; only on tree or flat topologies
     exclude: list[str] = []  # host lists of nodes that the job must not get
-    bad_nodes: list[str] = []  # nor these, which orch fills in: those of `orch nodes` at each start
-    # how much
+    bad_nodes: list[str] = []  # nor these, which orch fills in from `orch nodes` at each start
+    # the resources
     time: str | None = None  # limit of one attempt of the job; None: the partition's default
-    gpu_request: Literal["gpus-per-node", "gres", "none"] = (
-        "gpus-per-node"  # how the site counts GPUs
-    )
+    #: How the site counts GPUs.
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     gpu_type: Word | None = None  # h100 in --gpus-per-node=h100:8
-    cpus_per_node: Annotated[int, Meta(ge=1)] | None = (
-        None  # None: all of an exclusive node, else Slurm's default
-    )
+    #: None: all CPUs of an exclusive node, else Slurm's default.
+    cpus_per_node: Annotated[int, Meta(ge=1)] | None = None
     memory: Annotated[str, Meta(pattern=r"^[0-9]+[KMGT]?\Z")] = "0"  # of a node; 0: all
     exclusive: bool = True
-    # on which switches
-    topology: Literal["auto", "tree", "block", "none"] = (
-        "none"  # auto: ask the cluster when submitting
-    )
-    switches_wait: str = (
-        "00:05:00"  # how long to wait for the fewest switches; the site caps it (max_switch_wait)
-    )
+    # the switches
+    #: auto: ask the cluster when submitting.
+    topology: Literal["auto", "tree", "block", "none"] = "none"
+    #: How long to wait for the fewest switches; the site caps it (max_switch_wait).
+    switches_wait: str = "00:05:00"
     segment: Annotated[int, Meta(ge=1)] | None = None  # block topology; None: from the plan
     spread_segments: bool = False
     # lifecycle
-    notice_s: Annotated[int, Meta(ge=0, le=65535)] = (
-        180  # --signal: save and stop this long before the time limit
-    )
-    checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = (
-        1.0  # write speed of a node to the shared files; for warnings
-    )
+    #: --signal: the run saves and stops this long before the time limit.
+    notice_s: Annotated[int, Meta(ge=0, le=65535)] = 180
+    #: Write speed of a node to the shared files; for warnings.
+    checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = 1.0
     requeue: bool = True
-    max_requeues: Annotated[int, Meta(ge=0)] = (
-        50  # for any reason: preemption, time limit, lost nodes
-    )
-    max_node_faults: Annotated[int, Meta(ge=0)] = (
-        3  # of these, after a lost or unhealthy node (exit 74, 76)
-    )
-    no_kill: bool = (
-        False  # keep the other nodes when one is lost; without it Slurm requeues the whole job
-    )
+    #: Requeues for any reason: preemption, time limit, lost nodes.
+    max_requeues: Annotated[int, Meta(ge=0)] = 50
+    #: Of these, requeues after a lost or unhealthy node (exit 74, 76).
+    max_node_faults: Annotated[int, Meta(ge=0)] = 3
+    #: Keep the other nodes when one is lost; without it Slurm requeues the whole job.
+    no_kill: bool = False
     dependency: Annotated[str, Meta(max_length=500)] | None = None  # afterok:123, singleton
     begin: Annotated[str, Meta(max_length=64)] | None = None
-    start_within_s: Annotated[int, Meta(ge=0)] = (
-        900  # nodes=A..B: try a smaller size if this one would start later
-    )
+    #: nodes=A..B: try a smaller size if this one would start later.
+    start_within_s: Annotated[int, Meta(ge=0)] = 900
     # labels
     comment: Annotated[str, Meta(max_length=500)] | None = None
     wckey: Word | None = None
@@ -117,10 +108,10 @@ class SlurmOptions(Frozen):
     unset: list[Variable] = []  # environment variables to remove from the job
     container: Container = Container()
     shell: Annotated[str, Meta(max_length=255)] = "/bin/bash"
-    sbatch: dict[
-        Flag, str | int | bool
-    ] = {}  # further sbatch flags, e.g. {gres-flags: enforce-binding}
-    srun: dict[Flag, str | int | bool] = {}  # further srun flags, e.g. {cpu-bind: none, mpi: none}
+    #: Further sbatch flags, e.g. {gres-flags: enforce-binding}.
+    sbatch: dict[Flag, str | int | bool] = {}
+    #: Further srun flags, e.g. {cpu-bind: none, mpi: none}.
+    srun: dict[Flag, str | int | bool] = {}
 
     @property
     def without(self) -> list[str]:
@@ -132,8 +123,8 @@ class SlurmOptions(Frozen):
             value = getattr(self, name)
             if value is not None:
                 parse_time(value)
-        for text in (*self.without, *self.nodelist):
-            expand(text)
+        for hosts in (*self.without, *self.nodelist):
+            expand(hosts)
         if (self.container.runtime == "none") != (not self.container.image):
             raise OrchError("backend.options.container: runtime and image go together", Exit.CONFIG)
         if self.dependency is not None and not re.fullmatch(r"[A-Za-z0-9_:+,?]+", self.dependency):
@@ -144,14 +135,16 @@ class SlurmOptions(Frozen):
 
 
 def read_options(options: Mapping[str, Any]) -> SlurmOptions:
-    """The checked options. OrchError (65) names an unknown key and the nearest legal one, or a
-    wrong value's place."""
+    """The checked options.
+
+    OrchError (65) names an unknown key and the nearest legal one, or the path of a wrong value.
+    """
     return decode_options(options, SlurmOptions, "slurm")
 
 
-_ELSEWHERE = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
+_CLUSTER_VARIABLES = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 #: Variables of sbatch that many users set for all their jobs -> the option that they stand for.
-_HONOURED = {
+_OPTION_VARIABLES = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
     "SBATCH_QOS": "qos",
@@ -163,11 +156,12 @@ _HONOURED = {
 
 
 def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the user's `SBATCH_*` variables say of options that are not set. OrchError (65) names a
-    variable whose value its option cannot have.
+    """Values of the user's `SBATCH_*` variables for options that are not set.
+
+    OrchError (65) names a variable whose value its option cannot have.
     """
-    found: dict[str, str] = {}
-    for name, option in _HONOURED.items():
+    values: dict[str, str] = {}
+    for name, option in _OPTION_VARIABLES.items():
         value = environ.get(name)
         if not value or getattr(options, option) is not None:
             continue
@@ -175,38 +169,40 @@ def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[
             read_options({option: value})
         except OrchError as error:
             raise OrchError(f"{name}={value}: {error.message}", Exit.CONFIG) from None
-        found[option] = value
-    return found
+        values[option] = value
+    return values
 
 
 def check_environment(options: SlurmOptions, environ: Mapping[str, str]) -> None:
-    """OrchError (65) names a variable that says something else than an option that is set, that
-    sends jobs to another cluster, or whose value its option cannot have.
+    """Refuses (OrchError 65) a variable of sbatch that contradicts the options.
+
+    It differs from an option that is set, sends jobs to another cluster, or has a value that its
+    option cannot have.
     """
     from_environment(options, environ)
-    for name in _ELSEWHERE:
+    for name in _CLUSTER_VARIABLES:
         if value := environ.get(name):
             raise OrchError(
                 f"{name}={value}: jobs are sent to the cluster of this login node; unset it",
                 Exit.CONFIG,
             )
-    for name, option in _HONOURED.items():
+    for name, option in _OPTION_VARIABLES.items():
         value = environ.get(name)
-        said = getattr(options, option)
-        if value and said not in (None, value):
+        option_value = getattr(options, option)
+        if value and option_value not in (None, value):
             raise OrchError(
-                f"{name}={value} and backend.options.{option}={said} differ: unset one", Exit.CONFIG
+                f"{name}={value} and backend.options.{option}={option_value} differ: unset one",
+                Exit.CONFIG,
             )
 
 
 def check_rendering(environ: Mapping[str, str]) -> None:
-    """OrchError (65) names a variable by which `sbatch` of a rendered script would make another job
-    of it.
+    """Refuses (OrchError 65) a variable by which `sbatch` would change a rendered script's job.
 
-    A job that orch itself sends is what the script says: `Slurm` gives sbatch none of them.
+    A job that orch itself submits is what its script says: `Slurm` passes sbatch no such variable.
     """
     for name, value in sorted(environ.items()):
-        if value and name.startswith("SBATCH_") and name not in _HONOURED:
+        if value and name.startswith("SBATCH_") and name not in _OPTION_VARIABLES:
             raise OrchError(
                 f"{name}={value} is set and would change the job: unset it", Exit.CONFIG
             )
@@ -222,16 +218,18 @@ _FORMS = (
 _FORM = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,9})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?\Z")
 
 
-def parse_time(text: str) -> int | None:
-    """Seconds of a length of time as Slurm writes it, None for no limit. OrchError (65) names the
-    legal forms."""
-    word = text.strip()
-    if word.upper() in ("UNLIMITED", "INFINITE", "-1"):
+def parse_time(time: str) -> int | None:
+    """Seconds of a duration as Slurm writes it, None for no limit.
+
+    OrchError (65) names the legal forms.
+    """
+    stripped = time.strip()
+    if stripped.upper() in ("UNLIMITED", "INFINITE", "-1"):
         return None
-    found = _FORM.match(word)
-    if not found:
-        raise OrchError(f"{text!r} is not a Slurm time; forms: {_FORMS}, UNLIMITED", Exit.CONFIG)
-    days, *rest = found.groups()
+    match = _FORM.match(stripped)
+    if not match:
+        raise OrchError(f"{time!r} is not a Slurm time; forms: {_FORMS}, UNLIMITED", Exit.CONFIG)
+    days, *rest = match.groups()
     numbers = [int(n) for n in rest if n is not None]
     if days is None and len(numbers) < 3:
         numbers = [0, *numbers]

@@ -1,5 +1,4 @@
-"""Queries for the states of many jobs at once: argument lists of squeue and sacct, and parsers.
-Pure.
+"""Queries the states of many jobs at once: argument lists of squeue and sacct, and parsers. Pure.
 
 One `squeue` (and one `sacct` where the site has accounting) serves all runs. Fields are separated
 by the ASCII unit separator, which no value contains.
@@ -46,14 +45,14 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 def squeue_argv(user: str | None = None) -> list[str]:
-    """Lists all jobs that the controller remembers, ended ones (MinJobAge) included.
+    """The command that lists all jobs the controller remembers, ended ones (MinJobAge) included.
 
-    Names no job ids: a single one that the controller has forgotten would fail the whole call.
+    It names no job ids: an id that the controller has forgotten would fail the whole call.
     """
-    who = [f"--user={user}"] if user else ["--me"]
+    user_flags = [f"--user={user}"] if user else ["--me"]
     return [
         "squeue",
-        *who,
+        *user_flags,
         "--noheader",
         "--array",
         "--states=all",
@@ -62,9 +61,9 @@ def squeue_argv(user: str | None = None) -> list[str]:
 
 
 def sacct_argv(ids: Iterable[str]) -> list[str]:
-    """Lists the last attempt of each job, whatever its age."""
+    """The command that lists the last attempt of each job, whatever its age."""
     fields = ",".join(_SACCT)
-    wanted = ",".join(sorted(ids, key=id_key))
+    job_ids = ",".join(sorted(ids, key=id_key))
     return [
         "sacct",
         "-X",
@@ -72,73 +71,91 @@ def sacct_argv(ids: Iterable[str]) -> list[str]:
         "-P",
         f"--delimiter={_SEP}",
         f"--format={fields}",
-        f"--jobs={wanted}",
+        f"--jobs={job_ids}",
     ]
 
 
-def parse_squeue(text: str) -> dict[str, Job]:
+def parse_squeue(output: str) -> dict[str, Job]:
     jobs = {}
-    for row in _rows(text, len(_SQUEUE)):
+    for row in _rows(output, len(_SQUEUE)):
         id_, state, reason, start, end, nodes, names, partition, name, _ = row
         jobs[id_] = Job(
-            id=id_, state=state, reason="" if reason == "None" else reason, start=_time(start), end=_time(end),
-            nodes=_int(nodes), node_names=tuple(expand(names)), partition=partition, name=name,
-        )  # fmt: skip
+            id=id_,
+            state=state,
+            reason="" if reason == "None" else reason,
+            start=_time(start),
+            end=_time(end),
+            nodes=_int(nodes),
+            node_names=tuple(expand(names)),
+            partition=partition,
+            name=name,
+        )
     return jobs
 
 
-def parse_sacct(text: str) -> dict[str, Job]:
+def parse_sacct(output: str) -> dict[str, Job]:
     jobs = {}
-    for row in _rows(text, len(_SACCT)):
+    for row in _rows(output, len(_SACCT)):
         id_, state, code, start, end, nodes, names, partition, name = row
         jobs[id_] = Job(
-            id=id_, state=state, start=_time(start), end=_time(end), nodes=_int(nodes), partition=partition, name=name,
-            node_names=tuple(expand(names)), exit_code=exit_code(code), source="sacct",
-        )  # fmt: skip
+            id=id_,
+            state=state,
+            start=_time(start),
+            end=_time(end),
+            nodes=_int(nodes),
+            partition=partition,
+            name=name,
+            node_names=tuple(expand(names)),
+            exit_code=exit_code(code),
+            source="sacct",
+        )
     return jobs
 
 
 def merge(live: dict[str, Job], accounted: dict[str, Job]) -> dict[str, Job]:
-    """All jobs of both. squeue is fresher and wins; exit codes, and jobs it has forgotten, come
-    from accounting."""
+    """All jobs of both.
+
+    squeue is fresher and wins; exit codes, and jobs that squeue has forgotten, come from
+    accounting.
+    """
     result = dict(accounted)
     for id_, job in live.items():
-        known = accounted.get(id_)
-        result[id_] = (
-            structs.replace(job, exit_code=known.exit_code)
-            if known and known.state == job.state
-            else job
-        )
+        record = accounted.get(id_)
+        if record and record.state == job.state:
+            job = structs.replace(job, exit_code=record.exit_code)
+        result[id_] = job
     return result
 
 
-def exit_code(text: str) -> int | None:
-    """The exit code in sacct's `code:signal`, minus the signal's number for a killed job, None when
-    unknown."""
-    code, _, number = text.partition(":")
+def exit_code(field: str) -> int | None:
+    """The exit code in sacct's `code:signal`, None when unknown.
+
+    For a job that a signal killed it is minus the signal's number.
+    """
+    code, _, number = field.partition(":")
     if not code.isdigit():
         return None
     return -int(number) if number.isdigit() and int(number) else int(code)
 
 
 def id_key(id_: str) -> list[int]:
-    """Sort key: ids by number, members of an array by their index."""
-    return [int(part) for part in id_.split("_")]
+    """A sort key: ids by number, members of an array by their index."""
+    return [int(number) for number in id_.split("_")]
 
 
-def _rows(text: str, width: int) -> Iterable[list[str]]:
-    for line in text.splitlines():
+def _rows(output: str, width: int) -> Iterable[list[str]]:
+    for line in output.splitlines():
         row = line.split(_SEP)
         if len(row) == width and row[0]:
             yield [value.strip() for value in row]
 
 
-def _time(text: str) -> str:
+def _time(field: str) -> str:
     try:
-        return datetime.fromisoformat(text).isoformat()
+        return datetime.fromisoformat(field).isoformat()
     except ValueError:  # N/A, Unknown, None
         return ""
 
 
-def _int(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+def _int(field: str) -> int:
+    return int(field) if field.isdigit() else 0

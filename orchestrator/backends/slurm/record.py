@@ -29,19 +29,22 @@ REQUEUED_EXITS = (int(Exit.RESTART), int(Exit.NODE), int(Exit.CAPACITY))
 
 
 class SlurmRecord(Frozen):
-    """backend.json: the job of the run. Written when submitting, and by the job itself when an
-    attempt starts."""
+    """The job of the run, as backend.json holds it.
+
+    Submitting writes it, and so does the job itself when an attempt starts.
+    """
 
     job_id: str
     submitted_at: float
-    attempt: int = msgspec.field(
-        default=0, name="life"
-    )  # SLURM_RESTART_COUNT: starts by Slurm before this one
+    #: SLURM_RESTART_COUNT: how often Slurm started the job before this attempt.
+    attempt: int = msgspec.field(default=0, name="life")
 
 
 def record_job(folder: RunFolder, job_id: str) -> None:
-    """Write backend.json and slurm/owner: only this job may write in the folder. Another one's
-    script leaves (77)."""
+    """Writes backend.json and slurm/owner: only this job may write in the folder.
+
+    The script of any other job exits (77).
+    """
     write_record(folder, SlurmRecord(job_id=job_id, submitted_at=time.time()))
     slurm = Path(folder.path, "slurm")
     slurm.mkdir(mode=0o700, exist_ok=True)
@@ -49,21 +52,22 @@ def record_job(folder: RunFolder, job_id: str) -> None:
 
 
 def submitted_request(folder: RunFolder) -> LaunchRequest:
-    """The request as it was submitted, with all sizes of an elastic run; request.json has those of
-    this attempt."""
+    """The request as submitted, with all sizes of an elastic run.
+
+    request.json has the sizes of this attempt.
+    """
     path = submitted_path(folder.request)
     return from_bytes(path.read_bytes()) if path.exists() else read_request(folder)
 
 
 def submitted_plan(folder: RunFolder, size: int) -> Path:
-    """Path of the plan of one size as it was submitted, before nodes were assigned."""
+    """Path of the plan of one size as submitted, before nodes were assigned."""
     path = submitted_path(folder.sized_plan(size))
     return path if path.exists() else folder.sized_plan(size)
 
 
 def submitted_path(path: Path) -> Path:
-    """Where the submitted version of a file is kept, once node assignment has rewritten the file
-    itself."""
+    """Path of the submitted version of a file that node assignment has rewritten."""
     return path.with_suffix(f".submitted{path.suffix}")
 
 
@@ -72,8 +76,10 @@ def job_name(run_id: str) -> str:
 
 
 def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> Job | None:
-    """The run's job, None if Slurm does not know it. Without a record (script submitted by hand)
-    found by its name."""
+    """The run's job, or None if Slurm does not know it.
+
+    A script that was submitted by hand has no record, so its job is found by name.
+    """
     if record is not None:
         return jobs.get(record.job_id)
     named = [job for job in jobs.values() if job.name == job_name(run_id)]
@@ -81,45 +87,52 @@ def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> J
 
 
 def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
-    """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own
-    excluded nodes and those of `orch nodes`."""
+    """Adds nodes to slurm/exclude, which the script reads on a requeue.
+
+    The list starts from the user's own excluded nodes and those of `orch nodes`.
+    """
     path = Path(folder.path, "slurm", "exclude")
-    new = list(nodes)
-    if not new:
+    added = list(nodes)
+    if not added:
         return
-    known = [
+    excluded = [
         name
-        for text in read_options(read_request(folder).backend_options).exclude
-        for name in expand(text)
+        for hosts in read_options(read_request(folder).backend_options).exclude
+        for name in expand(hosts)
     ]
-    known += remembered(folder, time.time())
-    known += expand(path.read_text()) if path.exists() else []
-    write_private(path, slurm_list(list(dict.fromkeys([*known, *new]))).encode() + b"\n")
+    excluded += remembered(folder, time.time())
+    if path.exists():
+        excluded += expand(path.read_text())
+    names = list(dict.fromkeys([*excluded, *added]))
+    write_private(path, slurm_list(names).encode() + b"\n")
 
 
-def left_with(folder: RunFolder) -> int | None:
-    """The exit code with which the job's script left for good, -1 if it is unknown; None: it may be
-    requeued."""
+def script_exit_code(folder: RunFolder) -> int | None:
+    """The exit code with which the job's script ended for good, -1 if it is unknown.
+
+    Returns None while the job may still be requeued.
+    """
     try:
-        text = Path(folder.path, "slurm", "over").read_text().strip()
+        content = Path(folder.path, "slurm", "over").read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else -1
+    return int(content) if content.isdigit() else -1
 
 
-def last_words(folder: RunFolder, logs: str = "slurm-*.log") -> str:
-    """The last error in the newest of these logs, else its last line; "" without a log.
+def last_log_error(folder: RunFolder, pattern: str = "slurm-*.log") -> str:
+    """The last error in the newest log that matches `pattern`, else its last line.
 
-    The job's log says what failed before an agent could: an interpreter, an image, a module, srun.
+    Returns "" without a log. The job's log says what failed before an agent could start: an
+    interpreter, an image, a module, srun.
     """
-    found = [path for path in folder.logs.glob(logs) if not path.stem.endswith("-agents")]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+    log_paths = [path for path in folder.logs.glob(pattern) if not path.stem.endswith("-agents")]
+    for path in sorted(log_paths, key=lambda path: path.stat().st_mtime, reverse=True):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8192))
-            text = file.read().decode(errors="replace")
+            tail = file.read().decode(errors="replace")
         lines = [
             re.sub(r"[\x00-\x1f\x7f]", " ", line).strip()
-            for line in text.split("\n")
+            for line in tail.split("\n")
             if line.strip()
         ]
         errors = [line for line in lines if _ERROR.search(line)]
@@ -128,10 +141,15 @@ def last_words(folder: RunFolder, logs: str = "slurm-*.log") -> str:
     return ""
 
 
-def is_over(state: RunState, left: int | None) -> bool:
-    """Whether the run folder alone says that no attempt follows. `left`: of `left_with`."""
+def is_over(state: RunState, script_exit: int | None) -> bool:
+    """Whether the run folder alone says that no attempt follows.
+
+    `script_exit`: the answer of `script_exit_code`.
+    """
     return state.is_final and (
-        left is not None or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS
+        script_exit is not None
+        or state.state == "cancelled"
+        or state.exit_code not in REQUEUED_EXITS
     )
 
 
@@ -139,93 +157,107 @@ def combined_state(
     state: RunState,
     job: Job | None,
     cancel_asked: bool,
-    sent: bool = True,
-    left: int | None = None,
-    said: str = "",
+    *,
+    submitted: bool = True,
+    script_exit: int | None = None,
+    last_line: str = "",
 ) -> RunState:
-    """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the
-    program fares. Pure.
+    """The run's state from both sources. Pure.
 
-    `sent`: a job of the run is on record. `left`, `said`: of `left_with` and `last_words`. The
-    result is never written back: it is as old as Slurm's answer.
+    Slurm knows whether the job is active; `state`, the run folder's, says how the program is doing.
+    `submitted`: a job of the run is on record. `script_exit`, `last_line`: the answers of
+    `script_exit_code` and `last_log_error`. The result is never written to the folder, because it
+    is only as fresh as Slurm's answer.
     """
     if job is None:
         if state.is_final:
             return state
-        if not sent:
+        if not submitted:
             return _replace(state, reason="its script was rendered; Slurm has not seen it yet")
-        text = f"Slurm does not know the job any more; it was last {state.state}"
-        cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
-        return finish(state, "failed", Exit.CAPACITY, text, cause)
-    what = job_state(job.state)
-    if what.ended:
-        return _ended(state, job, cancel_asked, left, said)
-    over = is_over(state, left)
-    if over and what.phase in ("pending", "starting"):
+        reason = f"Slurm does not know the job any more; it was last {state.state}"
+        cause = Cause(kind="supervisor_lost", text=reason, epoch=state.epoch)
+        return finish(state, "failed", Exit.CAPACITY, reason, cause)
+    job_status = job_state(job.state)
+    if job_status.ended:
+        return _state_of_ended_job(state, job, cancel_asked, script_exit, last_line)
+    over = is_over(state, script_exit)
+    if over and job_status.phase in ("pending", "starting"):
         # Slurm requeues some jobs whose run has ended (docs/slurm.md); that attempt leaves at once
         return state
-    if what.phase == "running":
+    if job_status.phase == "running":
         if over:
-            text = f"{state.reason or state.state}; job {job.id} is about to end"
-            return _replace(state, state="stopping", exit_code=None, reason=text)
+            reason = f"{state.reason or state.state}; job {job.id} is about to end"
+            return _replace(state, state="stopping", exit_code=None, reason=reason)
         if state.is_final:  # of the previous attempt; this one has not written its state yet
             return _replace(
-                state, state="restarting", exit_code=None, reason=f"job {job.id}: {what.text}"
+                state,
+                state="restarting",
+                exit_code=None,
+                reason=f"job {job.id}: {job_status.phrase}",
             )
         if state.state != "pending":
             return state
-        return _replace(state, state="starting", reason=f"job {job.id}: {what.text}")
-    start = f"expected to start {job.start}" if job.start and what.phase == "pending" else ""
-    why = [what.text, explain_reason(job.reason), start]
+        return _replace(state, state="starting", reason=f"job {job.id}: {job_status.phrase}")
+    start = f"expected to start {job.start}" if job.start and job_status.phase == "pending" else ""
+    phrases = [job_status.phrase, explain_reason(job.reason), start]
     return _replace(
         state,
-        state=what.phase,
+        state=job_status.phase,
         exit_code=None,
-        reason=f"job {job.id}: {'; '.join(filter(None, why))}",
+        reason=f"job {job.id}: {'; '.join(filter(None, phrases))}",
     )
 
 
-def state_without_slurm(state: RunState, no_requeue: bool, why: str) -> RunState:
+def state_without_slurm(state: RunState, no_requeue: bool, error: str) -> RunState:
     """The run's state while Slurm does not answer, from the run folder's `state` alone. Pure.
 
-    `no_requeue`: the job's script has decided that there is no further attempt. Otherwise an
-    attempt that ended with an exit code in REQUEUED_EXITS may not be the end of the run, which then
-    is `restarting`. `why`: Slurm's error.
+    `no_requeue`: the job's script has decided that no attempt follows. Otherwise an attempt that
+    ended with an exit code in REQUEUED_EXITS may not be the end of the run, which then is
+    `restarting`. `error`: Slurm's error.
     """
     if not state.is_final:
-        return _replace(state, reason=why)
+        return _replace(state, reason=error)
     if no_requeue or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS:
         return state
-    text = (
-        f"{why}; the last attempt ended {state.state} ({state.reason}), and may be followed by"
+    reason = (
+        f"{error}; the last attempt ended {state.state} ({state.reason}), and may be followed by"
         " another"
     )
-    return _replace(state, state="restarting", exit_code=None, reason=text)
+    return _replace(state, state="restarting", exit_code=None, reason=reason)
 
 
-def _ended(state: RunState, job: Job, cancel_asked: bool, left: int | None, said: str) -> RunState:
-    what = job_state(job.state)
+def _state_of_ended_job(
+    state: RunState, job: Job, cancel_asked: bool, script_exit: int | None, last_line: str
+) -> RunState:
+    job_status = job_state(job.state)
     if cancel_asked and state.state != "done":
-        reason = (state.is_final and state.reason) or f"job {job.id}: {what.text}"
+        reason = (state.is_final and state.reason) or f"job {job.id}: {job_status.phrase}"
         return finish(state, "cancelled", Exit.RESTART, reason, state.cause)
-    if state.is_final and what.phase in ("done", "failed"):
-        return state  # written by the coordinator, which knows more than the script's exit code
+    if state.is_final and job_status.phase in ("done", "failed"):
+        return state  # the coordinator wrote it, and knows more than the script's exit code
     if state.is_final and state.exit_code not in (None, int(Exit.RESTART)):
         return state
-    code = what.exit if what.exit is not None else job.exit_code
+    code = job_status.exit if job_status.exit is not None else job.exit_code
     if job.reason.startswith(NOT_LAUNCHED):
         code = Exit.NODE
-    elif code is None or code < 0:  # without accounting squeue does not tell; the script may have
-        code = left if left is not None and left >= 0 else Exit.CAPACITY
+    elif code is None or code < 0:
+        # squeue does not report exit codes; where accounting is missing, the script may have one
+        code = script_exit if script_exit is not None and script_exit >= 0 else Exit.CAPACITY
     code = int(code)
-    own = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
-    text = "; ".join(
-        filter(None, [own, f"job {job.id}: {what.text}", explain_reason(job.reason), said])
+    run_reason = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
+    phrases = [
+        run_reason,
+        f"job {job.id}: {job_status.phrase}",
+        explain_reason(job.reason),
+        last_line,
+    ]
+    full_reason = "; ".join(filter(None, phrases))
+    if job_status.phase == "done":  # the script succeeded without a final state of the coordinator
+        return finish(state, "done", Exit.DONE, full_reason, state.cause)
+    cause = state.cause or Cause(
+        kind="scheduler", text=full_reason, epoch=state.epoch, code=job.exit_code
     )
-    if what.phase == "done":  # the script succeeded, though the coordinator wrote no final state
-        return finish(state, "done", Exit.DONE, text, state.cause)
-    cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)
-    return finish(state, cast("FinalPhase", what.phase), code, text, cause)
+    return finish(state, cast("FinalPhase", job_status.phase), code, full_reason, cause)
 
 
 _ERROR = re.compile(

@@ -1,4 +1,4 @@
-"""The table of Slurm job states and what each means for a run. Pure.
+"""The meaning of Slurm's job states and reasons for a run. Pure.
 
 Sources: squeue(1) and sacct(1), "JOB STATE CODES"; `src/common/slurm_protocol_defs.c` of 22.05 to
 25.11 for the states that the manuals leave out.
@@ -15,18 +15,17 @@ from orchestrator.run.state import Phase
 
 
 class JobState(Struct, frozen=True):
-    """What a state of a job means for its run."""
+    """The meaning of a job's state for its run."""
 
     phase: Phase
-    text: str  # one phrase for people
-    exit: Exit | None = (
-        None  # the run's exit code if the job ends so; None: the state alone does not determine it
-    )
+    phrase: str  # for people
+    #: The run's exit code if the job ends so; None: the state alone does not determine it.
+    exit: Exit | None = None
     ended: bool = False  # no process is left, and Slurm will not start the job again
 
 
-#: Slurm's word -> meaning. A "stopped" run may be started again (`orch resume`); "failed" is the
-#: program's fault.
+#: Slurm's name of a state -> meaning. A "stopped" run may be started again (`orch resume`); a
+#: "failed" run failed through its program.
 JOB_STATES: dict[str, JobState] = {
     # waiting
     "PENDING": JobState("pending", "waiting in the queue"),
@@ -111,23 +110,23 @@ def job_state(state: str) -> JobState:
     """The meaning of a state as Slurm writes it: `RUNNING`, `CANCELLED by 1000`, `PD`,
     `COMPLETING+CANCELLED`.
 
-    Of several words joined by + the first known one decides. An unknown state (of a newer Slurm)
+    Of several names joined by + the first known one decides. An unknown state (of a newer Slurm)
     counts as running, never as ended.
     """
-    words = [word for word in state.split(" by ")[0].strip().upper().split("+") if word]
-    for word in words:
-        found = JOB_STATES.get(_ALIASES.get(word, word))
-        if found:
-            return found
+    names = [name for name in state.split(" by ")[0].strip().upper().split("+") if name]
+    for name in names:
+        meaning = JOB_STATES.get(_ALIASES.get(name, name))
+        if meaning:
+            return meaning
     return JobState("running", f"in the Slurm state {state.strip() or 'unknown'}")
 
 
-#: Reasons of a job that its first node could not start: slurmd found no folder for the log, or
-#: ended it with 53.
+#: Reasons of a job that its first node could not start: slurmd did not find the folder of the log,
+#: or ended the job with 53.
 NOT_LAUNCHED = ("JobLaunchFailure", "RaisedSignal:53")
 
-#: squeue's reason why a job does not run -> a phrase for people. Other reasons are shown as they
-#: are.
+#: squeue's reason why a job does not run -> a phrase for people. Other reasons are shown
+#: unchanged.
 REASONS: dict[str, str] = {
     "None": "",
     "Priority": "jobs of higher priority are before it",
@@ -162,12 +161,14 @@ REASONS: dict[str, str] = {
 
 
 def explain_reason(reason: str) -> str:
-    """squeue's reason with its phrase, e.g. `Resources: waiting for nodes to become free`; "" for
-    none."""
-    word = reason.strip().strip("()")
-    if word == "null":
+    """squeue's reason with its phrase, e.g. `Resources: waiting for nodes to become free`.
+
+    Returns "" if there is none.
+    """
+    code = reason.strip().strip("()")
+    if code == "null":
         return ""
-    text = REASONS.get(re.split(r"[,(]", word)[0])
-    if text is None:
-        return word
-    return f"{word}: {text}" if text else ""
+    phrase = REASONS.get(re.split(r"[,(]", code)[0])
+    if phrase is None:
+        return code
+    return f"{code}: {phrase}" if phrase else ""

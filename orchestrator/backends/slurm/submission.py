@@ -1,14 +1,13 @@
-"""Submits and tracks jobs through submitit: its executor, job objects, and watcher that asks once
-for many jobs.
+"""Submits and tracks jobs through submitit: its executor, its job objects, and its watcher, which
+asks once for many jobs.
 
-Replaced, and why:
-- the script's text: rendered from the plan (`script/render.py`), golden-tested, quoted in one
-  place;
-- pickles: a job reads its request and plan as JSON from the run folder;
-- the watcher's source: submitit asks sacct alone and may answer 600 s late; `JobWatcher` asks
-  squeue first, sacct for
-  the rest, and is at most two seconds late;
-- the wait for a full queue: sbatch would retry for two minutes; here it is refused at once.
+These parts of submitit are replaced:
+- the script's text is rendered from the plan (`script/render.py`), quoted in one place, and tested
+  against golden files;
+- instead of pickles, a job reads its request and plan as JSON from the run folder;
+- submitit's watcher asks sacct alone and may answer 600 s late; `JobWatcher` asks squeue first and
+  sacct for the rest, and is at most two seconds late;
+- sbatch would retry for two minutes when the queue is full; here a full queue is refused at once.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ MAX_AGE_S = 2
 
 
 class JobWatcher(InfoWatcher):
-    """Knows the states of all of the user's jobs, with or without accounting. `delay_s`: maximal
-    age of an answer."""
+    """Knows the states of all of the user's jobs, with or without accounting.
+
+    `delay_s`: the maximal age of an answer.
+    """
 
     def __init__(self, slurm: Slurm, delay_s: int = MAX_AGE_S) -> None:
         super().__init__(delay_s=delay_s)
@@ -45,15 +46,13 @@ class JobWatcher(InfoWatcher):
     def update(self) -> None:
         self._num_calls += 1
         self.jobs = self._slurm.jobs(sorted(self._registered))
-        self._info_dict.update(
-            {id_: {"JobID": id_, "State": job.state} for id_, job in self.jobs.items()}
-        )
+        for id_, job in self.jobs.items():
+            self._info_dict[id_] = {"JobID": id_, "State": job.state}
         self._last_status_check = time.time()
-        self._finished |= {
-            id_
-            for id_ in self._registered
-            if id_ in self.jobs and job_state(self.jobs[id_].state).ended
-        }
+        for id_ in self._registered:
+            job = self.jobs.get(id_)
+            if job is not None and job_state(job.state).ended:
+                self._finished.add(id_)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
@@ -61,8 +60,8 @@ class JobWatcher(InfoWatcher):
     def query(self, ids: list[str]) -> dict[str, Job]:
         """Job id -> job, for `ids` and all other jobs of the user, at most `delay_s` old.
 
-        squeue names every job of the user, so a job that the last answer named needs no call of its
-        own.
+        squeue lists every job of the user, so a job that is in the last answer needs no further
+        call.
         """
         fresh = time.time() - self._last_status_check < self._delay_s
         self._registered.update(ids)
@@ -72,11 +71,12 @@ class JobWatcher(InfoWatcher):
 
 
 class RunJob(SlurmJob[Any]):
-    """A submitted run as submitit's job object, without pickled results: they are in the run
+    """A submitted run as submitit's job object, without pickles: its results are in the run
     folder."""
 
     def __init__(self, folder: Path, job_id: str, watcher: JobWatcher):
-        self.watcher = watcher  # type: ignore[assignment]  # submitit declares its own watcher's class
+        # submitit declares its own watcher's class
+        self.watcher = watcher  # type: ignore[assignment]
         super().__init__(folder=folder, job_id=job_id)
 
 
@@ -99,29 +99,34 @@ class ScriptExecutor(SlurmExecutor):
         return path
 
     def launch(self, watcher: JobWatcher, *flags: str) -> RunJob:
-        """Write and submit the script. OrchError when Slurm refuses."""
-        return RunJob(self.folder, self._slurm.sbatch(str(self.write()), *flags), watcher)
+        """Writes and submits the script. OrchError when Slurm refuses."""
+        script = str(self.write())
+        job_id = self._slurm.sbatch(script, *flags)
+        return RunJob(self.folder, job_id, watcher)
 
 
 def submit_all(jobs: Sequence[JobScript], slurm: Slurm, watcher: JobWatcher) -> list[str]:
-    """Submit the runs, whose folders exist, and return their job ids: one array if they ask for the
-    same, else one job each. When one is refused (OrchError), none stays in the queue.
+    """Submits the runs, whose folders exist; returns their job ids.
+
+    They are one array job if their flags agree, else one job each. When Slurm refuses one
+    (OrchError), none stays in the queue.
     """
-    executors = [ScriptExecutor(Path(job.run_dir, "slurm"), render(job), slurm) for job in jobs]
+    executors = []
+    for job in jobs:
+        folder = Path(job.run_dir, "slurm")
+        executors.append(ScriptExecutor(folder, render(job), slurm))
     for executor in executors:
         executor.write()
     if common_flags(jobs) is not None:
-        text = render_array(jobs, jobs[0].run_id)
-        array = ScriptExecutor(Path(jobs[0].run_dir, "slurm"), text, slurm, "array.sbatch").launch(
-            watcher
-        )
+        array_script = render_array(jobs, jobs[0].run_id)
+        slurm_folder = Path(jobs[0].run_dir, "slurm")
+        array = ScriptExecutor(slurm_folder, array_script, slurm, "array.sbatch").launch(watcher)
         return [f"{array.job_id}_{index}" for index in range(len(jobs))]
     ids: list[str] = []
     try:
         for executor in executors:
-            ids.append(
-                executor.launch(watcher, "--hold").job_id
-            )  # none starts before the last is accepted
+            # held: none starts before Slurm has accepted the last
+            ids.append(executor.launch(watcher, "--hold").job_id)
         slurm.run(["scontrol", "release", ",".join(ids)])
     except BaseException:
         for id_ in ids:

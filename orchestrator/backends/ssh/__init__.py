@@ -1,2 +1,2 @@
-"""Jobs on another host, reached by the system's ssh: the orch that is installed there plans and
-runs them."""
+"""Jobs on another host, reached by the system's ssh. The orch that is installed on that host plans
+and runs them."""

@@ -1,5 +1,5 @@
-"""The backend of runs on another host. Their folder here is a mirror of what matters of the one
-there; everything that reads runs reads it as any other's."""
+"""The backend of runs on another host. A run's folder here mirrors the relevant files of the folder
+on the host, so that everything that reads runs reads these too."""
 
 from __future__ import annotations
 
@@ -36,24 +36,28 @@ from orchestrator.run.state import RunState, finish, read_state, write_state
 from . import mirror, wire
 from .session import ConnectionLost, Session
 
-_FRESH_S = 0.5  # an answer of the host serves so long
+_FRESH_S = 0.5  # how long an answer of the host is reused
 
 
 class SshRecord(Frozen):
+    """The host of a run, as backend.json holds it."""
+
     host: str
     python: str
-    run_dir: str  # there
+    run_dir: str  # on the host
 
 
-class _Seen(NamedTuple):
-    at: float
+class _Snapshot(NamedTuple):
+    """The host's last answer about a run."""
+
+    at: float  # monotonic time of the answer
     alive: bool
     state: RunState
-    there: bool = True  # the host has a folder of the run
+    exists: bool = True  # the host has a folder of the run
 
 
 class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
-    """`session`: the one in which the job to submit was prepared."""
+    """Runs on another host. `session`: the connection in which the job to submit was prepared."""
 
     name = "ssh"
     shares_folders = False
@@ -61,19 +65,18 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     def __init__(
         self, session: Session | None = None, prepared: wire.Prepared | None = None
     ) -> None:
-        self._prepared_in = session
+        self._session = session
         self._prepared = prepared
         self._sessions: dict[tuple[str, str], Session] = {}
-        self._seen: dict[str, _Seen] = {}
-        self._with_logs: set[str] = set()
+        self._seen: dict[str, _Snapshot] = {}
+        self._runs_with_logs: set[str] = set()
 
-    # ---------------------------------------------------------------------------------- a job that
-    #     was prepared there
+    # ---------------------------------------------------------------------- a prepared job
 
     def check(self, request: LaunchRequest) -> None:
         if self._prepared is None:
             raise OrchError(
-                "the backend ssh is not chosen by its name: backend.options.ssh=HOST", Exit.USAGE
+                "the backend ssh is chosen by backend.options.ssh=HOST, not by its name", Exit.USAGE
             )
         if self._prepared.refusal:
             raise OrchError(self._prepared.refusal, Exit.CAPACITY)
@@ -83,7 +86,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
 
     def render(self, bundle: SubmissionBundle) -> str:
         raise OrchError(
-            "a script is rendered on the host itself: log in and use orch render there", Exit.USAGE
+            "scripts are rendered on the host itself: log in and use orch render there", Exit.USAGE
         )
 
     def folder_of(self, request: LaunchRequest, home: Path) -> RunFolder:
@@ -91,8 +94,8 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         self.check(bundle.request)
-        assert self._prepared_in is not None
-        session = self._prepared_in
+        assert self._session is not None
+        session = self._session
         folder = self.folder_of(bundle.request, home_folder(environ))
         if folder.path.exists():
             raise OrchError(
@@ -105,18 +108,18 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
                 write_private(folder.request, to_bytes(bundle.request), durable=False)
                 write_record(folder, record, durable=True)
                 write_state(folder, accepted(bundle.request, self.name))
-                session.ask(wire.Send())  # last: a run that is started there is known here
+                session.ask(wire.Send())  # last, so that a run on the host is always known here
             except ConnectionLost as error:
-                look = (
+                message = (
                     f"{error.message}; run {folder.run_id} may have been started there: orch status"
                     f" {folder.run_id}"
                 )
-                raise OrchError(look, Exit.CAPACITY) from None
+                raise OrchError(message, Exit.CAPACITY) from None
             except BaseException:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
         self._sessions[session.host, session.python] = session
-        with contextlib.suppress(OrchError):  # it is started; news of it may come later
+        with contextlib.suppress(OrchError):  # the run has started; its state can wait
             self._look(folder)
         return f"{self.name}://{folder.run_id}"
 
@@ -128,25 +131,27 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     def resize(
         self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
     ) -> str:
-        return self._start_again(folder, wire.Resize(run=folder.run_id, nodes=nodes))
+        return self._restart(folder, wire.Resize(run=folder.run_id, nodes=nodes))
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         self._ask(folder, wire.Cancel(run=folder.run_id, force=force))
         self._seen.pop(folder.run_id, None)
 
     def remove_there(self, folder: RunFolder) -> None:
-        if self._look(folder).there:
+        if self._look(folder).exists:
             self._ask(folder, wire.Remove(run=folder.run_id))
 
     def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
-        return self._start_again(folder, wire.Resume(run=folder.run_id, allow=list(allow)))
+        return self._restart(folder, wire.Resume(run=folder.run_id, allow=list(allow)))
 
     def is_alive(self, folder: RunFolder) -> bool:
         return self._look(folder).alive
 
     def state(self, folder: RunFolder) -> RunState:
-        """As the host has it; as it was last seen where the host does not answer, which the reason
-        says."""
+        """The state that the host reports.
+
+        If the host does not answer, it is the state last seen, and the reason says so.
+        """
         try:
             return self._look(folder).state
         except OrchError as error:
@@ -155,33 +160,33 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             state = read_state(folder)
             if state.is_final:
                 return state
-            ago = time.strftime("%H:%M:%S", time.localtime(state.updated_at))
-            return replace(state, reason=f"as of {ago}: {error.message}")
+            seen_at = time.strftime("%H:%M:%S", time.localtime(state.updated_at))
+            return replace(state, reason=f"as of {seen_at}: {error.message}")
 
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
-        """With each look while the context is open, and once at its beginning."""
-        self._with_logs.add(folder.run_id)
+        """Copies the logs at once, and with each look while the context is open."""
+        self._runs_with_logs.add(folder.run_id)
         self._seen.pop(folder.run_id, None)
         try:
             self._look(folder)
             yield
         finally:
-            self._with_logs.discard(folder.run_id)
+            self._runs_with_logs.discard(folder.run_id)
 
     # ---------------------------------------------------------------------------------- parts
 
-    def _start_again(self, folder: RunFolder, question: wire.Question) -> str:
+    def _restart(self, folder: RunFolder, question: wire.Question) -> str:
         self._ask(folder, question)
         self._seen.pop(folder.run_id, None)
         self._look(folder)
         return f"{self.name}://{folder.run_id}"
 
-    def _look(self, folder: RunFolder) -> _Seen:
+    def _look(self, folder: RunFolder) -> _Snapshot:
         seen = self._seen.get(folder.run_id)
         if seen and time.monotonic() - seen.at < _FRESH_S:
             return seen
-        logs = folder.run_id in self._with_logs
+        logs = folder.run_id in self._runs_with_logs
         while True:
             look = wire.Look(run=folder.run_id, known=mirror.known(folder), logs=logs)
             try:
@@ -189,24 +194,28 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             except OrchError as error:
                 if error.exit != Exit.USAGE:
                     raise
-                return self._not_there(folder, error.message)
+                return self._missing_run(folder, error.message)
             assert isinstance(answer, wire.Looked)
             mirror.write_parts(folder, answer.parts, payload)
             if not answer.more:
                 break
         state = replace(answer.state, backend=self.name)
         write_state(folder, state)
-        seen = self._seen[folder.run_id] = _Seen(time.monotonic(), answer.alive, state)
+        seen = self._seen[folder.run_id] = _Snapshot(time.monotonic(), answer.alive, state)
         return seen
 
-    def _not_there(self, folder: RunFolder, says: str) -> _Seen:
-        """The host knows no such run: it never came to be there, or was removed there. Not written
-        down: the host may be about to make its folder."""
+    def _missing_run(self, folder: RunFolder, error: str) -> _Snapshot:
+        """A snapshot of a run that the host does not know: it never arrived, or was removed there.
+
+        It is not written to the folder here, because the host may be about to create its folder.
+        """
         state = read_state(folder)
         if not state.is_final:
-            state = finish(state, "failed", Exit.CAPACITY, f"not there: {says}", at=time.time())
-        seen = self._seen[folder.run_id] = _Seen(
-            time.monotonic(), alive=False, state=state, there=False
+            state = finish(
+                state, "failed", Exit.CAPACITY, f"not on the host: {error}", at=time.time()
+            )
+        seen = self._seen[folder.run_id] = _Snapshot(
+            time.monotonic(), alive=False, state=state, exists=False
         )
         return seen
 

@@ -1,5 +1,5 @@
-"""What of a run's folder on another host is copied into its folder here: its state, and what only
-grows."""
+"""Copies files of a run's folder on another host into its folder here: its state, and files that
+only grow."""
 
 from __future__ import annotations
 
@@ -15,71 +15,81 @@ from orchestrator.run.folder import RunFolder, write_private
 
 from .wire import Part
 
-#: Small files that are replaced as a whole.
-_WHOLE = re.compile(r"(plan|plan\.nodes\d+|request|code|report)\.json|config\.yaml")
-_GROWS = re.compile(r"(events|metrics)/[^/]+\.jsonl|stacks/[^/]+\.txt")
-_LOGS = re.compile(r"logs/[^/]+\.log")
-_AT_ONCE = 16 << 20  # bytes of an answer
+#: Small files that are copied as a whole whenever they change. The others only grow.
+_REPLACED_FILES = re.compile(r"(plan|plan\.nodes\d+|request|code|report)\.json|config\.yaml")
+_APPENDED_FILES = re.compile(r"(events|metrics)/[^/]+\.jsonl|stacks/[^/]+\.txt")
+_LOG_FILES = re.compile(r"logs/[^/]+\.log")
+_ANSWER_BYTES = 16 << 20  # the most that one answer carries
 
 
 def known(folder: RunFolder) -> dict[str, int]:
-    """Bytes of what this machine has of the files that grow."""
+    """Bytes that this machine has of each file that grows."""
     return {
-        name: path.stat().st_size for name, path in _files(folder) if not _WHOLE.fullmatch(name)
+        name: path.stat().st_size
+        for name, path in _files(folder)
+        if not _REPLACED_FILES.fullmatch(name)
     }
 
 
 def parts_of(
-    folder: RunFolder, has: Mapping[str, int], logs: bool
+    folder: RunFolder, known_sizes: Mapping[str, int], logs: bool
 ) -> tuple[list[Part], bytes, bool]:
-    """What the other side lacks, with the bytes of all parts, and whether that is not all of it
-    yet."""
-    parts = list[Part]()
+    """The parts of files that the other side lacks, their bytes, and whether there are more."""
+    file_parts = list[Part]()
     payload = bytearray()
-    left = _AT_ONCE
+    room = _ANSWER_BYTES
     for name, path in _files(folder):
-        whole = _WHOLE.fullmatch(name) is not None
-        if not whole and not (_GROWS.fullmatch(name) or (logs and _LOGS.fullmatch(name))):
+        replaced = _REPLACED_FILES.fullmatch(name) is not None
+        if not replaced and not (
+            _APPENDED_FILES.fullmatch(name) or (logs and _LOG_FILES.fullmatch(name))
+        ):
             continue
         with contextlib.suppress(OSError), open_regular(path) as file:
             size = file.seek(0, 2)
-            offset = 0 if whole or size < has.get(name, 0) else has.get(name, 0)
-            if size == offset and (size or name in has):
+            offset = 0 if replaced or size < known_sizes.get(name, 0) else known_sizes.get(name, 0)
+            if size == offset and (size or name in known_sizes):
                 continue
             file.seek(offset)
-            data = file.read(size - offset if whole else min(size - offset, left))
-            left -= len(data)
+            data = file.read(size - offset if replaced else min(size - offset, room))
+            room -= len(data)
             payload += data
-            parts.append(Part(path=name, offset=offset, size=len(data)))
-            if left <= 0:
-                return parts, bytes(payload), True
-    return parts, bytes(payload), False
+            file_parts.append(Part(path=name, offset=offset, size=len(data)))
+            if room <= 0:
+                return file_parts, bytes(payload), True
+    return file_parts, bytes(payload), False
 
 
-def write_parts(folder: RunFolder, parts: list[Part], payload: bytes) -> None:
-    """Puts them into the folder of this machine. OrchError (78) for a file that no run folder
-    has."""
-    at = 0
-    for part in parts:
-        if not any(kind.fullmatch(part.path) for kind in (_WHOLE, _GROWS, _LOGS)) or part.size < 0:
-            raise OrchError(f"run {folder.run_id}: the host sent {part.path!r}", Exit.SECURITY)
-        data = payload[at : at + part.size]
-        path = folder.path / part.path
-        at += part.size
+def write_parts(folder: RunFolder, file_parts: list[Part], payload: bytes) -> None:
+    """Writes the parts into the folder of this machine.
+
+    OrchError (78) for a file that does not belong in a run folder.
+    """
+    position = 0
+    for file_part in file_parts:
+        if (
+            not any(
+                kind.fullmatch(file_part.path)
+                for kind in (_REPLACED_FILES, _APPENDED_FILES, _LOG_FILES)
+            )
+            or file_part.size < 0
+        ):
+            raise OrchError(f"run {folder.run_id}: the host sent {file_part.path!r}", Exit.SECURITY)
+        data = payload[position : position + file_part.size]
+        path = folder.path / file_part.path
+        position += file_part.size
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        if part.offset == 0:
+        if file_part.offset == 0:
             write_private(path, data, durable=False)
             continue
         with path.open("r+b") as file:
-            if (
-                file.seek(0, 2) != part.offset
-            ):  # another command of this machine has just written it
+            # another command of this machine may have written the part already
+            if file.seek(0, 2) != file_part.offset:
                 continue
             file.write(data)
 
 
 def _files(folder: RunFolder) -> Iterator[tuple[str, Path]]:
-    for below in ("", "events", "metrics", "stacks", "logs"):
+    for subfolder in ("", "events", "metrics", "stacks", "logs"):
         with contextlib.suppress(OSError):
-            for path in sorted((folder.path / below).iterdir()):
-                yield f"{below}/{path.name}" if below else path.name, path
+            for path in sorted((folder.path / subfolder).iterdir()):
+                yield f"{subfolder}/{path.name}" if subfolder else path.name, path

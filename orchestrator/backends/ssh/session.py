@@ -1,5 +1,5 @@
-"""A connection to the orch of another host: one process of the system's ssh for as long as this
-command runs."""
+"""A connection to the orch of another host: one process of the system's ssh, which lives as long as
+this command."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from . import wire
 
 #: A host as ssh takes it; its user, port and keys are for ~/.ssh/config, or `user@host`.
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
-#: The interpreter there that has orch, from the home folder on: no word needs quoting for a shell.
+#: The interpreter with orch on the host, absolute or relative to the home folder. No shell needs
+#: quotes for it.
 PYTHON = re.compile(r"(~/)?[A-Za-z0-9_./+-]{1,400}")
 _NOISE = 1 << 20  # bytes that a login shell may print before orch answers
-_KEPT_ALIVE = (
+_KEEP_ALIVE_FLAGS = (
     "-o",
     "ConnectTimeout=20",
     "-o",
@@ -31,58 +32,65 @@ _KEPT_ALIVE = (
 )
 
 
-def _leave_ctrl_c_to_us() -> None:
-    """In ssh's process: a terminal sends Ctrl-C to it as well, in the middle of an answer. It ends
-    with our pipe."""
+def _ignore_ctrl_c() -> None:
+    """Lets ssh ignore the terminal's Ctrl-C, which would end it in the middle of an answer.
+
+    ssh ends when this process closes its pipe.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class ConnectionLost(OrchError):
-    """Nobody knows whether the other side has done what it was last asked for."""
+    """The connection was lost before the host answered, which may or may not have acted."""
 
 
 class Session:
-    """`ask` starts it where it is not there. OrchError (65) for a host or interpreter that is no
-    such name."""
+    """Starts ssh at the first `ask`. OrchError (65) for an invalid host or interpreter."""
 
     def __init__(self, host: str, python: str):
         if not HOST.fullmatch(host):
-            raise OrchError(f"backend.options.ssh={host!r} is no host as ssh takes it", Exit.CONFIG)
+            raise OrchError(
+                f"backend.options.ssh={host!r} is not a host as ssh takes it", Exit.CONFIG
+            )
         if not PYTHON.fullmatch(python) or ".." in python.split("/"):
             raise OrchError(
-                f"backend.options.ssh_python={python!r} is no path of an interpreter", Exit.CONFIG
+                f"backend.options.ssh_python={python!r} is not the path of an interpreter",
+                Exit.CONFIG,
             )
         self.host = host
         self.python = python
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
-        """The answer with its payload. OrchError: what the other side refuses, with its exit code;
-        76 when the host does not answer, as ConnectionLost (76) when it may have heard the
-        question."""
+        """Sends a question; returns the answer with its payload.
+
+        OrchError: what the other side refuses, with its exit code; 76 when the host does not
+        answer, as ConnectionLost (76) when it may have received the question.
+        """
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
             wire.write(process.stdin, question, payload)  # type: ignore[arg-type]
-            found = wire.read_answer(process.stdout)  # type: ignore[arg-type]
+            answer = wire.read_answer(process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError) as error:
             self.close()
             raise ConnectionLost(
                 f"ssh {self.host}: the connection was lost ({error})", Exit.CAPACITY
             ) from None
-        if found is None:
+        if answer is None:
             raise ConnectionLost(
-                f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY
+                f"ssh {self.host}: the connection was lost ({self._close_and_describe_exit()})",
+                Exit.CAPACITY,
             )
-        if isinstance(found[0], wire.Refused):
+        if isinstance(answer[0], wire.Refused):
             codes = {int(code): code for code in Exit}
             raise OrchError(
-                f"{self.host}: {found[0].message}", codes.get(found[0].exit, Exit.INTERNAL)
+                f"{self.host}: {answer[0].message}", codes.get(answer[0].exit, Exit.INTERNAL)
             )
-        return found
+        return answer
 
     def close(self) -> None:
-        """The other side ends with its standard input."""
+        """Closes the connection; the process on the host ends with its standard input."""
         if (process := self._process) is None:
             return
         self._process = None
@@ -96,45 +104,47 @@ class Session:
             process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A login shell, because PATH and modules of a site are set there. Nothing of a user's is in
-        # this line.
-        line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
-        argv = ["ssh", "-T", *_KEPT_ALIVE, "--", self.host, line]
+        # A login shell, because a site sets PATH and modules there. The line holds no text of a
+        # user that would need quotes.
+        shell_line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
+        argv = ["ssh", "-T", *_KEEP_ALIVE_FLAGS, "--", self.host, shell_line]
         try:
             self._process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=_leave_ctrl_c_to_us
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=_ignore_ctrl_c
             )
         except OSError as error:
             raise OrchError(f"ssh cannot be started: {error.strerror}", Exit.CAPACITY) from None
         atexit.register(self.close)
         assert self._process.stdout
-        read = 0
-        while line_read := self._process.stdout.readline():
-            read += len(line_read)
-            if line_read.startswith(wire.GREETING):
-                return self._greeted(line_read, self._process)
-            if read > _NOISE:
+        bytes_read = 0
+        while output_line := self._process.stdout.readline():
+            bytes_read += len(output_line)
+            if output_line.startswith(wire.GREETING):
+                return self._check_version(output_line, self._process)
+            if bytes_read > _NOISE:
                 break
-        code = self._ended()
-        if code.endswith(" 255"):  # ssh's own, which has said why
-            raise OrchError(f"ssh {self.host} found no way there ({code})", Exit.CAPACITY)
-        how = "install it there as here, or say where: backend.options.ssh_python=PATH"
+        code = self._close_and_describe_exit()
+        if code.endswith(" 255"):  # ssh's own exit code; ssh has printed the reason
+            raise OrchError(f"ssh {self.host} cannot reach the host ({code})", Exit.CAPACITY)
+        advice = "install the same version there, or set backend.options.ssh_python=PATH"
         raise OrchError(
-            f"{self.host} has no orch under {self.python} ({code}): {how}", Exit.CAPACITY
+            f"{self.host} has no orch under {self.python} ({code}): {advice}", Exit.CAPACITY
         )
 
-    def _greeted(self, line: bytes, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        said = line.removeprefix(wire.GREETING).decode(errors="replace").split()
-        if said[:1] == [str(wire.VERSION)]:
+    def _check_version(
+        self, greeting: bytes, process: subprocess.Popen[bytes]
+    ) -> subprocess.Popen[bytes]:
+        versions = greeting.removeprefix(wire.GREETING).decode(errors="replace").split()
+        if versions[:1] == [str(wire.VERSION)]:
             return process
         self.close()
-        theirs = said[1] if len(said) > 1 else "another version"
+        host_version = versions[1] if len(versions) > 1 else "another version"
         raise OrchError(
-            f"{self.host} has orch {theirs}, this is {__version__}: install the same there",
+            f"{self.host} has orch {host_version}, this is {__version__}: install the same there",
             Exit.CAPACITY,
         )
 
-    def _ended(self) -> str:
+    def _close_and_describe_exit(self) -> str:
         process = self._process
         self.close()
         return f"exit code {process.returncode}" if process else "it was closed"

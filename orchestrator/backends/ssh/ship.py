@@ -1,4 +1,4 @@
-"""The code and the group files that go to another host, as a tar."""
+"""Packs the code and the config group files for another host into a tar, and unpacks them there."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ CONF = "conf"
 
 
 def pack(code: Code, conf: Path | None) -> tuple[bytes, int, int]:
-    """A compressed tar of the folder's code and of group files; how many files of code, and their
-    bytes.
+    """A compressed tar of the code and of group files, the number of code files, and their bytes.
 
-    OrchError (65) when the code is too much to copy.
+    OrchError (65) when the code is too large to copy.
     """
     files, size = listed(code)
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
         _add(tar, CODE, Path(code.root), files)
         if conf is not None:
-            _add(
-                tar,
-                CONF,
-                conf,
-                [str(path.relative_to(conf)) for path in sorted(conf.rglob("*.yaml"))],
-            )
+            group_files = sorted(conf.rglob("*.yaml"))
+            names = [str(path.relative_to(conf)) for path in group_files]
+            _add(tar, CONF, conf, names)
     return out.getvalue(), len(files), size
 
 
@@ -50,25 +46,25 @@ def _add(tar: tarfile.TarFile, prefix: str, root: Path, names: Iterable[str]) ->
 
 
 def unpack(payload: bytes, into: Path) -> None:
-    """Regular files and links of such a tar, each inside `into`. OrchError (78) for any other
-    name."""
+    """Unpacks regular files and links, each inside `into`. OrchError (78) for any other name."""
     with tarfile.open(fileobj=io.BytesIO(payload), mode="r:gz") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
-            if path.is_absolute() or ".." in path.parts or path.parts[:1] not in ((CODE,), (CONF,)):
-                raise OrchError(f"the code that was shipped holds {member.name!r}", Exit.SECURITY)
+            top_folder = path.parts[:1]
+            is_inside = not path.is_absolute() and ".." not in path.parts
+            if not is_inside or top_folder not in ((CODE,), (CONF,)):
+                raise OrchError(f"the shipped code holds {member.name!r}", Exit.SECURITY)
             target = into / path
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not target.parent.resolve().is_relative_to(
-                into.resolve()
-            ):  # through a link that came before
-                raise OrchError(f"the code that was shipped holds {member.name!r}", Exit.SECURITY)
+            # an earlier link could lead outside
+            if not target.parent.resolve().is_relative_to(into.resolve()):
+                raise OrchError(f"the shipped code holds {member.name!r}", Exit.SECURITY)
             if member.issym():
                 target.symlink_to(member.linkname)
             elif (source := tar.extractfile(member)) is not None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                with os.fdopen(
-                    os.open(target, flags, 0o700 if member.mode & 0o100 else 0o600), "wb"
-                ) as file:
+                mode = 0o700 if member.mode & 0o100 else 0o600
+                descriptor = os.open(target, flags, mode)
+                with os.fdopen(descriptor, "wb") as file:
                     while chunk := source.read(1 << 20):
                         file.write(chunk)

@@ -1,8 +1,7 @@
-"""What this machine and the orch of another host say to each other, over the standard streams of
-ssh.
+"""The messages between this machine and the orch of another host, over the standard streams of ssh.
 
-A message is a JSON object, then as many bytes as its `payload` says. This side asks, the other
-answers each question.
+A message is a JSON object, followed by as many bytes as its `payload` says. This side asks, the
+other side answers each question.
 """
 
 from __future__ import annotations
@@ -17,36 +16,38 @@ from orchestrator.run.request import Code
 from orchestrator.run.state import RunState
 
 VERSION = 2
-#: The line that the other side begins with: what a login shell prints comes before it.
+#: The beginning of the other side's first line. A login shell may print other lines before it.
 GREETING = b"@orch-remote "
-#: Started there by name: nobody knows where it is installed.
+#: The module that is started on the host by name, because its place there is not known.
 MODULE = "orchestrator.remote"
 
 _LENGTH = struct.Struct(">QQ")
-_MOST_JSON = 64 << 20
+_LONGEST_JSON = 64 << 20
 
 
 class Prepare(Frozen, tag=True, kw_only=True):
-    """Plan a job and keep it. Payload: a tar of `code/...` and `conf/...`."""
+    """Plans a job and keeps it. The payload is a tar of `code/...` and `conf/...`."""
 
     words: list[str]
     command: list[str]
     env: list[str]
     program: bool
-    code: Code  # of this machine; the other side has its files from the payload
+    code: Code  # on this machine; the payload has its files
     after: list[str] = []
     run_id: str | None = None
     dry_run: bool = False
-    conf: bool = False  # the payload has group files of the user's
+    conf: bool = False  # the payload has the user's group files
 
 
 class Send(Frozen, tag=True):
-    """Start the job that was prepared last."""
+    """Starts the job that was prepared last."""
 
 
 class Look(Frozen, tag=True):
+    """Asks for a run's state and for the files that this machine lacks."""
+
     run: str
-    known: dict[str, int] = {}  # bytes of the files that only grow, as this machine has them
+    known: dict[str, int] = {}  # bytes that this machine has of the files that only grow
     logs: bool = False
 
 
@@ -57,7 +58,7 @@ class Cancel(Frozen, tag=True):
 
 class Resume(Frozen, tag=True):
     run: str
-    allow: list[str] = []  # as `orch resume --allow`
+    allow: list[str] = []  # settings that `orch resume --allow` names
 
 
 class Resize(Frozen, tag=True):
@@ -78,12 +79,12 @@ class Refused(Frozen, tag=True):
 
 
 class Prepared(Frozen, tag=True):
-    """Payload: plan.json."""
+    """A prepared job. The payload is plan.json."""
 
     request: msgspec.Raw
     said: list[str]
-    script: str = ""  # what its scheduler would be given
-    refusal: str = ""  # why sending it would be refused
+    script: str = ""  # the document for its scheduler
+    refusal: str = ""  # the reason why sending it would be refused
 
 
 class Handle(Frozen, tag=True):
@@ -91,8 +92,10 @@ class Handle(Frozen, tag=True):
 
 
 class Part(Frozen):
-    """Bytes of a file of a run folder, from an offset on; they lie in the payload, in the order of
-    the parts."""
+    """Bytes of a file of a run folder from an offset on.
+
+    The payload holds the bytes of all parts, in the order of the parts.
+    """
 
     path: str
     offset: int
@@ -103,7 +106,7 @@ class Looked(Frozen, tag=True):
     alive: bool
     state: RunState
     parts: list[Part]
-    more: bool = False  # there is more than one answer should hold
+    more: bool = False  # one answer could not hold everything
 
 
 class Done(Frozen, tag=True):
@@ -114,6 +117,7 @@ Answer = Refused | Prepared | Handle | Looked | Done
 
 
 def write(stream: BinaryIO, message: Question | Answer, payload: bytes = b"") -> None:
+    """Writes one message and flushes the stream."""
     raw = msgspec.json.encode(message)
     stream.write(_LENGTH.pack(len(raw), len(payload)))
     stream.write(raw)
@@ -122,24 +126,24 @@ def write(stream: BinaryIO, message: Question | Answer, payload: bytes = b"") ->
 
 
 def read_question(stream: BinaryIO) -> tuple[Question, bytes] | None:
-    """None where the other side has gone. ValueError for what is no question."""
-    found = _read(stream)
-    return None if found is None else (msgspec.json.decode(found[0], type=Question), found[1])
+    """Reads a question; returns None at the end of the stream. ValueError for another message."""
+    message = _read(stream)
+    return None if message is None else (msgspec.json.decode(message[0], type=Question), message[1])
 
 
 def read_answer(stream: BinaryIO) -> tuple[Answer, bytes] | None:
-    """None where the other side has gone. ValueError for what is no answer."""
-    found = _read(stream)
-    return None if found is None else (msgspec.json.decode(found[0], type=Answer), found[1])
+    """Reads an answer; returns None at the end of the stream. ValueError for another message."""
+    message = _read(stream)
+    return None if message is None else (msgspec.json.decode(message[0], type=Answer), message[1])
 
 
 def _read(stream: BinaryIO) -> tuple[bytes, bytes] | None:
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
-    long, payload = _LENGTH.unpack(head)
-    if long > _MOST_JSON or payload > 1 << 31:
-        raise ValueError(f"a message of {long} and {payload} bytes")
-    raw = stream.read(long)
-    rest = stream.read(payload)
-    return (raw, rest) if len(raw) == long and len(rest) == payload else None
+    message_size, payload_size = _LENGTH.unpack(head)
+    if message_size > _LONGEST_JSON or payload_size > 1 << 31:
+        raise ValueError(f"a message of {message_size} and {payload_size} bytes")
+    raw = stream.read(message_size)
+    payload = stream.read(payload_size)
+    return (raw, payload) if len(raw) == message_size and len(payload) == payload_size else None

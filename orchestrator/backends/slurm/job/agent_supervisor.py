@@ -1,10 +1,10 @@
-"""Runs the agent of an elastic run as a child process and restarts it if it crashes while its node
+"""Runs the agent of an elastic run as a child process, and restarts it if it crashes while its node
 survives.
 
 Slurm sees one task that keeps running, so no new step is needed and the job does not end. Depending
 on the site, Slurm signals this process alone (proctrack/cgroup) or the agent too
 (proctrack/linuxproc, pgid). Signals are therefore forwarded over the agent's standard input, where
-one that arrives both ways counts once: a second would mean "at once".
+a signal that arrives both ways counts once: a second signal would mean "at once".
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from collections.abc import Callable, Sequence
 from orchestrator.plan import Exit
 
 _RESTART_DELAY_S = 1.0
-#: By default it is ignored, so that children of workers live until the workers have saved
-#: (orchestrator/agent).
-NOTICE = signal.SIGURG
+#: The signal by which the script asks agents to save and stop. Other processes ignore it by
+#: default, so the children of workers live until the workers have saved (orchestrator/agent).
+FORWARDED_SIGNAL = signal.SIGURG
 _TERMINATION_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGUSR2,
-    NOTICE,
+    FORWARDED_SIGNAL,
 )
 
 
 def supervise(argv: Sequence[str], run_ended: Callable[[], bool], max_restarts: int) -> int:
-    """Run the agent `argv` to its last exit; returns its exit code, 128 + the signal's number if it
-    was killed.
+    """Runs the agent `argv` to its last exit.
 
-    A killed agent is restarted at most `max_restarts` times. One that was fenced (its node was
-    frozen or cut off, and has recovered) is always restarted, and joins as a newcomer. None is
-    restarted when the run has ended or after a termination signal. The agent's standard input is
-    its lifeline: it exits when this process does.
+    Returns its exit code, 128 + the signal's number if it was killed. A killed agent is restarted
+    at most `max_restarts` times. An agent that was fenced (its node was frozen or cut off, and has
+    recovered) is always restarted, and joins as a newcomer. No agent is restarted when the run has
+    ended or after a termination signal. The agent's standard input is its lifeline: the agent exits
+    when this process does.
     """
     received: list[bytes] = []
     lifeline: list[int] = []
@@ -50,20 +50,26 @@ def supervise(argv: Sequence[str], run_ended: Callable[[], bool], max_restarts: 
             with contextlib.suppress(OSError):
                 os.write(descriptor, received[-1] + b"\n")
 
-    for number in _TERMINATION_SIGNALS:  # handlers, because the agent would inherit SIG_IGN
+    # handlers, because the agent would inherit SIG_IGN
+    for number in _TERMINATION_SIGNALS:
         signal.signal(number, forward)
     killed = 0
     while True:
         with subprocess.Popen(argv, stdin=subprocess.PIPE) as agent:
             assert agent.stdin
             lifeline[:] = [agent.stdin.fileno()]
-            if received:  # before the agent had started
+            if received:  # the signal came before the agent had started
                 forward(signal.SIGTERM, None)
             code = agent.wait()
             lifeline.clear()
         killed += code < 0
-        restart = killed <= max_restarts if code < 0 else code == Exit.FENCED
+        if code < 0:
+            restart = killed <= max_restarts
+            exit_code = 128 - code
+        else:
+            restart = code == Exit.FENCED
+            exit_code = code
         if received or not restart or run_ended():
-            return code if code >= 0 else 128 - code
-        print(f"orch: the agent ended with {code}, it is started again", flush=True)
+            return exit_code
+        print(f"orch: the agent ended with {code}: restarting it", flush=True)
         time.sleep(_RESTART_DELAY_S)

@@ -1,5 +1,5 @@
-"""Assigns the ranks of a run to the nodes that Slurm granted. Runs inside the allocation, before
-any agent."""
+"""Assigns the ranks of a run to the nodes that Slurm granted, inside the allocation and before any
+agent starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from orchestrator.run.state import pending_again, read_state, write_state
 
 
 class NodeAssignment(Frozen):
-    """slurm/placement.json: the plan on the nodes of this attempt."""
+    """The plan on the nodes of this attempt, as slurm/placement.json holds it."""
 
     job_id: str
     attempt: int = msgspec.field(name="life")  # SLURM_RESTART_COUNT
@@ -60,107 +60,112 @@ def read_assignment(folder: RunFolder) -> NodeAssignment | None:
         return None
 
 
-def read_probe(text: str) -> dict[str, str]:
+def read_probe(output: str) -> dict[str, str]:
     """Node -> address, from the probe's output. OrchError (74) when a node answered twice."""
-    found: dict[str, str] = {}
-    for _, node, address, *_ in _answers(text):
-        if node in found:
+    addresses: dict[str, str] = {}
+    for _, node, address, *_ in _answers(output):
+        if node in addresses:
             raise OrchError(f"node {node} answered twice", Exit.NODE)
-        found[node] = address
-    return found
+        addresses[node] = address
+    return addresses
 
 
-def lacking(text: str) -> dict[str, str]:
+def lacking(output: str) -> dict[str, str]:
     """Node -> what it lacks, from the probe's output."""
-    return {node: ", ".join(lacks) for _, node, _, *lacks in _answers(text) if lacks}
+    return {node: ", ".join(lacks) for _, node, _, *lacks in _answers(output) if lacks}
 
 
-def _answers(text: str) -> list[list[str]]:
-    """The words `<node id> <name> <address> [<what it lacks> ...]` of each line that the probe has
+def _answers(output: str) -> list[list[str]]:
+    """The fields `<node id> <name> <address> [<missing item> ...]` of each line that the probe has
     marked as its own.
 
-    Nodes print other things too (a TaskProlog, a shell's start files), which are no answers.
+    Other lines, which a TaskProlog or a shell's start files print, are skipped.
     """
-    lines = [line.split() for line in text.split("\n")]
+    lines = [line.split() for line in output.split("\n")]
     return [
-        words[1:]
-        for words in lines
-        if words[:1] == [MARK] and len(words) > 3 and words[1].isdigit()
+        fields[1:]
+        for fields in lines
+        if fields[:1] == [MARK] and len(fields) > 3 and fields[1].isdigit()
     ]
 
 
 def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> NodeAssignment:
-    """Assign the run's ranks to the nodes of this allocation, and write the plan and request that
+    """Assigns the run's ranks to the nodes of this allocation, and writes the plan and request that
     agents read.
 
     `probe`: the output of the script's first step, for `read_probe`. OrchError: 65 for a damaged
     plan, 74 when a node did not answer, 75 when the run was cancelled meanwhile, 76 when the nodes
     are too few.
     """
-    addresses = read_probe(probe)
-    _check_nodes(folder, addresses, environ)
-    lacks = lacking(probe)
-    exclude(folder, lacks)
-    if wants_end(folder):
-        raise OrchError("the run was cancelled before it had started", Exit.RESTART)
+    addresses = _fit_nodes(folder, probe, environ)
     request = submitted_request(folder)
-    addresses = {node: address for node, address in addresses.items() if node not in lacks}
-    if lacks and legal_size(request.sizes, len(addresses)) is None:
-        raise OrchError(
-            "; ".join(f"node {node} lacks: {what}" for node, what in sorted(lacks.items())),
-            Exit.NODE,
-        )
     planned = _submitted_plan(folder, request.sizes, len(addresses))
     topology = from_addresses(addresses)
-    names = (
-        choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
-    )
-    real = replan(planned, with_nodes(planned.cluster, names, topology))
-    found = difference(planned, real)
-    sizes = ""
+    names: Sequence[str] = list(addresses)
     if request.sizes:
-        sizes = f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
-        spares = len(addresses) > len(names)
-        whole = (
-            replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else real
-        )
-        request = _elastic_request(folder, request, whole, list(addresses))
+        names = choose_nodes(addresses, topology, used_node_count(planned))
+    plan = replan(planned, with_nodes(planned.cluster, names, topology))
+    changes = difference(planned, plan)
+    summary = changes.text
+    if request.sizes:
+        sizes = ", ".join(map(str, request.sizes))
+        summary = f"{used_node_count(plan)} nodes of the sizes {sizes}; {summary}"
+        full_plan = plan
+        if len(addresses) > len(names):  # there are spare nodes
+            full_plan = replan(planned, with_nodes(planned.cluster, addresses, topology))
+        request = _elastic_request(folder, request, full_plan, list(addresses))
     assignment = NodeAssignment(
         job_id=current_job_id(environ),
         attempt=int(environ.get("SLURM_RESTART_COUNT") or 0),
-        nodes=found.nodes,
+        nodes=changes.nodes,
         addresses=dict(sorted(addresses.items(), key=lambda item: natural_key(item[0]))),
         planned_hash=planned.hash,
-        plan_hash=real.hash,
-        summary=sizes + found.text,
-        moved_ranks=found.moved_ranks,
-        worst_levels=found.worst_levels,
-        step_s=found.step_s,
+        plan_hash=plan.hash,
+        summary=summary,
+        moved_ranks=changes.moved_ranks,
+        worst_levels=changes.worst_levels,
+        step_s=changes.step_s,
         after_epoch=read_state(folder).epoch,
     )
-    _write_files(folder, request, real, assignment)
+    _write_files(folder, request, plan, assignment)
     return assignment
+
+
+def _fit_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Node -> address of the nodes that lack nothing; the next attempt excludes the others."""
+    addresses = read_probe(probe)
+    _check_nodes(folder, addresses, environ)
+    missing_by_node = lacking(probe)
+    exclude(folder, missing_by_node)
+    if wants_end(folder):
+        raise OrchError("the run was cancelled before it had started", Exit.RESTART)
+    fit = {node: address for node, address in addresses.items() if node not in missing_by_node}
+    if missing_by_node and legal_size(submitted_request(folder).sizes, len(fit)) is None:
+        problems = [
+            f"node {node} lacks: {items}" for node, items in sorted(missing_by_node.items())
+        ]
+        raise OrchError("; ".join(problems), Exit.NODE)
+    return fit
 
 
 def _check_nodes(
     folder: RunFolder, addresses: Mapping[str, str], environ: Mapping[str, str]
 ) -> None:
-    """OrchError (74) unless exactly the nodes that Slurm granted have answered; the next attempt
-    has no silent one.
+    """Raises OrchError (74) unless exactly the nodes that Slurm granted have answered.
 
-    If none has answered, no node is to blame.
+    The next attempt excludes the silent ones. If no node has answered, none is to blame.
     """
     granted = set(expand(environ.get("SLURM_JOB_NODELIST", "")))
     silent = granted - set(addresses)
-    strange = set(addresses) - granted
+    foreign = set(addresses) - granted
     if silent:
         exclude(folder, silent if addresses else ())
         raise OrchError(
             f"no answer from {', '.join(sorted(silent, key=natural_key)[:8])}", Exit.NODE
         )
-    if strange:
+    if foreign:
         raise OrchError(
-            f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}",
+            f"answers from nodes that are not the job's: {', '.join(sorted(foreign)[:8])}",
             Exit.NODE,
         )
 
@@ -172,14 +177,16 @@ def current_job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
 
 
-def _submitted_plan(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
-    """The plan as submitted, of several sizes the largest that `given` nodes hold. Keeps a copy of
-    plan.json."""
+def _submitted_plan(folder: RunFolder, sizes: Sequence[int], granted_nodes: int) -> Plan:
+    """The plan as submitted; of several sizes the largest that `granted_nodes` nodes can hold.
+
+    Keeps a copy of plan.json.
+    """
     if sizes:
-        size = legal_size(sizes, given)
+        size = legal_size(sizes, granted_nodes)
         if size is None:
             raise OrchError(
-                f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}",
+                f"{granted_nodes} nodes are fewer than the smallest size of this run, {min(sizes)}",
                 Exit.CAPACITY,
             )
         return load_plan(submitted_plan(folder, size))
@@ -191,19 +198,19 @@ def _submitted_plan(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan
 
 
 def _elastic_request(
-    folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequence[str]
+    folder: RunFolder, request: LaunchRequest, full_plan: Plan, nodes: Sequence[str]
 ) -> LaunchRequest:
-    """The request for this attempt: the sizes that its nodes can hold, an agent on every node,
+    """The request for this attempt: the sizes that its nodes can hold, and an agent on every node,
     spares included.
 
-    `whole`: the plan of the largest such size on a cluster of all the nodes, which tells
-    coordinators the network.
+    `full_plan`: the plan of the largest such size on a cluster of all the nodes, which tells
+    coordinators about the network.
     """
-    size = used_node_count(whole)
+    size = used_node_count(full_plan)
     for path in (folder.request, folder.sized_plan(size)):
         if not submitted_path(path).exists():
             write_private(submitted_path(path), path.read_bytes())
-    write_private(folder.sized_plan(size), to_json(whole, indent=1) + b"\n")
+    write_private(folder.sized_plan(size), to_json(full_plan, indent=1) + b"\n")
     agents = on_nodes(request, nodes)
     return structs.replace(
         request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size]
@@ -229,9 +236,8 @@ def _write_files(
         (slurm / name).unlink(missing_ok=True)
     now = time.time()
     record = read_record(folder, SlurmRecord)
-    submitted = (
-        record.submitted_at if record else now
-    )  # a script submitted by hand has no record yet
+    # a script that was submitted by hand has no record yet
+    submitted = record.submitted_at if record else now
     write_record(
         folder,
         SlurmRecord(job_id=assignment.job_id, submitted_at=submitted, attempt=assignment.attempt),

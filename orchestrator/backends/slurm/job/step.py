@@ -1,7 +1,7 @@
-"""A further step of a run's job: a command on one node, next to the agent.
+"""Runs a command on one node of a run, next to the agent, as a further step of the run's job.
 
-`srun --overlap` starts it as the job's user: Slurm allows that to the owner of the job alone, and
-no other way into the node is needed.
+`srun --overlap` starts the step as the job's user: Slurm allows that to the owner of the job alone,
+and no other way into the node is needed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from orchestrator.backends.slurm.commands import Slurm
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-_END_S = 30.0  # for it to end
+_END_S = 30.0  # time for the step to end
 
 
 class JobStep:
-    """A running step. It ends by itself, or when `close` closes its standard input."""
+    """A running step, which ends by itself or when `close` closes its standard input."""
 
     def __init__(self, slurm: Slurm, job_id: str, node: str, argv: Sequence[str]):
         self._slurm = slurm
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the step
-        where = [
+        step_flags = [
             f"--jobid={job_id}",
             "--overlap",
             f"--nodelist={node}",
@@ -35,14 +35,16 @@ class JobStep:
             "--ntasks=1",
             "--unbuffered",
         ]
-        self._process = slurm.start(["srun", *where, *argv], self._errors)
+        self._process = slurm.start(["srun", *step_flags, *argv], self._errors)
         assert self._process.stdin and self._process.stdout
         self._input = self._process.stdin
         self._output = self._process.stdout
 
     def line(self, timeout_s: float) -> bytes:
-        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes
-        too long."""
+        """The first line of the command's output, b"" when it ends without one.
+
+        OrchError (76) when there is no line within `timeout_s`.
+        """
         end = time.monotonic() + timeout_s
         received = b""
         with selectors.DefaultSelector() as selector:
@@ -60,12 +62,12 @@ class JobStep:
         return received
 
     def failure(self) -> OrchError:
-        """Why it ended without a line: what srun wrote."""
+        """The error with which the step ended before it printed a line: what srun wrote."""
         self._errors.seek(0)
         return self._slurm.to_error("srun", self._errors.read().decode(errors="replace"))
 
     def close(self) -> None:
-        """Close its standard input, and wait for its end. May be called again."""
+        """Closes the command's standard input and waits for its end. May be called twice."""
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         try:

@@ -1,9 +1,9 @@
 """Does the batch script's work when the script's node is lost.
 
-Slurm keeps a `--no-kill` job whose batch node is lost, and its other nodes go on. But then no
-process receives the notice before the time limit, forwards a cancel, or ends or requeues the job.
-In an elastic run the agent whose node has the coordinator takes this over, once Slurm itself has
-given up the script's node.
+Slurm keeps a `--no-kill` job whose batch node is lost, and the job's other nodes continue. But then
+no process receives the signal before the time limit, forwards a cancel, or ends or requeues the
+job. In an elastic run the agent whose node has the coordinator takes this over, once Slurm itself
+has given up the script's node.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import wants_end
 from orchestrator.run.state import RunState, read_state
 
-from .agent_supervisor import NOTICE
+from .agent_supervisor import FORWARDED_SIGNAL
 
 _POLL_S = 5.0
 
 
 class BatchStepTakeover:
-    """One agent's part in it. `script_node`: where the batch script started. `job`: its id for
-    Slurm's commands."""
+    """The takeover as seen from one agent.
+
+    `script_node`: the node on which the batch script started. `job`: the job's id for Slurm's
+    commands.
+    """
 
     def __init__(
         self,
@@ -55,12 +58,14 @@ class BatchStepTakeover:
         self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def start(self) -> None:
-        """Check every few seconds, in a thread, while the agent runs."""
+        """Starts a thread that checks every few seconds while the agent runs."""
         self._thread.start()
 
     def run_until_job_ends(self) -> None:
-        """After the agent's end: returns once the job is ended or requeued, at once if that is not
-        this node's task."""
+        """Continues after the agent's end until the job has ended or was requeued.
+
+        Returns at once if that is not this node's task.
+        """
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(OSError):
@@ -68,47 +73,49 @@ class BatchStepTakeover:
                 time.sleep(_POLL_S)
 
     def check(self, now: datetime) -> bool:
-        """Do what is due; returns whether that was all. `now`: local time. OrchError when Slurm
-        does not answer."""
+        """Does what is due; returns whether nothing is left to do. `now`: local time.
+
+        OrchError when Slurm does not answer.
+        """
         state = read_state(self._folder)
         script_node = state.nodes.get(self._script_node)
         if state.writer != self._node or script_node is None or script_node.state != "lost":
             return state.is_final
-        shown = self._slurm.run(["scontrol", "--oneliner", "show", "job", self._job])
-        job = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        output = self._slurm.run(["scontrol", "--oneliner", "show", "job", self._job])
+        job = dict(field.split("=", 1) for field in output.split() if "=" in field)
         if job.get("JobState") != "RUNNING":
             return True
-        if self._script_node in expand(
-            job["NodeList"]
-        ):  # not given up by Slurm: the script may be running
+        # as long as Slurm has not given up that node, the script may be running
+        if self._script_node in expand(job["NodeList"]):
             return False
         if state.is_final:
             return self._finish(state)
         if not self._signalled and (
-            wants_end(self._folder) or self._notice_is_due(job.get("EndTime", ""), now)
+            wants_end(self._folder) or self._time_limit_is_near(job.get("EndTime", ""), now)
         ):
             self._signalled = True
-            self._slurm.cancel(self._job, f"--signal={NOTICE.name.removeprefix('SIG')}")
+            self._slurm.cancel(self._job, f"--signal={FORWARDED_SIGNAL.name.removeprefix('SIG')}")
         return False
 
-    def _notice_is_due(self, end: str, now: datetime) -> bool:
+    def _time_limit_is_near(self, end: str, now: datetime) -> bool:
         try:
             return now >= datetime.fromisoformat(end) - timedelta(seconds=self._options.notice_s)
         except ValueError:  # Unknown
             return False
 
     def _finish(self, state: RunState) -> bool:
-        """Call the script's own `finish`, which requeues the job or decides against it, and then
-        end the job.
+        """Calls the script's own `finish`, which requeues the job or decides against it; then ends
+        the job.
 
-        Returns whether that is done: False if the script was killed, because a requeue kills it
-        shortly before us.
+        Returns False if the script was killed: a requeue kills it shortly before this process.
         """
         sys.stdout.flush()
         script = str(Path(self._folder.path, "slurm", "script"))
         argv = [self._options.shell, script, "finish", str(state.exit_code or 0)]
-        done = subprocess.run(argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False)
-        if done.returncode < 0:
+        completed = subprocess.run(
+            argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False
+        )
+        if completed.returncode < 0:
             return False
         self._slurm.cancel(self._job, "--state=RUNNING")
         return True
@@ -117,7 +124,7 @@ class BatchStepTakeover:
         try:
             return self.check(datetime.now())
         except OrchError as error:
-            print(f"orch: in place of the script: {error.message}", file=sys.stderr)
+            print(f"orch: acting for the lost batch script: {error.message}", file=sys.stderr)
             return False
 
     def _poll(self) -> None:

@@ -1,8 +1,8 @@
 """`python -m orchestrator.slurm.task`: the commands that the job script runs inside an allocation.
 
-place    once an attempt, on the first node: assign the ranks to the nodes that Slurm granted
-agent    on every node: run the agent, with the node's Slurm name and its own address
-outcome  once an attempt, after the agents: return the run's exit code, and end the run if no
+place    once per attempt, on the first node: assigns the ranks to the nodes that Slurm granted
+agent    on every node: runs the agent, with the node's Slurm name and its own address
+outcome  once per attempt, after the agents: returns the run's exit code, and ends the run if no
     coordinator could
 """
 
@@ -40,42 +40,47 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     folder = RunFolder(args.run_dir)
     try:
-        if args.what == "place":
+        if args.command == "place":
             _check_version(os.environ)  # once: all nodes have one image
             return _place(folder, args.nodes)
-        if args.what == "outcome":
+        if args.command == "outcome":
             return _outcome(folder, args.code)
         return _agent(folder)
     except Exception as error:
-        code, text = ending(error)
+        code, message = ending(error)
         if code == Exit.INTERNAL:
             traceback.print_exc()
-    print(f"orch: {text}", file=sys.stderr)
-    if args.what == "place":
+    print(f"orch: {message}", file=sys.stderr)
+    if args.command == "place":
         with contextlib.suppress(OrchError, OSError):
-            _end_run(folder, code, text)
+            _end_run(folder, code, message)
     return code
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="orchestrator.slurm.task")
-    whats = parser.add_subparsers(dest="what", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     for name in ("place", "agent", "outcome"):
-        what = whats.add_parser(name)
-        what.add_argument("--run-dir", required=True, type=Path)
+        command_parser = commands.add_parser(name)
+        command_parser.add_argument("--run-dir", required=True, type=Path)
         if name == "place":
-            what.add_argument("--nodes", required=True, type=Path, help="output of the probe step")
+            command_parser.add_argument(
+                "--nodes", required=True, type=Path, help="output of the probe step"
+            )
         if name == "outcome":
-            what.add_argument("--code", required=True, type=int, help="srun's exit code")
+            command_parser.add_argument("--code", required=True, type=int, help="srun's exit code")
     return parser.parse_args(argv)
 
 
 def _check_version(environ: Mapping[str, str]) -> None:
-    """OrchError (65) in an image that holds other code of orch than the submitter's."""
-    theirs = environ.get("ORCH_SUBMITTER")
-    if theirs and theirs != (ours := start.code_version()):
-        text = f"the image has orch {ours}, the run was submitted by orch {theirs}: use one version"
-        raise OrchError(text, Exit.CONFIG)
+    """Raises OrchError (65) in an image whose orch is not the version that submitted the run."""
+    submitted_version = environ.get("ORCH_SUBMITTER")
+    if submitted_version and submitted_version != (image_version := start.code_version()):
+        raise OrchError(
+            f"the image has orch {image_version}, the run was submitted by orch"
+            f" {submitted_version}: use one version",
+            Exit.CONFIG,
+        )
 
 
 def _place(folder: RunFolder, nodes: Path) -> int:
@@ -105,39 +110,53 @@ def _agent(folder: RunFolder) -> int:
     node = os.environ.get("SLURMD_NODENAME")
     if not node:
         raise OrchError("SLURMD_NODENAME is not set: agents are started by srun", Exit.INTERNAL)
-    try:
-        first_read(lambda: folder.request.stat())
-    except OSError as error:
-        why = f"node {node} does not see the run folder {folder.path} ({error.strerror})"
-        raise OrchError(why, Exit.NODE) from None
-    request = first_read(lambda: read_request(folder))
+    request = _read_request(folder, node)
     if node not in {agent.node for agent in request.agents}:
-        print(f"orch: the plan needs no rank of {node}", file=sys.stderr)
+        print(f"orch: the plan has no rank on {node}", file=sys.stderr)
         return 0
     address = own_address(node, os.environ, several=len(request.agents) > 1)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    log = os.open(folder.agent_log(node), flags, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    _redirect_output(folder.agent_log(node))
     os.environ.update(environment(request, os.environ))
     os.chdir(folder.path)
     argv = ["--run-dir", str(folder.path), "--node", node, "--address", address]
     granted = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
     if granted:
         argv += ["--gpus", str(len(granted.split(",")))]
-    if not request.sizes:
-        from orchestrator.agent.__main__ import main as agent_main
+    if request.sizes:
+        return _elastic_agent(folder, node, request, argv)
+    from orchestrator.agent.__main__ import main as agent_main
 
-        return int(agent_main(argv))
+    return int(agent_main(argv))
+
+
+def _read_request(folder: RunFolder, node: str) -> LaunchRequest:
+    """The run's request. OrchError (74) if this node does not see the run folder."""
+    try:
+        first_read(lambda: folder.request.stat())
+    except OSError as error:
+        message = f"node {node} does not see the run folder {folder.path} ({error.strerror})"
+        raise OrchError(message, Exit.NODE) from None
+    return first_read(lambda: read_request(folder))
+
+
+def _redirect_output(path: Path) -> None:
+    """Appends this process's standard output and error to a log that only the user can read."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    log = os.open(path, flags, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _elastic_agent(folder: RunFolder, node: str, request: LaunchRequest, argv: list[str]) -> int:
+    """Runs the agent in a child process that is restarted after a crash; returns its exit code."""
     from .agent_supervisor import supervise
 
     takeover = _start_takeover(folder, node, request)
     agent = [*start.command(AGENT), *argv, "--elastic", "--lifeline"]
     code = supervise(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
-    if read_state(
-        folder
-    ).is_final:  # the script's watchdog ends the agents' step some time after this
+    if read_state(folder).is_final:
+        # the script's watchdog ends the agents' step some time after this
         Path(folder.path, "slurm", "ended").touch(0o600)
         if takeover:
             takeover.run_until_job_ends()
@@ -147,8 +166,10 @@ def _agent(folder: RunFolder) -> int:
 def _start_takeover(
     folder: RunFolder, node: str, request: LaunchRequest
 ) -> BatchStepTakeover | None:
-    """A started takeover; None on the script's own node and in a container without Slurm's
-    commands."""
+    """Starts a takeover.
+
+    Returns None on the script's own node, and in a container without Slurm's commands.
+    """
     from orchestrator.backends.slurm.options import read_options
 
     from .node_assignment import current_job_id
@@ -159,31 +180,36 @@ def _start_takeover(
         return None
     options = read_options(request.backend_options)
     takeover = BatchStepTakeover(
-        folder, node, script_node, current_job_id(os.environ), options, dict(os.environ)
+        folder=folder,
+        node=node,
+        script_node=script_node,
+        job=current_job_id(os.environ),
+        options=options,
+        environ=dict(os.environ),
     )
     takeover.start()
     return takeover
 
 
 def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to change for agents and workers: the request's values, torchrun's defaults
-    where nobody has set anything, and search paths with its folders first.
+    """The variables to change for agents and workers.
 
-    All others stay: sbatch exported only the allowed names, Slurm and the site's set-up added GPUs
-    and modules.
+    These are the request's values, torchrun's defaults where nobody has set a variable, and search
+    paths with the request's folders first. All others stay: sbatch exported only the allowed names,
+    Slurm and the site's set-up added GPUs and modules.
     """
     unset = {
         name: value for name, value in request.environment.defaults.items() if name not in environ
     }
-    result = unset | request.environment.values
+    variables = unset | request.environment.values
     image = environ.get("ORCH_SUBMITTER")  # its own interpreter first, not the submitter's
     path_first = [str(Path(sys.executable).parent)] if image else request.environment.path_first
     pairs = (("PATH", path_first), ("PYTHONPATH", request.environment.python_path_first))
     for variable, first in pairs:
-        parts = [*first, *filter(None, environ.get(variable, "").split(":"))]
-        if parts:
-            result[variable] = ":".join(dict.fromkeys(parts))
-    return result
+        folders = [*first, *filter(None, environ.get(variable, "").split(":"))]
+        if folders:
+            variables[variable] = ":".join(dict.fromkeys(folders))
+    return variables
 
 
 def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
@@ -191,17 +217,17 @@ def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
 
     It is the source address that the kernel would use towards srun's node. If that is the loopback
     although there are `several` nodes (srun runs on this node, odd /etc/hosts), the node's name is
-    resolved instead. The loopback remains if nothing else is known, as on a test cluster inside one
-    machine.
+    resolved instead. The loopback remains if there is no other address, as on a test cluster inside
+    one machine.
     """
-    seen = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-    if seen and not (several and seen.startswith("127.")):
-        return seen
+    source_address = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+    if source_address and not (several and source_address.startswith("127.")):
+        return source_address
     with contextlib.suppress(OSError):
-        for *_, found in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
-            if not str(found[0]).startswith(("127.", "::1")):
-                return str(found[0])
-    return seen or "127.0.0.1"
+        for *_, address in socket.getaddrinfo(node, None, type=socket.SOCK_STREAM):
+            if not str(address[0]).startswith(("127.", "::1")):
+                return str(address[0])
+    return source_address or "127.0.0.1"
 
 
 def _address_towards(peer: str) -> str:
@@ -218,8 +244,8 @@ def _address_towards(peer: str) -> str:
 
 
 def _outcome(folder: RunFolder, code: int) -> int:
-    """The exit code that the coordinator wrote; if it was killed before that, end the run here."""
-    from orchestrator.backends.slurm.record import exclude, last_words
+    """The exit code that the coordinator wrote. If it was killed before that, the run ends here."""
+    from orchestrator.backends.slurm.record import exclude, last_log_error
 
     state = read_state(folder)
     if state.is_final:
@@ -229,36 +255,45 @@ def _outcome(folder: RunFolder, code: int) -> int:
         return _end_run(
             folder, int(Exit.RESTART), "asked to end before the workers had started", code
         )
-    agents = last_words(folder, "agent-*.log")  # of one that could not start, say
-    text = f"the coordinator is gone; srun ended with {meaning(code)}{agents and f'; {agents}'}"
-    return _end_run(folder, int(Exit.CAPACITY), text, code)
+    reason = f"the coordinator is gone; srun ended with {meaning(code)}"
+    agent_error = last_log_error(folder, "agent-*.log")  # e.g. of an agent that could not start
+    if agent_error:
+        reason += f"; {agent_error}"
+    return _end_run(folder, int(Exit.CAPACITY), reason, code)
 
 
 def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
-    """Nodes found unhealthy in this attempt: causes with exit code 74 of its epochs or its end, and
-    excluded nodes."""
+    """Nodes that this attempt found unhealthy.
+
+    They come from causes with exit code 74, of its epochs and of its end, and from the state's
+    excluded nodes.
+    """
     from .node_assignment import read_assignment
 
     assignment = read_assignment(folder)
-    before = assignment.after_epoch if assignment else -1
-    causes = [epoch.cause for epoch in state.epochs if epoch.epoch > before]
-    found = [cause for cause in causes if cause and cause.code == Exit.NODE]
+    last_epoch = assignment.after_epoch if assignment else -1
+    causes = [epoch.cause for epoch in state.epochs if epoch.epoch > last_epoch]
+    node_causes = [cause for cause in causes if cause and cause.code == Exit.NODE]
     if state.cause and state.exit_code == Exit.NODE:
-        found.append(state.cause)
-    return list(dict.fromkeys([*(cause.node for cause in found if cause.node), *state.excluded]))
+        node_causes.append(state.cause)
+    return list(
+        dict.fromkeys([*(cause.node for cause in node_causes if cause.node), *state.excluded])
+    )
 
 
-def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
-    """Write the run's final state, where no coordinator can; returns its exit code. `ended_with`:
-    srun's exit code."""
+def _end_run(folder: RunFolder, code: int, message: str, srun_code: int | None = None) -> int:
+    """Writes the run's final state where no coordinator can; returns its exit code.
+
+    `srun_code`: srun's exit code.
+    """
     phase: FinalPhase = "stopped" if code == Exit.RESTART else "failed"
-    reason = text
+    reason = message
     state = read_state(folder)
     if wants_end(folder):
         code = int(Exit.RESTART)
         phase = "cancelled"
-        reason = f"cancelled; {text}"
-    cause = Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with)
+        reason = f"cancelled; {message}"
+    cause = Cause(kind="scheduler", text=message, epoch=state.epoch, code=srun_code)
     from orchestrator.observe.report import write_final_state
 
     write_final_state(

@@ -90,7 +90,7 @@ def job_flags(
         "export": ",".join(sorted(export)) or "HOME",  # the default, ALL, would export every secret
         **_nodes_and_partition(options),
         "nodes": nodes,
-        "ntasks-per-node": 1,  # one agent a node
+        "ntasks-per-node": 1,  # one agent per node
         **_resources(plan, options),
         **network_flags(plan, options),
         **_lifecycle(options, elastic),
@@ -100,9 +100,9 @@ def job_flags(
 
 
 def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flags:
-    """srun's flags for a step with one task a node; srun does not inherit all of sbatch's.
+    """srun's flags for a step with one task per node; srun does not inherit all of sbatch's.
 
-    `elastic`: without the number of nodes, which the script asks for when it runs.
+    An `elastic` job's flags lack the number of nodes, which the script knows only when it runs.
     """
     flags: Flags = {
         **({} if elastic else {"nodes": used_node_count(plan)}),
@@ -112,28 +112,25 @@ def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flag
     if options.cpus_per_node:
         flags["cpus-per-task"] = options.cpus_per_node  # not inherited by srun in 22.05 to 23.02
     else:
-        flags["cpu-bind"] = (
-            # else srun could bind the agent to a part of the node; it binds its workers itself
-            "none"
-        )
+        # srun could bind the agent to a part of the node; the agent binds its workers itself
+        flags["cpu-bind"] = "none"
     if options.no_kill or elastic:
         flags["no-kill"] = True
     flags["kill-on-bad-exit"] = 0  # the coordinator decides what the end of an agent means
-    flags["wait"] = (
-        60  # seconds after the first agent's end: one still there then is on a lost node
-    )
+    # seconds after the first agent's end: an agent that runs longer is on a lost node
+    flags["wait"] = 60
     return _merge(flags, options.srun, RESERVED_SRUN, "srun")
 
 
-def _merge(flags: Flags, users: Flags, own: Set[str], command: str) -> Flags:
-    """`flags` with the user's added; False removes a flag. OrchError (65) for a flag in `own`."""
-    for name in users:
-        if name in own:
-            ours = f"{command} --{name}={flags.get(name, '')}"
+def _merge(flags: Flags, user_flags: Flags, reserved: Set[str], command: str) -> Flags:
+    """Adds the user's flags, where False removes a flag. OrchError (65) for one in `reserved`."""
+    for name in user_flags:
+        if name in reserved:
+            orch_flag = f"{command} --{name}={flags.get(name, '')}"
             raise OrchError(
-                f"backend.options.{command}.{name} is set by orch ({ours})", Exit.CONFIG
+                f"backend.options.{command}.{name} is set by orch ({orch_flag})", Exit.CONFIG
             )
-    merged = {**flags, **users}
+    merged = {**flags, **user_flags}
     for name, value in merged.items():
         check_text(str(value), f"{command} --{name}")
     return {name: value for name, value in merged.items() if value is not False}
@@ -162,7 +159,7 @@ def _nodes_and_partition(options: SlurmOptions) -> Flags:
 
 
 def _names(lists: Iterable[str]) -> list[str]:
-    return [name for text in lists for name in expand(text)]
+    return [name for hosts in lists for name in expand(hosts)]
 
 
 def _resources(plan: Plan, options: SlurmOptions) -> Flags:
@@ -210,9 +207,8 @@ def _lifecycle(options: SlurmOptions, elastic: bool) -> Flags:
         flags["dependency"] = options.dependency
         flags["kill-on-invalid-dep"] = "yes"  # else it would wait for ever
     if options.notice_s:
-        flags["signal"] = (
-            f"B:USR1@{options.notice_s}"  # B: to the script alone, which tells the agents
-        )
+        # B: the signal goes to the script alone, which forwards it to the agents
+        flags["signal"] = f"B:USR1@{options.notice_s}"
     flags["requeue" if options.requeue else "no-requeue"] = True
     if options.no_kill or elastic:
         flags["no-kill"] = True

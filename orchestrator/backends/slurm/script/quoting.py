@@ -1,8 +1,8 @@
 """Quotes text for the job script; no other module does.
 
-Two languages: shell words, and `#SBATCH` lines, which sbatch parses by its own rules (blanks end a
-word, quotes join, `#` starts a comment, a line break ends the directive). Text that cannot be
-written exactly is refused.
+There are two languages: shell words, and `#SBATCH` lines, which sbatch parses by its own rules
+(blanks end a word, quotes join words, `#` starts a comment, a line break ends the directive). Text
+that cannot be written exactly is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from orchestrator.plan.exits import Exit
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]&|*()!^~-]+\Z")
 
 
-def check_text(text: str, where: str) -> str:
-    """Returns `text`. OrchError (78) for a control character: line breaks of any kind, NUL,
-    escape."""
-    for char in text:
+def check_text(string: str, label: str) -> str:
+    """Returns `string` unchanged.
+
+    OrchError (78) for a control character: line breaks of any kind, NUL, escape. `label` names the
+    string in the message.
+    """
+    for char in string:
         if (
             ord(char) < 32
             or 127 <= ord(char) < 160
@@ -28,46 +31,48 @@ def check_text(text: str, where: str) -> str:
             or 0xD800 <= ord(char) < 0xE000
         ):
             raise OrchError(
-                f"{where}: {text[:60]!r} holds the control character U+{ord(char):04X}",
+                f"{label}: {string[:60]!r} holds the control character U+{ord(char):04X}",
                 Exit.SECURITY,
             )
-    return text
+    return string
 
 
 def directive(flag: str, value: str | int | bool) -> str | None:
-    """`#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False. OrchError (65, 78) for
-    other text."""
+    """Returns `#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False.
+
+    OrchError (65, 78) for a value that such a line cannot hold.
+    """
     if value is False:
         return None
     if value is True:
         return f"#SBATCH --{flag}"
-    text = check_text(str(value), f"sbatch --{flag}")
-    if not text:
+    string = check_text(str(value), f"sbatch --{flag}")
+    if not string:
         raise OrchError(f"sbatch --{flag}: the value is empty", Exit.CONFIG)
-    if _PLAIN.match(text):
-        return f"#SBATCH --{flag}={text}"
-    if '"' in text or "\\" in text:
+    if _PLAIN.match(string):
+        return f"#SBATCH --{flag}={string}"
+    if '"' in string or "\\" in string:
         raise OrchError(
-            f"sbatch --{flag}: {text[:60]!r} holds a double quote or a backslash", Exit.CONFIG
+            f"sbatch --{flag}: {string[:60]!r} holds a double quote or a backslash", Exit.CONFIG
         )
-    return f'#SBATCH --{flag}="{text}"'
+    return f'#SBATCH --{flag}="{string}"'
 
 
 def file_pattern(path: str) -> str:
-    """`path` with `%` escaped, which begins the placeholders of sbatch and srun."""
+    """Escapes `%`, which begins a placeholder of sbatch and srun."""
     return path.replace("%", "%%")
 
 
 def command(argv: Sequence[str]) -> str:
-    """A shell command line that runs exactly these words. OrchError (78) for a NUL byte."""
-    for word in argv:
-        if "\0" in word:
-            raise OrchError(f"argument {word[:60]!r} holds a NUL byte", Exit.SECURITY)
+    """The shell command line of exactly these arguments. OrchError (78) for a NUL byte."""
+    for argument in argv:
+        if "\0" in argument:
+            raise OrchError(f"argument {argument[:60]!r} holds a NUL byte", Exit.SECURITY)
     return shlex.join(argv)
 
 
 def assignment(name: str, value: str) -> str:
-    """The shell assignment `name=value`. OrchError (65) for a name that no variable can have."""
+    """The shell assignment `name=value`. OrchError (65) for an invalid variable name."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise OrchError(f"{name!r} is not the name of a variable", Exit.CONFIG)
     return f"{name}={command([value])}"

@@ -1,8 +1,8 @@
 """The job script as a pure function of the run: the same bytes for the same run.
 
-The script runs three steps: ask which nodes Slurm granted, assign the ranks to them, run one agent
-a node. Besides, it forwards termination signals to the steps and decides whether the job is
-requeued. See `docs/slurm.md`.
+The script has three steps: it asks which nodes Slurm granted, assigns the ranks to them, and runs
+one agent per node. It also forwards termination signals to the steps and decides whether the job
+is requeued. See `docs/slurm.md`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import used_node_count
 
 from .fixed import (
+    CHECK_PROBE,
+    CLAIM_RUN_FOLDER,
     END_STUCK_STEP,
-    LACKING,
     LIFECYCLE,
     MARK,
     MODULES,
-    OWNER,
     PROBE,
     PROBE_FLAGS,
     PROBE_LIMIT,
@@ -35,6 +35,9 @@ from .fixed import (
 )
 from .flags import Flags, as_argv, job_flags, step_flags
 from .quoting import assignment, check_text, command, directive, file_pattern
+
+#: The module whose commands the script runs inside the allocation.
+TASK_MODULE = "orchestrator.slurm.task"
 
 
 class JobScript(Struct, frozen=True, kw_only=True):
@@ -45,18 +48,19 @@ class JobScript(Struct, frozen=True, kw_only=True):
     plan: Plan
     options: SlurmOptions
     python: str  # on the nodes, outside any container
-    code: str = __version__  # of orch, that an image must have too
+    code: str = __version__  # version of orch that an image must have too
     export: tuple[str, ...]  # names of the variables that may enter the job
     python_path: tuple[str, ...] = ()  # folders of the run's own copy of the code
-    bind: tuple[
-        str, ...
-    ] = ()  # folders to mount in a container: run folder, data, token cache, checkpoints
+    #: Folders to mount in a container: run folder, data, token cache, checkpoints.
+    bind: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()  # node counts of an elastic run, largest first
 
 
 def render(job: JobScript) -> str:
-    """The whole script. OrchError: 65 for contradictory options, 78 for text that cannot be quoted
-    exactly."""
+    """The whole script.
+
+    OrchError: 65 for contradictory options, 78 for text that cannot be quoted exactly.
+    """
     for path in (job.run_dir, job.python, *job.bind, *job.python_path):
         check_text(path, "path")
     _check_mounts(job)
@@ -76,16 +80,17 @@ _PER_RUN_FLAGS = ("job-name", "chdir", "output")
 
 
 def common_flags(jobs: Sequence[JobScript]) -> Flags | None:
-    """The sbatch flags that all jobs share, without those that name one run; None if they ask for
-    different things."""
-    first, *others = [
-        (
-            {name: value for name, value in directives(job).items() if name not in _PER_RUN_FLAGS},
-            job.options.shell,
-        )
+    """The sbatch flags that all jobs share, without those that name one run.
+
+    Returns None if the jobs differ in a flag or in their shell.
+    """
+    flags_of_jobs = [
+        {name: value for name, value in directives(job).items() if name not in _PER_RUN_FLAGS}
         for job in jobs
     ]
-    return first[0] if all(other == first for other in others) else None
+    same_flags = all(flags == flags_of_jobs[0] for flags in flags_of_jobs)
+    same_shell = len({job.options.shell for job in jobs}) == 1
+    return flags_of_jobs[0] if same_flags and same_shell else None
 
 
 def render_array(jobs: Sequence[JobScript], name: str) -> str:
@@ -95,9 +100,9 @@ def render_array(jobs: Sequence[JobScript], name: str) -> str:
     """
     flags = common_flags(jobs)
     if flags is None:
-        raise ValueError("runs that ask for different things are no array")
+        raise ValueError("runs with different sbatch flags cannot be one array job")
     shell = jobs[0].options.shell
-    own: Flags = {
+    array_flags: Flags = {
         "job-name": f"orch-{name}",
         "chdir": str(Path(jobs[0].run_dir).parent),
         "output": "/dev/null",
@@ -107,7 +112,7 @@ def render_array(jobs: Sequence[JobScript], name: str) -> str:
         f"# orch sweep {name}: {len(jobs)} runs, each with a script and a log in its own folder",
         *(
             directive(flag, value)
-            for flag, value in {**own, **flags, "array": f"0-{len(jobs) - 1}"}.items()
+            for flag, value in {**array_flags, **flags, "array": f"0-{len(jobs) - 1}"}.items()
         ),
         "",
         "umask 077",
@@ -128,157 +133,200 @@ def _head(job: JobScript) -> list[str]:
         "# Written by orch from the plan and the site's profile: change those, not this.",
     ]
     if job.sizes:
-        others = ", ".join(map(str, job.sizes))
+        sizes = ", ".join(map(str, job.sizes))
         lines.append(
-            f"# {used_node_count(job.plan)} nodes. It may start on {others}: sbatch --nodes=N"
+            f"# {used_node_count(job.plan)} nodes. It may start on {sizes}: sbatch --nodes=N"
             " this-file"
         )
     return lines
 
 
 def _body(job: JobScript) -> list[str]:
+    takeover_entry: list[str] = []
+    keep_script: list[str] = []
+    if job.sizes:
+        takeover_entry = TAKEOVER_ENTRY
+        keep_script = ['cp -- "$0" "$run/slurm/script"']
+    return [
+        "umask 077",
+        *_search_paths(job),
+        *_settings(job),
+        "",
+        *LIFECYCLE,
+        *takeover_entry,
+        "",
+        *_site_setup(job.options),
+        "",
+        *CLAIM_RUN_FOLDER,
+        *keep_script,
+        "# Every node reports its name and address; then the ranks are assigned to these nodes.",
+        *_assign_nodes(job),
+        "",
+        *_run_agents(job),
+        *_end_attempt(job),
+    ]
+
+
+def _settings(job: JobScript) -> list[str]:
+    """The variables that the fixed parts of the script read."""
     options = job.options
+    keeps_nodes = bool(job.sizes) or options.no_kill
+    node_count = "$SLURM_JOB_NUM_NODES" if keeps_nodes else ""
+    excluded = [name for hosts in options.without for name in expand(hosts)]
+    max_requeues = options.max_requeues if options.requeue else 0
+    max_node_faults = options.max_node_faults if options.requeue else 0
+    return [
+        assignment("run", job.run_dir),
+        f"node_count={node_count}",
+        assignment("excluded_nodes", slurm_list(excluded)),
+        assignment("max_requeues", str(max_requeues)),
+        assignment("max_node_faults", str(max_node_faults)),
+    ]
+
+
+def _site_setup(options: SlurmOptions) -> list[str]:
+    """The user's set-up: variables to remove, modules to load, lines of shell."""
+    lines = [f"unset {name}" for name in options.unset]
+    if options.modules:
+        lines += MODULES
+    for name in options.modules:
+        lines += _checked(command(["module", "load", name]), "modules")
+    for line in options.setup:
+        lines += _checked(check_text(line, "backend.options.setup"), "setup")
+    return lines
+
+
+def _assign_nodes(job: JobScript) -> list[str]:
+    """Asks the granted nodes for their names, and assigns the ranks to them."""
     elastic = bool(job.sizes)
-    steps = step_flags(job.plan, options, elastic)
-    task = [*_python(job), "-P", *start.BY_NAME, "orchestrator.slurm.task"]
-    needs = [job.run_dir, *_needs(options, job.python)]
     probe = [
         "srun",
-        *as_argv({**steps, **PROBE_FLAGS}),
-        options.shell,
+        *as_argv({**step_flags(job.plan, job.options, elastic), **PROBE_FLAGS}),
+        job.options.shell,
         "-c",
         PROBE,
         "probe",
-        *needs,
+        job.run_dir,
+        *_needs(job.options, job.python),
     ]
-    on_this_node = _single_step(job)
-    # in an elastic run one agent may end long before the others, so srun must not set a limit then
-    agent_flags = as_argv({**steps, **({"wait": 0} if elastic else {})})
+    limited_probe = f"{command(PROBE_LIMIT)} {_srun_on_all_nodes(probe, elastic)}"
+    place_command = command([*_single_step(job), *_task(job), "place", "--run-dir", job.run_dir])
+    return [
+        'attempt="$run/slurm/$job.$restarts"',
+        f'(cd /; unset OLDPWD; {limited_probe}) > "$attempt.nodes"',
+        f"grep -q '^{MARK} ' \"$attempt.nodes\" || finish {int(Exit.NODE)}",
+        *CHECK_PROBE,
+        f'{place_command} --nodes "$attempt.nodes"',
+        "code=$?; [ $code = 0 ] || finish $code",
+        '[ ! -e "$run/slurm/over" ] || end_run 0 ", the run had already ended"',
+        f'[ -z "$received" ] || finish {int(Exit.RESTART)}',
+    ]
+
+
+def _run_agents(job: JobScript) -> list[str]:
+    """Runs one agent per node, and waits for all of them."""
+    elastic = bool(job.sizes)
+    flags = step_flags(job.plan, job.options, elastic)
+    if elastic:
+        flags["wait"] = 0  # no limit: one agent may end long before the others
+    logs = file_pattern(str(Path(job.run_dir, "logs")))
     agents = [
         "srun",
-        *agent_flags,
-        f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log",
-    ]
-    agents += [
+        *as_argv(flags),
+        f"--output={logs}/slurm-%j-agents.log",
         "--open-mode=append",
         *_container_flags(job),
-        *task,
+        *_task(job),
         "agent",
         "--run-dir",
         job.run_dir,
     ]
-    attempt = [
-        'life="$run/slurm/$job.$times"',
-        f'(cd /; unset OLDPWD; {command(PROBE_LIMIT)} {_on_all(probe, elastic)}) > "$life.nodes"',
-        f"grep -q '^{MARK} ' \"$life.nodes\" || finish {int(Exit.NODE)}",
-        *LACKING,
-        (
-            f"{command([*on_this_node, *task, 'place', '--run-dir', job.run_dir])} --nodes"
-            ' "$life.nodes"'
-        ),
-        "code=$?; [ $code = 0 ] || finish $code",
-        '[ ! -e "$run/slurm/over" ] || leave 0 ", the run had ended before"',
-        '[ -z "$noticed" ] || finish 75',
-        "",
-        "# One agent a node. The shell waits in a way that lets a notice through.",
-        f"{_on_all(agents, elastic)} &",
+    lines = [
+        "# One agent per node. A signal interrupts `wait`, so the loop waits until srun has ended.",
+        f"{_srun_on_all_nodes(agents, elastic)} &",
         "agents=$!",
-        *(END_STUCK_STEP if elastic else ()),
+    ]
+    if elastic:
+        lines += END_STUCK_STEP
+    lines += [
         "while :; do",
         '  wait "$agents"; code=$?',
         '  kill -0 "$agents" 2>/dev/null || break',
         "done",
-        *(['kill "$watch" 2>/dev/null'] if elastic else ()),
-        f'{command([*on_this_node, *task, "outcome", "--run-dir", job.run_dir])} --code "$code"',
-        "finish $?",
     ]
-    return [
-        "umask 077",
-        *_search_paths(job),
-        assignment("run", job.run_dir),
-        "full=$SLURM_JOB_NUM_NODES" if elastic or options.no_kill else "full=",
-        assignment(
-            "excluded", slurm_list([name for text in options.without for name in expand(text)])
-        ),
-        assignment("most", str(options.max_requeues if options.requeue else 0)),
-        assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
-        "",
-        *LIFECYCLE,
-        *(TAKEOVER_ENTRY if elastic else ()),
-        "",
-        *(f"unset {name}" for name in options.unset),
-        *(MODULES if options.modules else ()),
-        *(
-            line
-            for name in options.modules
-            for line in _checked(command(["module", "load", name]), "modules")
-        ),
-        *(
-            line
-            for text in options.setup
-            for line in _checked(check_text(text, "backend.options.setup"), "setup")
-        ),
-        "",
-        *OWNER,
-        *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
-        (
-            "# Where am I? Every task names its node and its place in the network; then the ranks"
-            " are put on these nodes."
-        ),
-        *attempt,
-    ]
+    if elastic:
+        lines.append('kill "$watchdog" 2>/dev/null')
+    return lines
+
+
+def _end_attempt(job: JobScript) -> list[str]:
+    """Replaces srun's exit code by the run's, and ends or requeues the job."""
+    outcome = command([*_single_step(job), *_task(job), "outcome", "--run-dir", job.run_dir])
+    return [f'{outcome} --code "$code"', "finish $?"]
+
+
+def _task(job: JobScript) -> list[str]:
+    """The first words of a command of `job/task.py`."""
+    return [*_python(job), "-P", *start.BY_NAME, TASK_MODULE]
 
 
 #: Runtimes that are a program on the nodes; Pyxis is a plugin of srun.
 _PROGRAMS = {"apptainer": "apptainer", "charliecloud": "ch-run"}
 
 
-def _on_all(argv: Sequence[str], elastic: bool) -> str:
-    """srun on every node of the job; an elastic job asks how many it was granted."""
-    where = 'srun --nodes="$full" --ntasks="$full"' if elastic else "srun"
-    return f"{where} {command(argv[1:])}"
+def _srun_on_all_nodes(argv: Sequence[str], elastic: bool) -> str:
+    """An srun command line for every node of the job; an elastic job counts its nodes at run time.
+
+    `argv` begins with "srun".
+    """
+    srun = 'srun --nodes="$node_count" --ntasks="$node_count"' if elastic else "srun"
+    return f"{srun} {command(argv[1:])}"
 
 
 def _search_paths(job: JobScript) -> list[str]:
     """Puts the run's own code and interpreter first, for steps and workers."""
-    joined = command([":".join(job.python_path)])
+    python_path = command([":".join(job.python_path)])
     lines = []
     if job.options.container.runtime != "none":
-        # inside an image its own interpreter and packages: nothing of the submitter's, also where
-        # $HOME is mounted
+        # The image's own interpreter and packages count, none of the submitter's, even where $HOME
+        # is mounted.
         lines += ["unset PYTHONPATH PYTHONHOME VIRTUAL_ENV", "export PYTHONNOUSERSITE=1"]
         lines += [f"export ORCH_SUBMITTER={job.code}", 'export USER="${USER:-$(id -un)}"']
-        return [*lines, f"export PYTHONPATH={joined}"] if job.python_path else lines
+        return [*lines, f"export PYTHONPATH={python_path}"] if job.python_path else lines
     if job.python_path:
-        lines.append(f"export PYTHONPATH={joined}${{PYTHONPATH:+:$PYTHONPATH}}")
+        lines.append(f"export PYTHONPATH={python_path}${{PYTHONPATH:+:$PYTHONPATH}}")
     return [*lines, f'export PATH={command([str(Path(job.python).parent)])}:"$PATH"']
 
 
 def python_beside_agents(job: JobScript) -> tuple[list[str], list[str]]:
-    """srun's flags and the first words of a command that runs Python where the agents run, e.g. in
-    their container."""
+    """srun's flags, and the first words of a command that runs Python where the agents run.
+
+    If the agents run in a container, so does that Python.
+    """
     return list(_container_flags(job)), [*_python(job), "-P"]
 
 
 def _single_step(job: JobScript) -> list[str]:
-    """What goes before a Python command on the script's node: nothing, or srun where Python is in a
-    Pyxis container."""
+    """The words before a Python command on the script's node.
+
+    They are srun and its flags where Python is in a Pyxis container, else none.
+    """
     if job.options.container.runtime != "pyxis":
         return []
-    one = {
+    single_flags = {
         **step_flags(job.plan, job.options, bool(job.sizes)),
         "nodes": 1,
         "ntasks-per-node": 1,
         "relative": 0,
     }
-    return ["srun", *as_argv(one), *_container_flags(job)]
+    return ["srun", *as_argv(single_flags), *_container_flags(job)]
 
 
 def _python(job: JobScript) -> list[str]:
     options = job.options.container
     if options.runtime == "apptainer":
         binds = [f"--bind={mount}" for mount in (*job.bind, *options.mounts)]
-        gpus = "--rocm" if _OF_AMD.search(job.plan.cluster.gpu.name) else "--nv"
+        gpus = "--rocm" if _AMD_GPU.search(job.plan.cluster.gpu.name) else "--nv"
         return [
             "apptainer",
             "exec",
@@ -288,18 +336,15 @@ def _python(job: JobScript) -> list[str]:
             options.image,
             options.python,
         ]
-    if (
-        options.runtime == "charliecloud"
-    ):  # needs its mount points in the image, so a mount holds what is below it
-        held = tuple(
+    if options.runtime == "charliecloud":
+        # Mount points must exist in the image; a mount covers the folders below it.
+        mounted = tuple(
             f"{mount.partition(':')[0].rstrip('/')}/"
             for mount in options.mounts
-            if _same_place(mount)
+            if _maps_to_itself(mount)
         )
-        binds = [
-            f"--bind={mount}"
-            for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(held)))
-        ]
+        unmounted = [path for path in job.bind if not path.startswith(mounted)]
+        binds = [f"--bind={mount}" for mount in (*options.mounts, *unmounted)]
         return ["ch-run", *binds, f"--cd={job.run_dir}", options.image, "--", options.python]
     if options.runtime == "pyxis":
         # srun may look for the program on its own host before there is a container
@@ -308,14 +353,14 @@ def _python(job: JobScript) -> list[str]:
     return [job.python]
 
 
-_OF_AMD = re.compile(r"\bAMD\b|Instinct|\bMI[0-9]{2,3}", re.I)
+_AMD_GPU = re.compile(r"\bAMD\b|Instinct|\bMI[0-9]{2,3}", re.I)
 
 #: Characters that end a path in the mounts of a container runtime.
 _SEPARATORS = {"none": "", "pyxis": ":,", "apptainer": ":,", "charliecloud": ":"}
 
 
 def _check_mounts(job: JobScript) -> None:
-    """OrchError (65) for a path that the container's runtime would take for several."""
+    """Raises OrchError (65) for a path that the container's runtime would split into several."""
     runtime = job.options.container.runtime
     separators = _SEPARATORS[runtime]
     several = [
@@ -331,19 +376,21 @@ def _check_mounts(job: JobScript) -> None:
         )
 
 
-def _same_place(mount: str) -> bool:
+def _maps_to_itself(mount: str) -> bool:
     source, _, target = mount.partition(":")
     return target in ("", source)
 
 
 def _checked(line: str, option: str) -> list[str]:
-    """The user's line, and the end of the job (65) if it fails: what came after it would fail with
-    worse words."""
-    return [line, f"check_line $? {command([f'backend.options.{option}: {line}'])}"]
+    """The user's line, and a check that ends the job (65) if the line fails.
+
+    Without the check a later command would fail with a less helpful message.
+    """
+    return [line, f"check_setup $? {command([f'backend.options.{option}: {line}'])}"]
 
 
 def _needs(options: SlurmOptions, python: str) -> list[str]:
-    """What every node must have: the program that starts Python, and the image if it is a file."""
+    """The files that every node must have: the program that starts Python, and an image file."""
     container = options.container
     if container.runtime == "none":
         return [python]
