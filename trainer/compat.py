@@ -157,14 +157,14 @@ def flash_forward(
             q, k, v, 0.0, causal, False, scale=scale
         )
         return found[0], found[1]
-    one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of equal head counts
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of equal head counts
     if q.shape[1] == k.shape[1]:
-        return one(q, k, v, 0.0, causal, scale=scale)
+        return attend(q, k, v, 0.0, causal, scale=scale)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
     parts = (_members(x, k.shape[1]) for x in (q, out, lse))
     for queries, *results in zip(*parts, strict=True):
-        foreach_copy_(results, list(one(queries, k, v, 0.0, causal, scale=scale)))
+        foreach_copy_(results, list(attend(queries, k, v, 0.0, causal, scale=scale)))
     return out, lse
 
 
@@ -197,19 +197,29 @@ def flash_backward(
             *_unread(q.device),
             scale=scale,
         )
-    one = (
+    attend_backward = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     )  # of equal head counts
     if q.shape[1] == k.shape[1]:
-        return one(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return attend_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     dq = torch.empty_like(q)
     sums = [torch.zeros_like(x, dtype=_lse_dtype(x)) for x in (k, v)]
-    parts = (_members(x, k.shape[1]) for x in (dq, grad, q, out, lse))
-    for of_queries, of_out, queries, results, totals in zip(*parts, strict=True):
-        found = one(of_out, queries, k, v, results, totals.contiguous(), 0.0, causal, scale=scale)
-        of_queries.copy_(found[0])
-        for total, of_member in zip(sums, found[1:], strict=True):
-            total += of_member
+    members = (_members(x, k.shape[1]) for x in (dq, grad, q, out, lse))
+    for dq_member, grad_member, queries, out_member, lse_member in zip(*members, strict=True):
+        member_grads = attend_backward(
+            grad_member,
+            queries,
+            k,
+            v,
+            out_member,
+            lse_member.contiguous(),
+            0.0,
+            causal,
+            scale=scale,
+        )
+        dq_member.copy_(member_grads[0])
+        for total, member_sum in zip(sums, member_grads[1:], strict=True):
+            total += member_sum
     return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
@@ -287,7 +297,7 @@ def segment_attention(
     if q.is_cuda:
         return _flash_segments(q, k, v, segments, causal, scale)[0]
     grouped = q.shape[1] != k.shape[1]
-    parts = [
+    outputs = [
         torch.nn.functional.scaled_dot_product_attention(
             _sample(q[rows]),
             _sample(k[keys]),
@@ -298,7 +308,7 @@ def segment_attention(
         )
         for rows, keys in segments.slices()
     ]
-    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 def segments_forward(
@@ -317,10 +327,10 @@ def segments_forward(
     out = torch.zeros_like(q)
     lse = torch.full((q.shape[1], len(q)), -torch.inf, dtype=_lse_dtype(q))
     for rows, keys in segments.slices():
-        part, sums = flash_forward(
+        run_out, run_lse = flash_forward(
             _sample(q[rows]), _sample(k[keys]), _sample(v[keys]), causal, scale
         )
-        out[rows], lse[:, rows] = part[0].transpose(0, 1), sums[0]
+        out[rows], lse[:, rows] = run_out[0].transpose(0, 1), run_lse[0]
     return out, lse
 
 
@@ -356,9 +366,9 @@ def segments_backward(
         of_rows = (_sample(grad[rows]), _sample(q[rows]))
         of_keys = (_sample(k[keys]), _sample(v[keys]))
         sums = lse[:, rows][None].contiguous()
-        parts = flash_backward(*of_rows, *of_keys, _sample(out[rows]), sums, causal, scale)
-        for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-            whole[where] = part[0].transpose(0, 1)
+        run_grads = flash_backward(*of_rows, *of_keys, _sample(out[rows]), sums, causal, scale)
+        for total, span, run_grad in zip((dq, dk, dv), (rows, keys, keys), run_grads, strict=True):
+            total[span] = run_grad[0].transpose(0, 1)
     return dq, dk, dv
 
 
@@ -413,14 +423,14 @@ def split_group(
     inside = dist.get_process_group_ranks(parent)
     options: dict[str, Any] = {}
     if bound_to_device():
-        own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
-        own._timeout = timeout or own._timeout
-        options["pg_options"] = own
+        nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+        nccl_options._timeout = timeout or nccl_options._timeout
+        options["pg_options"] = nccl_options
         if "backend" in inspect.signature(dist.split_group).parameters:  # since torch 2.14
             options["backend"] = "nccl"
     positions = [inside.index(rank) for rank in ranks]
-    made = dist.split_group(parent, [positions], timeout=timeout, group_desc=name, **options)
-    return made if isinstance(made, dist.ProcessGroup) else None
+    group = dist.split_group(parent, [positions], timeout=timeout, group_desc=name, **options)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 # --------------------------------------------------------------------------------------- gradients
@@ -442,8 +452,8 @@ def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
         group._orig_dtype = dtype
 
     group._init_mp_dtypes = init_mp_dtypes
-    for one in group.fsdp_params:
-        one.sharded_param.grad_dtype = dtype
+    for sharded_param in group.fsdp_params:
+        sharded_param.sharded_param.grad_dtype = dtype
 
 
 # -------------------------------------------------------------- ranks without data and without

@@ -75,8 +75,8 @@ class Engine:
         self.counter = counter or CommCounter(gloo=device.type == "cpu")
         self.timer = PhaseTimer()
         self.scaler = LossScale(device) if recipe.param == torch.float16 else None
-        mine = stage_indices(plan, mesh.coord.pp)
-        self.has_loss = mine[-1] == par.pp * par.vpp - 1
+        stage_numbers = stage_indices(plan, mesh.coord.pp)
+        self.has_loss = stage_numbers[-1] == par.pp * par.vpp - 1
         shards_weights = par.zero == 3 and mesh.size("shard") > 1
         holds_masters = shards_weights and not self.offload.optimizer
         dtype = recipe.master if holds_masters else recipe.param
@@ -96,7 +96,14 @@ class Engine:
                 )
         new = self.host.device_zeros if self.host is not None and self.offload.weights else None
         self.part = apply.build(
-            plan, mesh, self.counter, device, dtype, indices=mine, new=new, store=self.store
+            plan,
+            mesh,
+            self.counter,
+            device,
+            dtype,
+            indices=stage_numbers,
+            new=new,
+            store=self.store,
         )
         rules = rules_of(plan.job.optim, plan.job.train.seed)
         table = self.part.table
@@ -164,11 +171,11 @@ class Engine:
             FullyShardedParameters,
         )  # brings torch._dynamo: a second, only here
 
-        part = self.part
+        model_part = self.part
         pipelined = self.plan.parallel.pp > 1
         return FullyShardedParameters(
-            part.stages,
-            part.table,
+            model_part.stages,
+            model_part.table,
             self.mesh,
             self.recipe,
             self.counter,
@@ -265,7 +272,7 @@ class Engine:
         if not sums:
             return {}
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        total = torch.stack([zero if one is None else one for one in sums.values()])
+        total = torch.stack([zero if term_sum is None else term_sum for term_sum in sums.values()])
         if self.mesh.coord.tp and not self.plan.parallel.sp:
             total.zero_()  # tp ranks hold the same tokens
         all_reduce(total, self.mesh.group("grad"), "dp", self.counter)
@@ -291,14 +298,16 @@ class Engine:
         collective; on a CPU they are always measured."""
         self.counter.measuring = self.pipeline.action_times.measuring = on
 
-    def pieces(self, own: bool) -> Iterator[StatePiece]:
+    def state_pieces(self, to_write: bool) -> Iterator[StatePiece]:
         """Training state as checkpoint pieces, the optimizer's and what modules keep without
-        gradient: all that this rank holds, or (`own`) only those that it writes."""
-        for part in self.optimizer.slices():
-            if part.writes or not own:
-                yield StatePiece(part.kind, part.info, part.start, part.tensor)
+        gradient: all that this rank holds, or (`to_write`) only those that it writes."""
+        for state_slice in self.optimizer.slices():
+            if state_slice.writes or not to_write:
+                yield StatePiece(
+                    state_slice.kind, state_slice.info, state_slice.start, state_slice.tensor
+                )
         for info, tensor in self.part.states():
-            if (info.owner and self.mesh.index("grad") == 0) or not own:
+            if (info.owner and self.mesh.index("grad") == 0) or not to_write:
                 yield StatePiece("state", info, 0, tensor.view(-1))
 
     def scalars(self) -> dict[str, float]:

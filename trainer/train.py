@@ -226,12 +226,12 @@ class Run:
 
     def resume(self) -> None:
         """Start from the newest verified checkpoint of this run, if there is one."""
-        found = self.checkpoints.resume(lambda: list(self.engine.pieces(own=False)))
-        if found is not None:
-            self.step = found.step
-            self.samples = found.samples
-            self.engine.resumed(found.step, found.scalars)
-            self._say_jump(found.scalars)
+        checkpoint = self.checkpoints.resume(lambda: list(self.engine.state_pieces(to_write=False)))
+        if checkpoint is not None:
+            self.step = checkpoint.step
+            self.samples = checkpoint.samples
+            self.engine.resumed(checkpoint.step, checkpoint.scalars)
+            self._say_jump(checkpoint.scalars)
 
     def _say_jump(self, saved: Mapping[str, float]) -> None:
         """On rank 0, before the first step: one line and an event where this plan's learning rate
@@ -284,19 +284,27 @@ class Run:
         samples do.
         """
         coord = self.mesh.coord
-        counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
-        mine = sum(batch.valid_tokens for batch in batches) if counts else 0
-        read = signed(sum(batch.fingerprint for batch in batches))
+        counts_samples = (
+            coord.tp == coord.pp == coord.cp == 0
+        )  # tp, pp and cp ranks hold the same samples
+        own_valid_tokens = sum(batch.valid_tokens for batch in batches) if counts_samples else 0
+        own_fingerprint = signed(sum(batch.fingerprint for batch in batches))
         stop = int(self.termination.received is not None)
         began = time.perf_counter()
-        sums = [mine, stop, self.checkpoints.vote, read if counts else 0, read]
-        valid_tokens, stop, votes, self._fingerprint, of_all = self.control.sum_ints(sums)
+        sums = [
+            own_valid_tokens,
+            stop,
+            self.checkpoints.vote,
+            own_fingerprint if counts_samples else 0,
+            own_fingerprint,
+        ]
+        valid_tokens, stop, votes, self._fingerprint, all_fingerprints = self.control.sum_ints(sums)
         self._boundary_s = time.perf_counter() - began
         with self.engine.timer.phase("checkpoint"):
             self.checkpoints.advance(votes)
-        same = self.plan.parallel.tp * self.plan.parallel.pp * self.plan.parallel.cp
-        if of_all != signed(self._fingerprint * same):
-            self._explain_odd_samples(read)
+        copies = self.plan.parallel.tp * self.plan.parallel.pp * self.plan.parallel.cp
+        if all_fingerprints != signed(self._fingerprint * copies):
+            self._explain_odd_samples(own_fingerprint)
         if not valid_tokens and not stop:
             self._settle()
             raise DataError(f"step {self.step + 1}: no token of the global batch is a target")
@@ -339,7 +347,13 @@ class Run:
             self.step, self.plan.job.optim, self.plan.job.train.steps
         )
         with self.engine.timer.phase("checkpoint"):
-            write(list(self.engine.pieces(own=True)), self.step, self.samples, scalars, *options)
+            write(
+                list(self.engine.state_pieces(to_write=True)),
+                self.step,
+                self.samples,
+                scalars,
+                *options,
+            )
 
     def _save(self, read_back: bool = True) -> None:
         """Save to disk now, and then free in-memory replicas."""
@@ -402,25 +416,29 @@ class Run:
         """Read what a step gave and report it. Raises NonFinite if too many in a row could not be
         applied; the device has left the weights as they were."""
         with self.engine.counter.syncing():
-            norm, loss_sum, before, after, *more = step.result.wait()
+            norm, loss_sum, scale_before, scale_after, *logged_values = step.result.wait()
         finite = math.isfinite(norm)
-        broken = not finite and (self.engine.scaler is None or before <= LOWEST)
+        broken = not finite and (self.engine.scaler is None or scale_before <= LOWEST)
         self._broken = self._broken + 1 if broken else 0
         if self._broken > self.plan.job.train.skip_non_finite_steps:
             self._explain_non_finite(step, loss_sum, norm)
         if not finite:
-            self.reporter.event("step_skipped", step.number, grad_norm=str(norm), loss_scale=after)
-        terms = dict(zip(step.terms, more, strict=False))
-        total = more[len(step.terms) :]
+            self.reporter.event(
+                "step_skipped", step.number, grad_norm=str(norm), loss_scale=scale_after
+            )
+        terms = dict(zip(step.terms, logged_values, strict=False))
+        total = logged_values[len(step.terms) :]
         self._report(step, total[0] / step.valid_tokens if total else None, terms, norm)
 
     def _explain_non_finite(self, step: EnqueuedStep, loss_sum: float, norm: float) -> None:
         """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the
         same norm."""
-        mine = b"" if math.isfinite(loss_sum) else self._sample_indices(step.samples).encode()
+        own_samples = (
+            b"" if math.isfinite(loss_sum) else self._sample_indices(step.samples).encode()
+        )
         reports = {
             rank: raw.decode()
-            for rank, raw in enumerate(self.control.all_gather_bytes(mine))
+            for rank, raw in enumerate(self.control.all_gather_bytes(own_samples))
             if raw
         }
         self.checkpoints.settle()  # a save of good weights may be in progress

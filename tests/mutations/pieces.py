@@ -284,7 +284,7 @@ def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
             expected = twin.step(
                 expected, naive.clipped(grads, plan.job.train.clip_grad_norm), 1e-2
             )
-    for piece in run.pieces(own=False):
+    for piece in run.state_pieces(to_write=False):
         if piece.kind == "master":
             wanted = expected[piece.info.name].flatten()
             torch.testing.assert_close(piece.data, wanted, rtol=1e-5, atol=1e-6)

@@ -76,12 +76,16 @@ def save(rank, plan, folder):
     batches, tokens = step_batches(plan, engine.mesh.coord, 0)
     _, norm = engine.gradients(batches, tokens)
     engine.update(norm, 1e-3)
-    opened(folder, 0, rank, plan).save(list(engine.pieces(own=True)), 1, 2, engine.scalars())
+    opened(folder, 0, rank, plan).save(
+        list(engine.state_pieces(to_write=True)), 1, 2, engine.scalars()
+    )
 
 
 def resume(rank, plan, folder, epoch):
     engine = engine_of(plan, rank)
-    found = checkpoints(folder, epoch, rank, plan).resume(lambda: list(engine.pieces(own=False)))
+    found = checkpoints(folder, epoch, rank, plan).resume(
+        lambda: list(engine.state_pieces(to_write=False))
+    )
     assert found.step == 1
     engine.resumed(found.step, found.scalars)
     states = list(engine.part.states())

@@ -65,7 +65,7 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
     """Weights, and every kind of state of a parameter as this rank holds it, in one piece."""
     engine.buckets.wait_params()
     found: dict[str, list[StatePiece]] = {}
-    for piece in engine.pieces(own=False):
+    for piece in engine.state_pieces(to_write=False):
         found.setdefault(f"{piece.kind} {piece.info.name}", []).append(piece)
     whole = {
         name: torch.cat([one.data for one in sorted(some, key=lambda one: one.offset)])
@@ -79,7 +79,7 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
 def start_rounded(engine: Engine) -> None:
     """Begin with the weights that others begin with, where shards are the master copy and begin
     unrounded."""
-    for piece in engine.pieces(own=False):
+    for piece in engine.state_pieces(to_write=False):
         if piece.kind == "master":
             piece.data.copy_(piece.data.to(engine.recipe.param))
 
@@ -93,8 +93,8 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
     train(device, range(2))
     train(away, range(2))
     resumed = engine_of(plan_of(layout, offload), rank)
-    pieces = {(p.kind, p.info.name, p.offset): p.data for p in away.pieces(own=False)}
-    for piece in resumed.pieces(own=False):
+    pieces = {(p.kind, p.info.name, p.offset): p.data for p in away.state_pieces(to_write=False)}
+    for piece in resumed.state_pieces(to_write=False):
         piece.data.copy_(pieces[piece.kind, piece.info.name, piece.offset])
     resumed.resumed(2, away.scalars())
     train(device, range(2, 3))

@@ -65,29 +65,29 @@ def find_mismatch(plan: Plan, workers: list[WorkerIdentity]) -> str | None:
     """None, or one line naming the first rank that contradicts the plan or its peers. Pure."""
     first = workers[0]
     for index, worker in enumerate(workers):
-        who = f"rank {index} on {worker.node!r}"
+        speaker = f"rank {index} on {worker.node!r}"
         if worker.rank != index:
-            return f"{who} calls itself rank {worker.rank}"
+            return f"{speaker} calls itself rank {worker.rank}"
         if worker.epoch != first.epoch:
-            return (
-                f"{who} is of plan epoch {worker.epoch}, rank 0 on {first.node!r} of {first.epoch}"
-            )
+            return f"{speaker} is of plan epoch {worker.epoch}, rank 0 on {first.node!r} of {first.epoch}"
         if worker.assigned_plan != worker.loaded_plan:
             assigned = worker.assigned_plan[:12] or "(none)"
-            return f"{who} was told plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
+            return f"{speaker} was told plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
         if worker.loaded_plan != first.loaded_plan:
             return (
-                f"{who} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
+                f"{speaker} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
                 f" {first.loaded_plan[:12]}"
             )
     occupant = {(rank.node, rank.gpu): rank.rank for rank in plan.ranks}
     for worker, planned in zip(workers, plan.ranks, strict=True):
         if (worker.node, worker.local_rank) != (planned.node, planned.gpu):
-            meant = occupant.get((worker.node, worker.local_rank))
-            whose = "no rank's place" if meant is None else f"rank {meant}'s place"
+            planned_rank = occupant.get((worker.node, worker.local_rank))
+            planned_for = (
+                "no rank's place" if planned_rank is None else f"rank {planned_rank}'s place"
+            )
             return (
                 f"rank {worker.rank} runs on {worker.node!r} as local rank {worker.local_rank},"
-                f" which is {whose}: the plan puts it on {planned.node!r} as local rank"
+                f" which is {planned_for}: the plan puts it on {planned.node!r} as local rank"
                 f" {planned.gpu}"
             )
     return None

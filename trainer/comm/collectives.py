@@ -62,7 +62,7 @@ class CommCounter:
 
     def count_sent(
         self,
-        what: str,
+        operation: str,
         axis: str,
         size: int,
         group: dist.ProcessGroup,
@@ -73,7 +73,7 @@ class CommCounter:
         self.bytes[axis] += size
         self.calls[axis] += calls
         self.started += 1
-        self.last = f"{what} {self.subject}" if self.subject else what
+        self.last = f"{operation} {self.subject}" if self.subject else operation
         if self.trace is not None:
             ranks = dist.get_process_group_ranks(group) if to is None else (dist.get_rank(), to)
             self.trace.transfer(self.last, axis, size, ranks)
@@ -82,10 +82,10 @@ class CommCounter:
         """The function to call when the latest transfer has arrived."""
         return self.trace.on_arrival(work) if self.trace is not None else _nothing
 
-    def waiting(self, axis: str, tensor: Tensor, what: str = "") -> _Stopwatch:
+    def waiting(self, axis: str, tensor: Tensor, operation: str = "") -> _Stopwatch:
         """Context manager that times a wait for `what` (default: the latest transfer). On CUDA it
         records events and does not block the host."""
-        return _Stopwatch(self, axis, tensor.is_cuda, what or self.last)
+        return _Stopwatch(self, axis, tensor.is_cuda, operation or self.last)
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
@@ -126,12 +126,12 @@ class CommAccount:
     def seconds(self) -> dict[str, float]:
         """Exposed seconds by axis, and by level of what goes to experts. On CUDA it waits for
         events that have not happened yet."""
-        found = defaultdict(float, self.waited)
+        seconds = defaultdict(float, self.waited)
         for axis, begin, end in self.events:
             if not end.query():
                 end.synchronize()
-            found[axis] += begin.elapsed_time(end) / 1e3
-        return dict(found)
+            seconds[axis] += begin.elapsed_time(end) / 1e3
+        return dict(seconds)
 
 
 def _nothing() -> None:
@@ -143,11 +143,11 @@ class _Stopwatch:
 
     begin: Any  # a CUDA event, or seconds of perf_counter
 
-    def __init__(self, counter: CommCounter, axis: str, cuda: bool, what: str):
+    def __init__(self, counter: CommCounter, axis: str, cuda: bool, operation: str):
         self.counter = counter
         self.axis = axis
         self.cuda = cuda
-        self.what = what
+        self.what = operation
 
     def __enter__(self) -> None:
         self.counter.waiting_in = self.what, self.axis
@@ -183,7 +183,7 @@ class Handle:
         axis: str,
         counter: CommCounter,
         finish: Callable[[], object] | None = None,
-        what: str = "",
+        operation: str = "",
     ):
         self._result = result
         self._work = work
@@ -191,7 +191,7 @@ class Handle:
         self._counter = counter
         self._finish = finish
         self._arrived = counter.on_arrival(work)
-        self._what = what or counter.last
+        self._what = operation or counter.last
 
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -311,21 +311,29 @@ def start_messages(
     """Start all messages together, which NCCL runs as one kernel; a handle for each, in the same
     order."""
     operations = [
-        dist.P2POp(dist.irecv if one.receives else dist.isend, one.tensor, one.peer, group, one.tag)
-        for one in messages
+        dist.P2POp(
+            dist.irecv if message.receives else dist.isend,
+            message.tensor,
+            message.peer,
+            group,
+            message.tag,
+        )
+        for message in messages
     ]
     first = messages[0]
-    what = f"receive from rank {first.peer}" if first.receives else "send"
-    with counter.waiting(axis, first.tensor, what):
+    operation = f"receive from rank {first.peer}" if first.receives else "send"
+    with counter.waiting(axis, first.tensor, operation):
         works = dist.batch_isend_irecv(operations)
     handles = []
-    for one, work in zip(messages, works if len(works) > 1 else works * len(messages), strict=True):
-        if not one.receives:
-            counter.count_sent("send", axis, one.tensor.nbytes, group, to=one.peer)
+    for message, work in zip(
+        messages, works if len(works) > 1 else works * len(messages), strict=True
+    ):
+        if not message.receives:
+            counter.count_sent("send", axis, message.tensor.nbytes, group, to=message.peer)
         elif counter.trace is not None:
-            counter.trace.receive(axis, one.tensor.nbytes, (one.peer, dist.get_rank()))
-        what = f"receive from rank {one.peer}" if one.receives else ""
-        handles.append(Handle(one.tensor, work, axis, counter, what=what))
+            counter.trace.receive(axis, message.tensor.nbytes, (message.peer, dist.get_rank()))
+        operation = f"receive from rank {message.peer}" if message.receives else ""
+        handles.append(Handle(message.tensor, work, axis, counter, operation=operation))
     return handles
 
 

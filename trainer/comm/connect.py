@@ -26,10 +26,10 @@ def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
     not have."""
     if plan.cluster.device == "cpu":
         return torch.device("cpu")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if env.local_rank >= found:
+    usable_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if env.local_rank >= usable_gpus:
         raise DeviceError(
-            f"rank {env.rank} wants GPU {env.local_rank} of {env.node}, which has {found} usable"
+            f"rank {env.rank} wants GPU {env.local_rank} of {env.node}, which has {usable_gpus} usable"
             f" (cluster {plan.cluster.name!r} is a cuda cluster; `+cluster=local` trains on the"
             " CPU)"
         )
@@ -100,9 +100,9 @@ def _listening(env: WorkerEnv) -> int:
     if env.store_fd is not None:
         os.set_inheritable(env.store_fd, False)
         return env.store_fd
-    where = env.master_addr, env.master_port
-    family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server(where, family=family).detach()
+    address = env.master_addr, env.master_port
+    family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server(address, family=family).detach()
 
 
 def ranks_per_root(world: int) -> int:

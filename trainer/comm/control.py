@@ -100,9 +100,16 @@ class ControlPath:
         """This rank's part of the tree. Connections are made when they are first used, if gloo is
         told so (`connect`)."""
         tree = list[tuple[Level, Group]]()
-        for at in levels_of(rank, world, node, fan_out):
-            own = dist.PrefixStore(f"control/{at.name}", store)
-            tree.append((at, cast(Group, dist.ProcessGroupGloo(own, at.index, at.size, timeout))))
+        for level in levels_of(rank, world, node, fan_out):
+            level_store = dist.PrefixStore(f"control/{level.name}", store)
+            tree.append(
+                (
+                    level,
+                    cast(
+                        Group, dist.ProcessGroupGloo(level_store, level.index, level.size, timeout)
+                    ),
+                )
+            )
         return cls(rank, world, tree)
 
     @property
@@ -125,22 +132,24 @@ class ControlPath:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, by rank, on rank 0; an empty list on the others. Lengths may
         differ."""
-        mine = [data]  # of this rank and those below it: consecutive ranks
-        for at, group in self._levels():
-            packed = msgspec.msgpack.encode(mine)
-            sizes = torch.zeros(at.size, dtype=torch.int64)
-            sizes[at.index] = len(packed)
+        messages = [data]  # of this rank and those below it: consecutive ranks
+        for level, group in self._levels():
+            packed = msgspec.msgpack.encode(messages)
+            sizes = torch.zeros(level.size, dtype=torch.int64)
+            sizes[level.index] = len(packed)
             options = dist.ReduceOptions()
             group.reduce([sizes], options).wait()
-            if at.index:
+            if level.index:
                 group.send([_tensor(packed)], 0, 0).wait()
                 return []
             arrived = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
-            works = [group.recv([arrived[index]], index, 0) for index in range(1, at.size)]
+            works = [group.recv([arrived[index]], index, 0) for index in range(1, level.size)]
             for index, work in enumerate(works, 1):
                 work.wait()
-                mine += msgspec.msgpack.decode(arrived[index].numpy().tobytes(), type=list[bytes])
-        return mine
+                messages += msgspec.msgpack.decode(
+                    arrived[index].numpy().tobytes(), type=list[bytes]
+                )
+        return messages
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, by rank, on every rank."""
@@ -155,14 +164,14 @@ class ControlPath:
     def broadcast_bytes(self, data: bytes, src: int = 0) -> bytes:
         """The `data` of rank `src` on every rank; what the others pass is ignored."""
         levels = self._levels()
-        for at, group in levels if src else ():  # first to rank 0, from leader to leader
-            carrier = (src - at.first) // at.stride
-            if not 0 < carrier < at.size:
+        for level, group in levels if src else ():  # first to rank 0, from leader to leader
+            carrier = (src - level.first) // level.stride
+            if not 0 < carrier < level.size:
                 continue
-            if at.index == carrier:
+            if level.index == carrier:
                 group.send([torch.tensor([len(data)])], 0, 0).wait()
                 group.send([_tensor(data)], 0, 0).wait()
-            elif at.index == 0:
+            elif level.index == 0:
                 size = torch.zeros(1, dtype=torch.int64)
                 group.recv([size], carrier, 0).wait()
                 row = torch.empty(max(int(size), 1), dtype=torch.uint8)
@@ -172,7 +181,7 @@ class ControlPath:
         for _, group in reversed(levels):
             group.broadcast([size], dist.BroadcastOptions()).wait()
         row = torch.empty(max(int(size), 1), dtype=torch.uint8)
-        if not levels or all(at.index == 0 for at, _ in levels):
+        if not levels or all(level.index == 0 for level, _ in levels):
             row = _tensor(data)
         for _, group in reversed(levels):
             group.broadcast([row], dist.BroadcastOptions()).wait()
@@ -191,14 +200,14 @@ class ControlPath:
         """`values` reduced over all ranks, in place: up to the topmost group, and down again."""
         levels = self._levels()
         upwards = dist.ReduceOptions()
-        whole = dist.AllreduceOptions()
-        upwards.reduceOp = whole.reduceOp = operation
+        both_ways = dist.AllreduceOptions()
+        upwards.reduceOp = both_ways.reduceOp = operation
         topmost = levels[-1:] if levels and levels[-1][0].covers(self.world_size) else ()
         below = levels[: len(levels) - len(topmost)]
         for _, group in below:
             group.reduce([values], upwards).wait()
         for _, group in topmost:
-            group.allreduce([values], whole).wait()
+            group.allreduce([values], both_ways).wait()
         for _, group in reversed(below):
             group.broadcast([values], dist.BroadcastOptions()).wait()
         return values
@@ -207,7 +216,9 @@ class ControlPath:
 def first_problem(problems: list[bytes]) -> str:
     """A verdict for `ControlPath.judge`: the problem of the lowest rank that has one, with its
     rank; "" for none."""
-    return next((f"rank {rank}: {one.decode()}" for rank, one in enumerate(problems) if one), "")
+    return next(
+        (f"rank {rank}: {problem.decode()}" for rank, problem in enumerate(problems) if problem), ""
+    )
 
 
 #: The control path over torch's default group: for a few ranks, or none.

@@ -39,11 +39,11 @@ def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> d
     """Every rank broadcasts its piece into its slot of `out` [n*k, ...]; a `tensor` that already
     lies there is not copied."""
     pieces = out.view(group.size(), *tensor.shape)
-    mine = pieces[group.rank()]
-    if storage_key(mine.untyped_storage()) != storage_key(tensor.untyped_storage()) or (
-        mine.storage_offset() != tensor.storage_offset()
+    own_piece = pieces[group.rank()]
+    if storage_key(own_piece.untyped_storage()) != storage_key(tensor.untyped_storage()) or (
+        own_piece.storage_offset() != tensor.storage_offset()
     ):
-        mine.copy_(tensor)
+        own_piece.copy_(tensor)
     return CombinedWork(
         [
             dist.broadcast(piece, group=group, group_src=i, async_op=True)
@@ -78,16 +78,16 @@ class ReduceScatter:
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, out: Tensor):
         n = group.size()
-        me = group.rank()
+        rank = group.rank()
         pieces = tensor.view(n, *out.shape)
         self.out = out
         if (
             n == 2
         ):  # the own piece is not sent; `out` may be its memory, which is read before it is written
-            self.mine: Tensor | None = pieces[me]
+            self.mine: Tensor | None = pieces[rank]
             self.arrived = torch.empty_like(out, memory_format=torch.contiguous_format)
             self.work: dist.Work | None = start_exchange(
-                pieces[1 - me], self.arrived, 1 - me, 1 - me, group
+                pieces[1 - rank], self.arrived, 1 - rank, 1 - rank, group
             )
         else:
             self.mine = None

@@ -93,7 +93,7 @@ class Mesh:
         if split is None:
             split = bound_to_device()
         members = {name: members_of(plan, name, rank) for name in GROUPS}
-        made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        created: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
         groups: dict[str, dist.ProcessGroup | None] = {}
         for name in groups_used(plan):
             ranks = members[name]
@@ -102,11 +102,11 @@ class Mesh:
                 name == "embedding" and not ranks
             )  # a middle stage: in no group, but there while it is made
             if len(ranks) > 1 or outside:
-                if key not in made:
+                if key not in created:
                     parent = groups.get(PARENTS.get(name, "")) if split else None
                     everyone = ranks if not outside else _ends(members["pp"])
-                    made[key] = _make(name, everyone, rank, parent, split, timeout)
-                groups[name] = made[key]
+                    created[key] = _make(name, everyone, rank, parent, split, timeout)
+                groups[name] = created[key]
         found = MappingProxyType(members), MappingProxyType(groups)
         return cls(rank, plan.ranks[rank].coord, *found, tuple(nvlink_domain_of(plan)))
 
@@ -142,9 +142,10 @@ class Mesh:
     def levels(self, axis: str) -> tuple[str, ...]:
         """By what this rank reaches each rank of its group, itself among them: "nvlink" or
         "network"."""
-        mine = self.domains[self.rank]
+        own_domain = self.domains[self.rank]
         return tuple(
-            "nvlink" if self.domains[rank] == mine else "network" for rank in self.members[axis]
+            "nvlink" if self.domains[rank] == own_domain else "network"
+            for rank in self.members[axis]
         )
 
     def index(self, axis: str) -> int:
@@ -182,10 +183,10 @@ def _make(
         rank not in ranks
     ):  # torch names a group by the number of groups created before: all must create equally many
         ranks = (rank,)
-    made = dist.new_group(
+    group = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
     )
-    return made if isinstance(made, dist.ProcessGroup) and len(ranks) > 1 else None
+    return group if isinstance(group, dist.ProcessGroup) and len(ranks) > 1 else None
 
 
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
@@ -227,34 +228,42 @@ def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     """As the dense groups, of the ranks that hold the same experts; "expert_model" has all experts
     once."""
     par = plan.parallel
-    mine = plan.ranks[rank].coord
+    coord = plan.ranks[rank].coord
     etp = tensor_ranks(par)
     if name == "etp":
         tp_ranks = members_of(plan, "tp", rank)
         return tuple(
-            peer for peer in tp_ranks if plan.ranks[peer].coord.tp // etp == mine.tp // etp
+            peer for peer in tp_ranks if plan.ranks[peer].coord.tp // etp == coord.tp // etp
         )
     if name == "experts":
-        found = _along(plan, axes(par), rank)
-        return tuple(peer for peer in found if plan.ranks[peer].coord.tp % etp == mine.tp % etp)
+        peers = _along(plan, axes(par), rank)
+        return tuple(peer for peer in peers if plan.ranks[peer].coord.tp % etp == coord.tp % etp)
     if name == "expert_model":
         outside_tp = _along(plan, tuple(axis for axis in axes(par) if axis != "tp"), rank)
-        return tuple(sorted(one for peer in outside_tp for one in members_of(plan, "model", peer)))
-    here = position(par, mine)
-    same = tuple(
-        p for p in members_of(plan, "grad", rank) if position(par, plan.ranks[p].coord) == here
+        return tuple(
+            sorted(
+                model_rank for peer in outside_tp for model_rank in members_of(plan, "model", peer)
+            )
+        )
+    expert_position = position(par, coord)
+    with_same_experts = tuple(
+        p
+        for p in members_of(plan, "grad", rank)
+        if position(par, plan.ranks[p].coord) == expert_position
     )
     if name == "expert_grad":
-        return same
-    return _hybrid(same, par.zero_group // spread(par), name.removeprefix("expert_"), rank)
+        return with_same_experts
+    return _hybrid(
+        with_same_experts, par.zero_group // spread(par), name.removeprefix("expert_"), rank
+    )
 
 
 def _along(plan: Plan, over: tuple[str, ...], rank: int) -> tuple[int, ...]:
     """Ranks that differ from `rank` in these axes alone, itself among them."""
-    found = {rank}
+    peers = {rank}
     for axis in over:
-        found = {peer for one in found for peer in members_of(plan, axis, one)}
-    return tuple(sorted(found))
+        peers = {peer for member in peers for peer in members_of(plan, axis, member)}
+    return tuple(sorted(peers))
 
 
 def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:
@@ -271,14 +280,14 @@ def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     They sum their gradients, so "grad" spans both; each half of the pipeline is one copy, so
     "model" is a half.
     """
-    mine = plan.ranks[rank].coord.pp
+    stage = plan.ranks[rank].coord.pp
     if name == "embedding":  # both ends of the model are on each outer rank: nothing to sum
         return (rank,)
     if name == "model":
         half = plan.parallel.pp // 2
         ranks = next(sorted(group) for group in plan.groups["model"] if rank in group)
-        return tuple(
-            other for other in ranks if (plan.ranks[other].coord.pp < half) == (mine < half)
-        )
-    own = next(group for group in plan.groups["grad"] if rank in group)
-    return tuple(sorted(own + [members_of(plan, "pp", other)[-1 - mine] for other in own]))
+        return tuple(peer for peer in ranks if (plan.ranks[peer].coord.pp < half) == (stage < half))
+    grad_ranks = next(group for group in plan.groups["grad"] if rank in group)
+    return tuple(
+        sorted(grad_ranks + [members_of(plan, "pp", peer)[-1 - stage] for peer in grad_ranks])
+    )

@@ -37,11 +37,11 @@ def settings(plan: Plan) -> dict[str, str]:
         return {}
     par = plan.parallel
     in_order = par.tp > 1 and par.pp == par.cp == par.ep == 1 and par.zero < 3
-    found = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if in_order else str(MANY_QUEUES)
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if in_order else str(MANY_QUEUES)
     if plan.job.train.deterministic is True:
-        found |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
-    return found
+        variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
+    return variables
 
 
 def apply_settings(plan: Plan, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -28,14 +28,14 @@ def start_all_to_all_uneven(
     counted; the wait counts as that for the slower one. The returned function waits and returns
     what arrived. Keep it until then."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    own = sent[group.rank()]
-    row = rows[:1].nbytes if len(rows) else 0
-    counter.count_sent("all-to-all", axis, (len(rows) - own) * row, group)
+    unsent = sent[group.rank()]
+    row_bytes = rows[:1].nbytes if len(rows) else 0
+    counter.count_sent("all-to-all", axis, (len(rows) - unsent) * row_bytes, group)
     for rank, (count, level) in enumerate(zip(sent, levels, strict=bool(levels))):
         if rank != group.rank():
-            counter.levels[level] += count * row
+            counter.levels[level] += count * row_bytes
     names = [*(["network" if "network" in levels else "nvlink"] if levels else []), axis]
-    what = counter.last
+    operation = counter.last
     with contextlib.ExitStack() as waits:
         for name in names:
             waits.enter_context(counter.waiting(name, rows))
@@ -48,7 +48,7 @@ def start_all_to_all_uneven(
         with contextlib.ExitStack() as waits:
             for name in names:
                 waits.enter_context(
-                    counter.waiting(name, rows, what)
+                    counter.waiting(name, rows, operation)
                 )  # `rows` live until they are sent
             work.wait()
         ended()
@@ -62,11 +62,11 @@ def all_gather_uneven(
 ) -> Tensor:
     """[sizes[this rank], ...] -> [sum of `sizes`, ...]: the rows of all ranks of the group, in
     their order."""
-    here = group.rank()
+    index = group.rank()
     out = rows.new_empty(sum(sizes), *rows.shape[1:])
-    parts = list(out.split(sizes))
-    parts[here].copy_(rows)
-    _exchange([rows] * len(sizes), parts, group, axis, counter, "all-gather")
+    pieces = list(out.split(sizes))
+    pieces[index].copy_(rows)
+    _exchange([rows] * len(sizes), pieces, group, axis, counter, "all-gather")
     return out
 
 
@@ -75,15 +75,16 @@ def reduce_scatter_uneven(
 ) -> Tensor:
     """[sum of `sizes`, ...] -> [sizes[this rank], ...]: the sum over the group of this rank's rows,
     added in the order of the ranks."""
-    here = group.rank()
-    parts = [part.contiguous() for part in rows.split(sizes)]
+    own_index = group.rank()
+    pieces = [piece.contiguous() for piece in rows.split(sizes)]
     arrived = [
-        part if index == here else torch.empty_like(parts[here]) for index, part in enumerate(parts)
+        piece if index == own_index else torch.empty_like(pieces[own_index])
+        for index, piece in enumerate(pieces)
     ]
-    _exchange(parts, arrived, group, axis, counter, "reduce-scatter")
+    _exchange(pieces, arrived, group, axis, counter, "reduce-scatter")
     total = arrived[0].clone()
-    for part in arrived[1:]:
-        total += part
+    for piece in arrived[1:]:
+        total += piece
     return total
 
 
@@ -93,24 +94,24 @@ def _exchange(
     group: dist.ProcessGroup,
     axis: str,
     counter: CommCounter,
-    what: str,
+    operation: str,
 ) -> None:
     """Send `to[i]` to the i-th rank of the group and receive `into[i]` from it, all at once; empty
     ones not at all."""
-    others = [
+    peers = [
         (index, rank)
         for index, rank in enumerate(dist.get_process_group_ranks(group))
         if index != group.rank()
     ]
-    counter.count_sent(what, axis, sum(to[index].nbytes for index, _ in others), group)
+    counter.count_sent(operation, axis, sum(to[index].nbytes for index, _ in peers), group)
     ended = counter.on_arrival()
     with counter.waiting(axis, to[0]):
         operations = [
-            dist.P2POp(dist.isend, to[index].contiguous(), rank, group) for index, rank in others
+            dist.P2POp(dist.isend, to[index].contiguous(), rank, group) for index, rank in peers
         ]
-        operations += [dist.P2POp(dist.irecv, into[index], rank, group) for index, rank in others]
+        operations += [dist.P2POp(dist.irecv, into[index], rank, group) for index, rank in peers]
         works = dist.batch_isend_irecv(
-            [one for one in operations if one.tensor.numel()] or operations
+            [transfer for transfer in operations if transfer.tensor.numel()] or operations
         )
     counter.before_wait()
     with counter.waiting(axis, to[0]):

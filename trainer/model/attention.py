@@ -123,8 +123,8 @@ class SDPA:
         """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal,
         not the future. Where there is no kernel for documents: with dropout, and in fp32 on a
         GPU."""
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        return same.tril() if self.causal else same
+        same_document = documents[:, None, :, None] == documents[:, None, None, :]
+        return same_document.tril() if self.causal else same_document
 
 
 def folded(x: Tensor, kv_heads: int) -> Tensor:

@@ -42,19 +42,19 @@ def batch_balance(routing: Routing, load: Tensor) -> Tensor:
     return (routing.scores @ load.to(routing.scores.dtype)).sum()
 
 
-def load_of(chosen: Tensor) -> Tensor:
+def load_of(choices: Tensor) -> Tensor:
     """fp32 [..., experts]: how often each was chosen over the mean. `chosen` int64, by all tokens
     of a step."""
-    return chosen.float() * chosen.shape[-1] / chosen.sum(-1, keepdim=True).float()
+    return choices.float() * choices.shape[-1] / choices.sum(-1, keepdim=True).float()
 
 
-def bias_change(chosen: Tensor, speed: float) -> Tensor:
+def bias_change(choices: Tensor, speed: float) -> Tensor:
     """By what a step changes the biases of the choice, fp32 [..., experts]: by `speed`, up for an
     expert that was chosen less often in the step than the mean, down for one that was chosen more
     often (arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). `chosen`
     int64 [..., experts]: by all tokens of the step."""
-    less = chosen.sum(-1, keepdim=True) - chosen * chosen.shape[-1]  # in whole numbers: exact
-    return less.sign().float() * speed
+    deficit = choices.sum(-1, keepdim=True) - choices * choices.shape[-1]  # in whole numbers: exact
+    return deficit.sign().float() * speed
 
 
 def z_sum(routing: Routing) -> Tensor:

@@ -23,11 +23,11 @@ def first_choices(chosen: Tensor, experts: int, capacity: int) -> Tensor:
     order = flat.argsort(dim=1, stable=True)  # by expert, then by place in the sequence
     counts = counted_by_row(flat, experts)
     starts = counts.cumsum(1) - counts
-    place = torch.arange(flat.shape[1], device=flat.device) - starts.gather(
+    rank_in_expert = torch.arange(flat.shape[1], device=flat.device) - starts.gather(
         1, flat.gather(1, order)
     )
     return (
         torch.empty_like(flat, dtype=torch.bool)
-        .scatter_(1, order, place < capacity)
+        .scatter_(1, order, rank_in_expert < capacity)
         .view_as(chosen)
     )

@@ -60,19 +60,21 @@ class Documents:
 
 def pairs(lengths: Sequence[Sequence[int]], queries: Ranges, keys: Ranges) -> list[tuple[int, int]]:
     """(queries, keys) of each document in turn; neighbours that have none of the one are joined."""
-    found = list[tuple[int, int]]()
+    runs = list[tuple[int, int]]()
     for sample in lengths:
         start = 0
         for length in sample:
-            mine = _within(queries, start, start + length), _within(keys, start, start + length)
+            run = _within(queries, start, start + length), _within(keys, start, start + length)
             start += length
-            last = found[-1] if found else (0, 0)
-            if any(one == before == 0 for one, before in zip(mine, last, strict=True)):
-                found[len(found) - 1 :] = [(last[0] + mine[0], last[1] + mine[1])]
-            elif any(mine):
-                found.append(mine)
-    return [one for one in found if any(one)]
+            last = runs[-1] if runs else (0, 0)
+            if any(one == before == 0 for one, before in zip(run, last, strict=True)):
+                runs[len(runs) - 1 :] = [(last[0] + run[0], last[1] + run[1])]
+            elif any(run):
+                runs.append(run)
+    return [one for one in runs if any(one)]
 
 
 def _within(ranges: Ranges, start: int, stop: int) -> int:
-    return sum(max(0, min(one.stop, stop) - max(one.start, start)) for one in ranges)
+    return sum(
+        max(0, min(positions.stop, stop) - max(positions.start, start)) for positions in ranges
+    )

@@ -31,10 +31,10 @@ _STEP, _FIRST, _SECOND = (
 )
 
 
-def salt_of(text: str) -> int:
+def salt_of(name: str) -> int:
     """A random int64 that the text decides."""
     return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
+        hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True
     )
 
 

@@ -128,8 +128,8 @@ class MixtureOfExperts(nn.Module):
         def shared() -> Tensor | None:
             return None if self.shared is None else self.shared_out(self.shared(self.shared_in(x)))
 
-        out, beside = self.dispatch(x.flatten(0, -2), routing, self.experts, shared)
-        return out.view_as(x) if beside is None else out.view_as(x) + beside
+        out, shared_out = self.dispatch(x.flatten(0, -2), routing, self.experts, shared)
+        return out.view_as(x) if shared_out is None else out.view_as(x) + shared_out
 
     def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
         moe = self.router.moe
@@ -158,12 +158,12 @@ class MixtureOfExperts(nn.Module):
         moe = self.router.moe
         chosen = routing.experts.view(sequences, -1, self.router.moe.top_k)
 
-        def taken(chosen: Tensor) -> Tensor:
+        def choose_first(chosen: Tensor) -> Tensor:
             capacity = expert_capacity(moe, chosen.shape[1])
             assert capacity is not None, "else nothing is dropped"
             return first_choices(chosen, moe.experts, capacity)
 
-        return routing._replace(taken=self.of_sequences(chosen, taken).flatten(0, 1))
+        return routing._replace(taken=self.of_sequences(chosen, choose_first).flatten(0, 1))
 
 
 def term_names(model: Model) -> list[str]:
@@ -208,18 +208,18 @@ class Copies(NamedTuple):
                 ~taken.flatten(), experts
             )  # dropped ones go behind the last expert
         order = chosen.argsort(stable=True)
-        place = inverse(order)
-        weights = permuted(routing.weights.flatten(), order, place)
+        position = inverse(order)
+        weights = permuted(routing.weights.flatten(), order, position)
         if taken is None:
-            places = Places(place.view_as(routing.experts))
+            positions = Places(position.view_as(routing.experts))
             counts = counted(chosen, experts)
         else:
-            places = Places.unequal(place[taken.flatten()], taken.sum(-1))
+            positions = Places.unequal(position[taken.flatten()], taken.sum(-1))
             counts = counted(chosen, experts + 1)[:-1]
-            weights = weights[: len(places.of_copies)]
-            order = order[: len(places.of_copies)]
+            weights = weights[: len(positions.of_copies)]
+            order = order[: len(positions.of_copies)]
         token = order // routing.experts.shape[-1]
-        return cls(copied(x, token, places), weights, counts, token, places)
+        return cls(copied(x, token, positions), weights, counts, token, positions)
 
     def summed(self, out: Tensor) -> Tensor:
         """What experts returned for the copies, [m, hidden], summed over each token's -> [n,

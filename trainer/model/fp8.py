@@ -53,9 +53,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def round_to(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
     """`largest` broadcasts against `x`. Larger values become the largest number; nan stays."""
-    most = torch.finfo(dtype).max
-    scale = most / largest.to(wide(x.dtype)).clamp(min=LEAST)
-    return Rounded(narrowed((x.to(scale.dtype) * scale).clamp(-most, most), dtype), 1 / scale)
+    max_code = torch.finfo(dtype).max
+    scale = max_code / largest.to(wide(x.dtype)).clamp(min=LEAST)
+    return Rounded(
+        narrowed((x.to(scale.dtype) * scale).clamp(-max_code, max_code), dtype), 1 / scale
+    )
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

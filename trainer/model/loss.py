@@ -63,7 +63,7 @@ class LossTerms:
         self._copies |= dict.fromkeys(names, copies)
 
     def start(
-        self, loss_scale: Tensor, valid_tokens: int, taken: int, samples: int, tokens: int
+        self, loss_scale: Tensor, valid_tokens: int, micro_batches: int, samples: int, tokens: int
     ) -> None:
         """Begin a step. `loss_scale` is 0-d on the device; `valid_tokens`, `samples` and `tokens`
         are global counts; micro-batches from number `taken` on are padding, whose terms are
@@ -72,7 +72,7 @@ class LossTerms:
         self.tokens = tokens
         self._loss_scale = loss_scale
         self._valid_tokens = valid_tokens
-        self._taken = taken
+        self._taken = micro_batches
         self.sums = dict.fromkeys(self.sums)
 
     @contextlib.contextmanager
@@ -108,9 +108,9 @@ class LossTerms:
         if not self.counts:  # padding is a collective, as all others are
             return _Attached.apply(x, value, self._loss_scale, 0.0)
         share = 1.0 / (self._valid_tokens if divisor is None else divisor)
-        part = value.detach().double() * (share / self._copies[name])
-        before = self.sums[name]
-        self.sums[name] = part if before is None else before + part
+        term = value.detach().double() * (share / self._copies[name])
+        total = self.sums[name]
+        self.sums[name] = term if total is None else total + term
         return _Attached.apply(x, value, self._loss_scale, share)
 
 

@@ -56,9 +56,9 @@ class LatentAttention(nn.Module):
         assert rope is not None, "latent attention has rotary positions"
         latent_q = self.q_norm(self.q_down(x)) if mla.q_lora_rank else x
         latent, shared = self.kv_down(x).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
-        parts = latent_q, self.kv_norm(latent), shared
-        latent_q, latent, shared = self.latents_in(torch.cat(parts, dim=-1)).split(
-            [y.shape[-1] for y in parts], dim=-1
+        latents = latent_q, self.kv_norm(latent), shared
+        latent_q, latent, shared = self.latents_in(torch.cat(latents, dim=-1)).split(
+            [y.shape[-1] for y in latents], dim=-1
         )
         q = self.wq(latent_q).unflatten(-1, (-1, mla.qk_nope_head_dim + mla.qk_rope_head_dim))
         plain_q, rotary_q = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
@@ -68,5 +68,5 @@ class LatentAttention(nn.Module):
         q = torch.cat((plain_q, rotate(rotary_q, rope)), dim=-1) * self.scale
         k = torch.cat((plain_k, rotary_k), dim=-1)
         # Fused kernels want values as wide as keys.
-        wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-        return self.wo(self.core(q, k, wide, serial, documents)[..., : v.shape[-1]].flatten(-2))
+        padded_v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        return self.wo(self.core(q, k, padded_v, serial, documents)[..., : v.shape[-1]].flatten(-2))

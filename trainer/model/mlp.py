@@ -68,7 +68,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        of_up = ACTIVATIONS[ctx.activation](gate).mul_(grad)
-        of_gate = grad * up
-        GRADIENTS[ctx.activation](of_gate, gate, grad_input=of_gate)
-        return of_gate, of_up, None
+        grad_up = ACTIVATIONS[ctx.activation](gate).mul_(grad)
+        grad_gate = grad * up
+        GRADIENTS[ctx.activation](grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, grad_up, None

@@ -32,20 +32,20 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        inverse = torch.linalg.vecdot(wide, wide).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse = torch.linalg.vecdot(x32, x32).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
+        return (x32 * inverse).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
         normal = x * inverse
         grad = grad.to(inverse.dtype)
-        of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad * weight
         share = torch.linalg.vecdot(grad, normal).unsqueeze(-1).div_(-x.shape[-1])
-        return grad.addcmul_(normal, share).mul_(inverse).to(x.dtype), of_weight, None
+        return grad.addcmul_(normal, share).mul_(inverse).to(x.dtype), grad_weight, None
 
 
 class LayerNorm(nn.Module):

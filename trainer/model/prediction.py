@@ -54,8 +54,10 @@ class PredictionBlock(Block):
         rope: Rope | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        both = torch.cat([self.norm_token(token), self.norm_hidden(x)], -1)
-        return self.norm_out(super().forward(self.project(both), serial, documents, rope, rows))
+        token_and_state = torch.cat([self.norm_token(token), self.norm_hidden(x)], -1)
+        return self.norm_out(
+            super().forward(self.project(token_and_state), serial, documents, rope, rows)
+        )
 
 
 def numbers(model: Model) -> range:
@@ -75,7 +77,7 @@ def prediction_loss(
     total: Tensor | None = None
     for k in range(mtp.depth):
         x = step(k, x)
-        one = loss(x, targets[..., k])
-        total = one if total is None else total + one
+        depth_loss = loss(x, targets[..., k])
+        total = depth_loss if total is None else total + depth_loss
     assert total is not None, "a plan without depth has no key model.mtp"
     return total * (mtp.weight / mtp.depth)

@@ -60,17 +60,17 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, serial: Tensor | None = None) -> Routing:
         moe = self.moe
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x = x.to(wide)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = x.to(dtype)
         if self.jitter is not None:
             assert serial is not None, "jitter is of a token's number"
             x = self.jitter(x, serial)
-        logits = F.linear(x, self.weight.to(wide))
+        logits = F.linear(x, self.weight.to(dtype))
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())
         weights = scores.gather(-1, chosen)
         if moe.norm_topk:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
         if moe.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         return Routing(chosen, weights * moe.routed_scale, scores, logits)
@@ -90,13 +90,13 @@ class Router(nn.Module):
         grouped = scores.unflatten(-1, (moe.groups, -1))
         # DeepSeek-V3 ranks groups by their two best experts, DeepSeek-V2 (soft-max) by the best
         # one.
-        value = grouped.topk(min(2, grouped.shape[-1]) if moe.score == "sigmoid" else 1).values.sum(
-            -1
+        group_scores = grouped.topk(
+            min(2, grouped.shape[-1]) if moe.score == "sigmoid" else 1
+        ).values.sum(-1)
+        in_best_groups = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+            -1, best(group_scores, moe.top_groups), True
         )
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(
-            -1, best(value, moe.top_groups), True
-        )
-        return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        return grouped.masked_fill(~in_best_groups[..., None], -torch.inf).flatten(-2)
 
 
 def best(scores: Tensor, count: int) -> Tensor:

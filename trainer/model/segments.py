@@ -128,5 +128,5 @@ def _segments(rows: Tensor | None, counts: list[int]) -> Sequence[Tensor | None]
     return [None] * len(counts) if rows is None else rows.split(counts)
 
 
-def _matrices(whole: Tensor | None, counts: list[int]) -> Sequence[Tensor | None]:
-    return [None] * len(counts) if whole is None else whole.unbind(0)
+def _matrices(weights: Tensor | None, counts: list[int]) -> Sequence[Tensor | None]:
+    return [None] * len(counts) if weights is None else weights.unbind(0)

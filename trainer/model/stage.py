@@ -167,5 +167,5 @@ def term_names(model: Model) -> list[str]:
     return [*expert_terms(model), *([MTP] if model.mtp else [])]
 
 
-def nothing(part: str) -> None:
+def nothing(name: str) -> None:
     """What a stage does before its parts compute, unless something replaces it."""

@@ -28,8 +28,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].is_cuda:  # its kernel adds no more than 128 squares in a row, in fp32
         norms = foreach_norms(list(tensors), dtype)
         return torch.stack(norms).double().square().sum()
-    parts = [part for flat in _together(tensors) for part in _rows(flat)]
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype).double() for part in parts]
+    blocks = [block for flat in _together(tensors) for block in _rows(flat)]
+    norms = [torch.linalg.vector_norm(block, dim=1, dtype=dtype).double() for block in blocks]
     return (
         torch.cat(norms).square().sum()
         if norms
@@ -40,8 +40,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 def _rows(flat: Tensor) -> list[Tensor]:
     """A 1-D tensor as rows of `ROW`, and the rest."""
     rows = flat.numel() // ROW * ROW
-    parts = [flat[:rows].view(-1, ROW)] if rows else []
-    return parts if rows == flat.numel() else [*parts, flat[rows:].view(1, -1)]
+    blocks = [flat[:rows].view(-1, ROW)] if rows else []
+    return blocks if rows == flat.numel() else [*blocks, flat[rows:].view(1, -1)]
 
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

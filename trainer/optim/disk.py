@@ -80,16 +80,16 @@ class DiskOptimizer:
         self._fill(slots[0])
 
     def _cut(self) -> tuple[list[Chunk], int]:
-        found = list[Chunk]()
+        chunks = list[Chunk]()
         offset = 0
         for index, bucket in reversed(list(enumerate(self.buckets.buckets))):  # in forward order
             numel = bucket.param_shard.numel()
             for start in range(0, numel, self.chunk):
                 stop = min(start + self.chunk, numel)
                 stride = -(-(stop - start) * self.dtype.itemsize // BLOCK) * BLOCK
-                found.append(Chunk(index, start, stop, offset, stride))
+                chunks.append(Chunk(index, start, stop, offset, stride))
                 offset += stride * len(self.kinds)
-        return found, offset
+        return chunks, offset
 
     def _record(self, chunk: Chunk) -> Record:
         return Record(chunk.offset, chunk.stride * len(self.kinds))
@@ -157,19 +157,21 @@ class DiskOptimizer:
         if free is not None:
             free.result()
         chunk = self.chunks[number]
-        room = self._gradients[number % GRADIENTS].view(self.dtype)[: chunk.stop - chunk.start]
+        buffer = self._gradients[number % GRADIENTS].view(self.dtype)[: chunk.stop - chunk.start]
         with torch.no_grad():  # known to each thread by itself
             self.host.read(
-                self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop], room
+                self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop], buffer
             )
-        return room
+        return buffer
 
-    def _store(self, chunk: Chunk, master: Tensor, room: Tensor) -> None:
+    def _store(self, chunk: Chunk, master: Tensor, buffer: Tensor) -> None:
         """Give a chunk's weights back; they are narrowed in `room`, where the gradient was."""
         weights = self._weights(chunk)
         with torch.no_grad():
             if weights.dtype != master.dtype:
-                master = room.view(torch.uint8)[: weights.nbytes].view(weights.dtype).copy_(master)
+                master = (
+                    buffer.view(torch.uint8)[: weights.nbytes].view(weights.dtype).copy_(master)
+                )
             self.host.write(master, weights)
 
     def _gather(self, stored: list[Future[None]], done: int, wait: bool) -> int:
@@ -193,7 +195,7 @@ class DiskOptimizer:
         """As `ShardedOptimizer.slices`, through a mapping of the file: pages come and go, nothing
         is copied."""
         self.ring.settle()
-        whole = self.file.mapped()
+        file_bytes = self.file.mapped()
         for chunk in self.chunks:
             bucket = self.buckets.buckets[chunk.bucket]
             first = is_first_replica(self.buckets, bucket)
@@ -206,7 +208,7 @@ class DiskOptimizer:
                         + number * chunk.stride
                         + (low - chunk.start) * self.dtype.itemsize
                     )
-                    view = whole[begin : begin + (high - low) * self.dtype.itemsize].view(
+                    view = file_bytes[begin : begin + (high - low) * self.dtype.itemsize].view(
                         self.dtype
                     )
                     yield StateSlice(

@@ -49,13 +49,13 @@ class LossScale:
     def update(self, finite: Tensor) -> None:
         """After a step whose gradient norm was `finite` (it was applied) or not (it was skipped):
         0-d bool."""
-        good = (self._good_steps + 1) * finite
-        grows = good == self.growth_interval
+        good_steps = (self._good_steps + 1) * finite
+        grows = good_steps == self.growth_interval
         halved = (self.current / 2).clamp(min=LOWEST)
         self.current = torch.where(
             finite, torch.where(grows, self.current * 2, self.current), halved
         )
-        self._good_steps = good * ~grows
+        self._good_steps = good_steps * ~grows
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps, beside other scalars. Waits for the device."""

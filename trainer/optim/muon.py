@@ -37,15 +37,15 @@ class Muon:
         """m = beta1 m + g; w = (1 - lr decay) w - lr 0.2 sqrt(longer side) orthogonal(g + beta1
         m)."""
         keep = 1 - update.lr * self.weight_decay
-        for some in rounds([matrix.cuts for matrix in matrices]):
-            these = [matrices[at] for at in some]
-            momenta = [one.grad + self.momentum * one.state["momentum"] for one in these]
-            ahead = [
+        for indices in rounds([matrix.cuts for matrix in matrices]):
+            group = [matrices[at] for at in indices]
+            momenta = [one.grad + self.momentum * one.state["momentum"] for one in group]
+            lookaheads = [
                 one.grad + self.momentum * momentum
-                for one, momentum in zip(these, momenta, strict=True)
+                for one, momentum in zip(group, momenta, strict=True)
             ]
-            directions = on_whole(ahead, [one.cuts for one in these], counter, orthogonal)
-            for matrix, momentum, direction in zip(these, momenta, directions, strict=True):
+            directions = on_whole(lookaheads, [one.cuts for one in group], counter, orthogonal)
+            for matrix, momentum, direction in zip(group, momenta, directions, strict=True):
                 size = update.lr * RMS * max(matrix.info.global_shape) ** 0.5
                 update.set(matrix.state["momentum"], momentum)
                 update.set(matrix.master, matrix.master * keep - direction * size)

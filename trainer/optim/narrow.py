@@ -44,8 +44,8 @@ def codebook(signed: bool) -> Tensor:
     numbers = [0.0, 1.0]
     bits = 6 if signed else 7
     for zeros in range(7):
-        parts = 2 ** (bits - zeros)
-        middles = [(0.1 + 0.9 * (part + 0.5) / parts) * 10.0**-zeros for part in range(parts)]
+        count = 2 ** (bits - zeros)
+        middles = [(0.1 + 0.9 * (index + 0.5) / count) * 10.0**-zeros for index in range(count)]
         numbers += [sign * middle for middle in middles for sign in ((1, -1) if signed else (1,))]
     return torch.tensor(sorted(numbers), dtype=torch.float64)
 
@@ -165,8 +165,10 @@ class Rounded:
             low = max(at, start)
             high = min(at + last - first, stop)
             if low < high:
-                own = random_bits(info, first + low - at, first + high - at, salt, update.number)
-                bits[low - start : high - start] = own
+                piece_bits = random_bits(
+                    info, first + low - at, first + high - at, salt, update.number
+                )
+                bits[low - start : high - start] = piece_bits
         update.set(self.values[start:stop], rounded(value, bits))
 
     def tensors(self) -> list[Tensor]:
@@ -235,9 +237,11 @@ def step_narrow(
     for shard in shards:
         for start in range(0, shard.master.numel(), CHUNK):
             stop = min(start + CHUNK, shard.master.numel())
-            state = {kind: one.load(start, stop) for kind, one in shard.state.items()}
+            state = {
+                kind: narrow_state.load(start, stop) for kind, narrow_state in shard.state.items()
+            }
             rule.step(
                 [Shard(shard.master[start:stop], shard.grad[start:stop], state)], update, decay
             )
-            for kind, one in shard.state.items():
-                one.store(start, state[kind], update)
+            for kind, narrow_state in shard.state.items():
+                narrow_state.store(start, state[kind], update)

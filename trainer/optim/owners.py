@@ -52,8 +52,8 @@ class Cut:
         """Elements of a part."""
         return length * self.shape[1 - self.dim]
 
-    def of_rank(self, whole: Tensor, rank: int) -> Tensor:
-        return whole.narrow(self.dim, self.held[rank][0], self.length(rank))
+    def of_rank(self, matrix: Tensor, rank: int) -> Tensor:
+        return matrix.narrow(self.dim, self.held[rank][0], self.length(rank))
 
     def part(self, flat: Tensor, length: int) -> Tensor:
         """A part of this length from its elements."""
@@ -65,22 +65,22 @@ class Cut:
 def cuts_of(info: ParamInfo, mesh: Mesh, rows: Sequence[tuple[int, int]] = ()) -> tuple[Cut, ...]:
     """How ranks hold a matrix, the outermost cut last. `rows`: of the local matrix, those of each
     rank of the shard group, where ZeRO cuts it."""
-    found = list[Cut]()
+    cuts = list[Cut]()
     sharded = mesh.group(info.groups.shard)
     if rows and sharded is not None:
         height, width = info.local_shape
-        found.append(Cut(sharded, "dp", (height, width), 0, tuple(rows)))
+        cuts.append(Cut(sharded, "dp", (height, width), 0, tuple(rows)))
     tp = mesh.group("tp")
     if info.shards and tp is not None:
         (cut,) = info.shards
         size = info.global_shape[cut.dim]
         copies = len(info.replicas)
-        each = size * copies // tp.size()
+        length = size * copies // tp.size()
         held = tuple(
-            (rank // copies * each, (rank // copies + 1) * each) for rank in range(tp.size())
+            (rank // copies * length, (rank // copies + 1) * length) for rank in range(tp.size())
         )
-        found.append(Cut(tp, "tp", (info.global_shape[0], info.global_shape[1]), cut.dim, held))
-    return tuple(found)
+        cuts.append(Cut(tp, "tp", (info.global_shape[0], info.global_shape[1]), cut.dim, held))
+    return tuple(cuts)
 
 
 def rounds(cuts: Sequence[Sequence[Cut]]) -> Iterator[list[int]]:
@@ -89,9 +89,9 @@ def rounds(cuts: Sequence[Sequence[Cut]]) -> Iterator[list[int]]:
     by_groups = dict[tuple[str, ...], list[int]]()
     for at in sorted(range(len(cuts)), key=lambda at: -_work(cuts[at])):
         by_groups.setdefault(tuple(cut.axis for cut in cuts[at]), []).append(at)
-    for same in by_groups.values():
-        many = prod(cut.group.size() for cut in cuts[same[0]])
-        yield from (same[at : at + many] for at in range(0, len(same), many))
+    for indices in by_groups.values():
+        size = prod(cut.group.size() for cut in cuts[indices[0]])
+        yield from (indices[at : at + size] for at in range(0, len(indices), size))
 
 
 def _work(cuts: Sequence[Cut]) -> int:
@@ -100,15 +100,17 @@ def _work(cuts: Sequence[Cut]) -> int:
 
 
 def on_whole(
-    parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], counter: CommCounter, of: OfWhole
+    slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], counter: CommCounter, function: OfWhole
 ) -> list[Tensor]:
     """`of` each whole matrix: this rank's part of it. `parts`: this rank's, contiguous; `cuts`: of
     each, of the same groups. Collective over these."""
-    if not parts or not cuts[0]:
-        return [of(part) for part in parts]
-    exchange = _Exchange([one[0] for one in cuts], counter)
-    mine = on_whole(exchange.to_owners(parts), [cuts[at][1:] for at in exchange.own], counter, of)
-    return exchange.from_owners(mine, like=parts[0])
+    if not slices or not cuts[0]:
+        return [function(matrix) for matrix in slices]
+    exchange = _Exchange([matrix_cuts[0] for matrix_cuts in cuts], counter)
+    results = on_whole(
+        exchange.to_owners(slices), [cuts[at][1:] for at in exchange.own], counter, function
+    )
+    return exchange.from_owners(results, example=slices[0])
 
 
 class _Exchange:
@@ -123,54 +125,54 @@ class _Exchange:
         self.own = self.owned[self.rank]
 
     def _send(
-        self, pieces: list[list[Tensor]], arriving: list[list[int]], like: Tensor
+        self, pieces: list[list[Tensor]], arriving: list[list[int]], example: Tensor
     ) -> list[list[Tensor]]:
         """`pieces`: to each rank; `arriving`: elements of each piece from each rank. What arrives,
         flat."""
-        flat = [
-            torch.cat([like.new_empty(0), *(piece.reshape(-1) for piece in some)])
-            for some in pieces
+        messages = [
+            torch.cat([example.new_empty(0), *(piece.reshape(-1) for piece in rank_pieces)])
+            for rank_pieces in pieces
         ]
-        sent = [one.numel() for one in flat]
-        came = [sum(sizes) for sizes in arriving]
+        sent_sizes = [message.numel() for message in messages]
+        received_sizes = [sum(sizes) for sizes in arriving]
         axis = self.cuts[0].axis
         arrived = start_all_to_all_uneven(
-            torch.cat(flat), sent, came, self.group, axis, self.counter
+            torch.cat(messages), sent_sizes, received_sizes, self.group, axis, self.counter
         )()
-        parts = arrived.split(came)
+        received = arrived.split(received_sizes)
         return [
-            list(part.split(sizes)) if sizes else []
-            for part, sizes in zip(parts, arriving, strict=True)
+            list(message_in.split(sizes)) if sizes else []
+            for message_in, sizes in zip(received, arriving, strict=True)
         ]
 
-    def to_owners(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def to_owners(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts -> its own matrices whole."""
         sent = [
-            [parts[at] for at in owned if self.cuts[at].given(self.rank)] for owned in self.owned
+            [slices[at] for at in owned if self.cuts[at].given(self.rank)] for owned in self.owned
         ]
         lengths = [[self.cuts[at].given(rank) for at in self.own] for rank in range(self.ranks)]
         sizes = [
             [self.cuts[at].numel(n) for at, n in zip(self.own, row, strict=True)] for row in lengths
         ]
-        came = self._send(sent, sizes, parts[0])
-        whole = list[Tensor]()
+        received = self._send(sent, sizes, slices[0])
+        matrices = list[Tensor]()
         for number, at in enumerate(self.own):
             cut = self.cuts[at]
             ranks = range(self.ranks)
-            pieces = [cut.part(came[rank][number], lengths[rank][number]) for rank in ranks]
-            whole.append(torch.cat(pieces, cut.dim))
-        return whole
+            pieces = [cut.part(received[rank][number], lengths[rank][number]) for rank in ranks]
+            matrices.append(torch.cat(pieces, cut.dim))
+        return matrices
 
-    def from_owners(self, whole: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    def from_owners(self, matrices: Sequence[Tensor], example: Tensor) -> list[Tensor]:
         """Its own matrices whole -> this rank's parts of all."""
-        own = [(one, self.cuts[at]) for one, at in zip(whole, self.own, strict=True)]
-        sent = [[cut.of_rank(one, rank) for one, cut in own] for rank in range(self.ranks)]
+        own_matrices = [(one, self.cuts[at]) for one, at in zip(matrices, self.own, strict=True)]
+        sent = [[cut.of_rank(one, rank) for one, cut in own_matrices] for rank in range(self.ranks)]
         sizes = [
             [self.cuts[at].numel(self.cuts[at].length(self.rank)) for at in owned]
             for owned in self.owned
         ]
-        found = dict[int, Tensor]()
-        for owned, flat in zip(self.owned, self._send(sent, sizes, like), strict=True):
+        slices = dict[int, Tensor]()
+        for owned, flat in zip(self.owned, self._send(sent, sizes, example), strict=True):
             for at, one in zip(owned, flat, strict=True):
-                found[at] = self.cuts[at].part(one, self.cuts[at].length(self.rank))
-        return [found[at] for at in range(len(self.cuts))]
+                slices[at] = self.cuts[at].part(one, self.cuts[at].length(self.rank))
+        return [slices[at] for at in range(len(self.cuts))]

@@ -195,8 +195,8 @@ class ShardedOptimizer:
             self.copied = None
         self._steps += finite
         torch.logical_not(finite, out=self._skip)
-        one = not grad_scale.is_cuda and float(grad_scale) == 1.0
-        return None if one else grad_scale.to(self.master_dtype), Update(
+        no_scaling = not grad_scale.is_cuda and float(grad_scale) == 1.0
+        return None if no_scaling else grad_scale.to(self.master_dtype), Update(
             lr, self._steps, self._skip
         )
 
@@ -224,17 +224,17 @@ class ShardedOptimizer:
         """As `compute`, on the host, of a gradient that is widened: a piece of it stays in the
         caches, the whole would be written to memory and read again."""
         state = self.states[at]
-        piece = min(grad.numel(), PIECE * max(1, torch.get_num_threads() // 4))
-        room = torch.empty(piece, dtype=self.master_dtype)
-        for start in range(0, grad.numel(), piece):
-            part = slice(start, start + piece)
-            wide = room[: grad[part].numel()].copy_(grad[part])
+        length = min(grad.numel(), PIECE * max(1, torch.get_num_threads() // 4))
+        buffer = torch.empty(length, dtype=self.master_dtype)
+        for start in range(0, grad.numel(), length):
+            span = slice(start, start + length)
+            grad32 = buffer[: grad[span].numel()].copy_(grad[span])
             if factor is not None:
-                wide.mul_(factor)
+                grad32.mul_(factor)
             shard = Shard(
-                state.master[part],
-                wide,
-                {kind: tensor[part] for kind, tensor in state.state.items()},
+                state.master[span],
+                grad32,
+                {kind: tensor[span] for kind, tensor in state.state.items()},
             )
             self.rules.elements.step([shard], update, self.buckets.buckets[at].kind.decay)
 
@@ -270,10 +270,10 @@ class ShardedOptimizer:
         rows = bucket.layout.rows(bucket.shards)
         if rows:  # a bucket is a matrix, of which a rank has rows, or none
             (info,), (start, stop) = bucket.infos, bucket.range
-            found = [(info, start, stop, 0)]
+            matrix_pieces = [(info, start, stop, 0)]
         else:
-            found = list(pieces(bucket))
-        for info, start, stop, at in found:
+            matrix_pieces = list(pieces(bucket))
+        for info, start, stop, at in matrix_pieces:
             assert rows or (start, stop) == (0, info.numel), (
                 f"{info.name} is cut over the shard group"
             )
@@ -296,9 +296,13 @@ class ShardedOptimizer:
                 for kind, tensor in {"master": state.master, **state.state}.items():
                     view = tensor[at : at + stop - start]
                     yield StateSlice(info, kind, start, stop, view, first_replica and info.owner)
-                for one in state.narrow.values():
-                    for kind, of, first, last, view in one.slices((info, start, stop, at)):
-                        yield StateSlice(of, kind, first, last, view, first_replica and info.owner)
+                for narrow_state in state.narrow.values():
+                    for kind, state_info, first, last, view in narrow_state.slices(
+                        (info, start, stop, at)
+                    ):
+                        yield StateSlice(
+                            state_info, kind, first, last, view, first_replica and info.owner
+                        )
 
     @torch.no_grad()
     def publish(self, stale: bool = False) -> None:
@@ -311,14 +315,18 @@ class ShardedOptimizer:
 
     def tensors(self) -> list[Tensor]:
         """State on the device in addition to the parameters, for memory metrics."""
-        result = list[Tensor]()
+        tensors = list[Tensor]()
         if self.host is not None:
-            return result
+            return tensors
         for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
-            result += [] if state.master is bucket.param_shard else [state.master]
-            result += state.state.values()
-            result += [tensor for one in state.narrow.values() for tensor in one.tensors()]
-        return result
+            tensors += [] if state.master is bucket.param_shard else [state.master]
+            tensors += state.state.values()
+            tensors += [
+                tensor
+                for narrow_state in state.narrow.values()
+                for tensor in narrow_state.tensors()
+            ]
+        return tensors
 
 
 def is_first_replica(buckets: Sharding, bucket: ShardedBucket) -> bool:
@@ -337,8 +345,8 @@ def give_back(bucket: ShardedBucket, master: Tensor) -> None:
     nobody reads any more: page-locked memory, so the copy runs beside the next bucket's update."""
     if master.dtype != bucket.param_shard.dtype:
         assert bucket.host_grad is not None
-        room = bucket.host_grad.view(torch.uint8)[: bucket.param_shard.nbytes]
-        master = room.view(bucket.param_shard.dtype).copy_(master)
+        buffer = bucket.host_grad.view(torch.uint8)[: bucket.param_shard.nbytes]
+        master = buffer.view(bucket.param_shard.dtype).copy_(master)
     bucket.param_shard.copy_(master, non_blocking=True)
 
 

@@ -307,10 +307,10 @@ def kept_inputs(
 def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
     """Tell attention dropout the number of the first head of this rank in the whole model."""
     par = plan.parallel
-    here = plan.model.heads // plan.parallel.tp
-    first = mesh.index("tp") * here
+    heads = plan.model.heads // plan.parallel.tp
+    first = mesh.index("tp") * heads
     if par.cp > 1 and par.cp_method == "ulysses":
-        first += mesh.index("cp") * here // par.cp
+        first += mesh.index("cp") * heads // par.cp
     for block in stage.blocks.values():
         if block.attn.drop is not None:
             block.attn.drop.first_head = first

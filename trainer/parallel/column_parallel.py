@@ -78,18 +78,18 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         ops: list[LinearOp],
         *params: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        many = len(params) // 2
-        weights = cast("tuple[Tensor, ...]", params[:many])
-        biases = params[many:]
-        whole = columns.start_gather(x)()
+        count = len(params) // 2
+        weights = cast("tuple[Tensor, ...]", params[:count])
+        biases = params[count:]
+        full_x = columns.start_gather(x)()
         ctx.columns = columns
         ctx.ops = ops
         ctx.is_whole = columns.keep or not columns.sp
-        kept = [op.saved(whole) for op in ops] if ctx.is_whole else [(x,)]
-        ctx.sizes = [len(one) for one in kept]
-        ctx.save_for_backward(*weights, *(tensor for one in kept for tensor in one))
+        saved = [op.saved(full_x) for op in ops] if ctx.is_whole else [(x,)]
+        ctx.sizes = [len(tensors) for tensors in saved]
+        ctx.save_for_backward(*weights, *(tensor for tensors in saved for tensor in tensors))
         return tuple(
-            op.forward(whole, weight, bias)
+            op.forward(full_x, weight, bias)
             for op, weight, bias in zip(ops, weights, biases, strict=True)
         )
 
@@ -98,31 +98,34 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         columns = ctx.columns
         ops = ctx.ops
         saved = list(ctx.saved_tensors)
-        many = len(ops)
-        weights = saved[:many]
-        kept = saved[many:]
-        gathered = None if ctx.is_whole else columns.start_gather(kept[0])
-        flat = [grad.flatten(0, -2) for grad in grads]
+        count = len(ops)
+        weights = saved[:count]
+        saved_inputs = saved[count:]
+        gathered = None if ctx.is_whole else columns.start_gather(saved_inputs[0])
+        flat_grads = [grad.flatten(0, -2) for grad in grads]
         summed = None
         if ctx.needs_input_grad[0]:
-            whole_grad = ops[0].input_grad(flat[0], weights[0])
-            for op, grad, weight in zip(ops[1:], flat[1:], weights[1:], strict=True):
-                op.add_input_grad(whole_grad, grad, weight)
-            summed = columns.start_sum(whole_grad.view(*grads[0].shape[:-1], -1))
+            input_grad = ops[0].input_grad(flat_grads[0], weights[0])
+            for op, grad, weight in zip(ops[1:], flat_grads[1:], weights[1:], strict=True):
+                op.add_input_grad(input_grad, grad, weight)
+            summed = columns.start_sum(input_grad.view(*grads[0].shape[:-1], -1))
         needs = ctx.needs_input_grad[3:]
         if gathered is None:
-            inputs = iter(kept)
-            of_inputs: list[Sequence[Tensor]] = [
+            inputs = iter(saved_inputs)
+            inputs_by_op: list[Sequence[Tensor]] = [
                 list(itertools.islice(inputs, size)) for size in ctx.sizes
             ]
         else:
-            whole = gathered()
-            of_inputs = [op.saved(whole) for op in ops]
-        of_weights = [
-            op.weight_grad(grad, one) if need else None
-            for op, grad, one, need in zip(ops, flat, of_inputs, needs[:many], strict=True)
+            full_x = gathered()
+            inputs_by_op = [op.saved(full_x) for op in ops]
+        weight_grads = [
+            op.weight_grad(grad, saved_input) if need else None
+            for op, grad, saved_input, need in zip(
+                ops, flat_grads, inputs_by_op, needs[:count], strict=True
+            )
         ]
-        of_biases = [
-            grad.sum(0) if need else None for grad, need in zip(flat, needs[many:], strict=True)
+        bias_grads = [
+            grad.sum(0) if need else None
+            for grad, need in zip(flat_grads, needs[count:], strict=True)
         ]
-        return (summed() if summed else None), None, None, *of_weights, *of_biases
+        return (summed() if summed else None), None, None, *weight_grads, *bias_grads

@@ -55,7 +55,7 @@ class KeptInputs:
         """`function`, a recomputed one, of whose first argument this is kept; its others are kept
         as they are."""
 
-        def run(x: Tensor, *others: Any) -> Tensor:
+        def run(x: Tensor, *arguments: Any) -> Tensor:
             address = x.data_ptr()
             shape = x.shape  # autograd keeps the hooks: they must not hold `x`
 
@@ -67,7 +67,7 @@ class KeptInputs:
                 )
 
             with saved_tensors_hooks(pack, self._unpack):
-                return function(x, *others)
+                return function(x, *arguments)
 
         return run
 
@@ -82,14 +82,14 @@ class KeptInputs:
             return Kept(self.store.put(held), saved.shape, shared)
         return Kept(held.clone(), saved.shape, shared) if shared else saved
 
-    def _unpack(self, kept: Tensor | Kept) -> Tensor:
-        if not isinstance(kept, Kept):
-            return kept
-        held = kept.held
+    def _unpack(self, packed: Tensor | Kept) -> Tensor:
+        if not isinstance(packed, Kept):
+            return packed
+        held = packed.held
         if isinstance(held, Entry):
             assert self.store is not None
             held = self.store.get(held)
-        if kept.shared:
+        if packed.shared:
             assert self.group is not None
             held = all_gather(held, self.group, "tp", self.counter)
-        return held.flatten()[: kept.shape.numel()].view(kept.shape)
+        return held.flatten()[: packed.shape.numel()].view(packed.shape)

@@ -79,8 +79,8 @@ class ParamInfo:
 
     def along(self, dim: int) -> tuple[int, int]:
         """This rank's [start, stop) of a dimension, without padding."""
-        found = next((shard for shard in self.shards if shard.dim == dim), None)
-        return (found.start, found.stop) if found is not None else (0, self.global_shape[dim])
+        cut = next((shard for shard in self.shards if shard.dim == dim), None)
+        return (cut.start, cut.stop) if cut is not None else (0, self.global_shape[dim])
 
     @property
     def local_shape(self) -> tuple[int, ...]:

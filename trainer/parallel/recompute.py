@@ -94,12 +94,12 @@ def _attention_contexts(block: Block, latents: bool) -> Callable[[], Any]:
     # than it saves.
     keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
     linears = sum(isinstance(module, Linear) for module in block.attn.children())
-    made = (
+    from_latents = (
         LatentAttention.MADE_OF_LATENTS
         if latents and isinstance(block.attn, LatentAttention)
         else 0
     )
-    return partial(_contexts, products=linears - 1 - made, keep=keep)
+    return partial(_contexts, products=linears - 1 - from_latents, keep=keep)
 
 
 def _checkpointed(

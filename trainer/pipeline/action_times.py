@@ -50,10 +50,12 @@ class StepActions:
 
     def seconds_by_pass(self) -> dict[str, float]:
         """Seconds in "forward" and "backward"."""
-        found = {"forward": 0.0, "backward": 0.0}
+        seconds = {"forward": 0.0, "backward": 0.0}
         for span in self.spans():
-            found["forward" if span.action.kind is Kind.F else "backward"] += span.end - span.start
-        return found
+            seconds["forward" if span.action.kind is Kind.F else "backward"] += (
+                span.end - span.start
+            )
+        return seconds
 
     def idle_seconds(self) -> float:
         """Between this rank's first start and last end, when it waits for other stages."""

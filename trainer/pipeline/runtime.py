@@ -80,17 +80,17 @@ class Pipeline:
         """
         rank = mesh.coord.pp
         device = torch.device(device)
-        mine = schedule.stages_of(rank)
+        stage_numbers = schedule.stages_of(rank)
         self.rank = rank
-        if len(mine) != len(stages):
+        if len(stage_numbers) != len(stages):
             raise ValueError(
-                f"pipeline rank {rank} holds stages {list(mine)} in {schedule.name}, got"
+                f"pipeline rank {rank} holds stages {list(stage_numbers)} in {schedule.name}, got"
                 f" {len(stages)}"
             )
         self.loss = loss
         self.device = device
         self.terms = terms or LossTerms()
-        self.stages = dict(zip(mine, stages, strict=True))
+        self.stages = dict(zip(stage_numbers, stages, strict=True))
         self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
         self.action_times = ActionTimes(device)
         self._phase = timer.phase if timer else _no_phase

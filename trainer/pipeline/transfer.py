@@ -85,8 +85,8 @@ class Transfers:
 
     def take(self, action: Action) -> Tensor:
         """Wait for the tensor of a RECV."""
-        found = self._inbox.pop(action)
-        tensor = found.wait() if isinstance(found, Handle) else found
+        received = self._inbox.pop(action)
+        tensor = received.wait() if isinstance(received, Handle) else received
         self._free_sent()
         return tensor
 

@@ -49,10 +49,10 @@ class Turns:
         self._seconds = [0.0, 0.0]
         self._since = perf_counter()
         self._at_work = {FIRST, SECOND}
-        other = threading.Thread(
+        thread = threading.Thread(
             target=self._run_second, args=(second,), name="second of a pair", daemon=True
         )
-        other.start()
+        thread.start()
         try:
             first()
         except Abandoned:
@@ -61,7 +61,7 @@ class Turns:
             self._error = error
         finally:
             self._end(FIRST)
-        other.join()
+        thread.join()
         if self._error is not None:
             raise self._error
         return self._seconds[FIRST], self._seconds[SECOND]
@@ -102,9 +102,9 @@ class Turns:
             if self._turn == me:
                 self._give_to(1 - me)
 
-    def _give_to(self, other: int) -> None:
+    def _give_to(self, work: int) -> None:
         now = perf_counter()
-        self._seconds[1 - other] += now - self._since
-        self._turn = other
+        self._seconds[1 - work] += now - self._since
+        self._turn = work
         self._since = now
         self._changed.notify_all()

@@ -45,9 +45,11 @@ def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroB
     """
     if size == 1:
         return batch
-    mine = chunks(
+    columns = chunks(
         method, batch.tokens.shape[1], size, index
     )  # slices: an index tensor would have to be sent there
     return batch.each(
-        lambda part: torch.cat([part[:, one.start : one.stop] for one in mine], dim=1)
+        lambda tensor: torch.cat(
+            [tensor[:, positions.start : positions.stop] for positions in columns], dim=1
+        )
     )

@@ -81,9 +81,9 @@ def backward(
     if segments is not None:
         of_rows = (_end_to_end(grad), _end_to_end(q))
         of_keys = (_end_to_end(k), _end_to_end(v))
-        sums = lse.transpose(0, 1).flatten(1).contiguous()
+        flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
         parts = compat.segments_backward(
-            *of_rows, *of_keys, _end_to_end(out), sums, segments, causal, scale
+            *of_rows, *of_keys, _end_to_end(out), flat_lse, segments, causal, scale
         )
         of_q, of_k, of_v = (part.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for part in parts)
         return of_q, of_k, of_v
@@ -91,8 +91,8 @@ def backward(
         return compat.flash_backward(grad, q, k, v, out, lse, causal, scale)
     kv_heads = k.shape[1]
     weights = torch.exp(_scores(q, k, scale, causal, mask) - _finite(lse)[..., None])
-    kept = (weights if factors is None else weights * factors).to(grad.dtype)
-    dv = folded(kept, kv_heads).transpose(-1, -2) @ folded(grad, kv_heads)
+    dropped = (weights if factors is None else weights * factors).to(grad.dtype)
+    dv = folded(dropped, kv_heads).transpose(-1, -2) @ folded(grad, kv_heads)
     delta = (grad * out).sum(dim=-1, keepdim=True, dtype=weights.dtype)
     dweights = grouped_product(grad, v.transpose(-1, -2)).to(weights.dtype)
     dweights = dweights if factors is None else dweights * factors
@@ -101,19 +101,19 @@ def backward(
     return grouped_product(dscores, k), dk, dv
 
 
-def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+def join(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over the keys of both. A side that saw no key has lse = -inf and weighs
     nothing.
 
     With the weights e^lse and e^more_lse the mean is out + sigmoid(more_lse - lse) (more - out):
     one pass over both.
     """
-    weight = torch.sigmoid(more_lse - lse).nan_to_num(
+    weight = torch.sigmoid(other_lse - lse).nan_to_num(
         0.0
     )  # nan: neither saw a key, and both are zero
-    return torch.lerp(out, more.to(out.dtype), weight[..., None].to(out.dtype)), torch.logaddexp(
-        lse, more_lse
-    )
+    return torch.lerp(
+        out, other_out.to(out.dtype), weight[..., None].to(out.dtype)
+    ), torch.logaddexp(lse, other_lse)
 
 
 def labels(

@@ -23,14 +23,14 @@ def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:
 
     Raises ValueError if the sequence cannot be cut evenly.
     """
-    parts = 2 * size if method in BALANCED else size
-    if seq_len % parts:
+    count = 2 * size if method in BALANCED else size
+    if seq_len % count:
         raise ValueError(
-            f"cp={size} with {method!r} needs a sequence length divisible by {parts}, got {seq_len}"
+            f"cp={size} with {method!r} needs a sequence length divisible by {count}, got {seq_len}"
         )
-    length = seq_len // parts
-    mine = (index, parts - 1 - index) if method in BALANCED else (index,)
-    return [range(part * length, (part + 1) * length) for part in mine]
+    length = seq_len // count
+    numbers = (index, count - 1 - index) if method in BALANCED else (index,)
+    return [range(number * length, (number + 1) * length) for number in numbers]
 
 
 def positions(method: str, seq_len: int, size: int, index: int) -> list[int]:
@@ -47,11 +47,11 @@ def part(ranges: Sequence[range], rows: slice) -> tuple[range, ...]:
 
 def natural_order(method: str, seq_len: int, size: int) -> list[int]:
     """Permutation that puts the concatenated shards of all ranks back into sequence order."""
-    laid = [
+    concatenated = [
         position for index in range(size) for position in positions(method, seq_len, size, index)
     ]
     order = [0] * seq_len
-    for index, position in enumerate(laid):
+    for index, position in enumerate(concatenated):
         order[position] = index
     return order
 

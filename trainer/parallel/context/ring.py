@@ -67,50 +67,57 @@ class RingAttention:
         step: int,
         q: Tensor,
         labels: Tensor | None,
-        travelling: list[Tensor],
+        rotating: list[Tensor],
         documents: Documents | None,
     ) -> tuple[Visible | None, block.Sight]:
         """Which queries see which of the keys that are here in `step`, and how."""
         local = q.shape[-2]
         source = (self.index - step) % self.size
-        see = visible(self.method, local, self.index, source)
-        if see is None:
+        pairs = visible(self.method, local, self.index, source)
+        if pairs is None:
             return None, block.Sight()
         if labels is not None:
-            return see, block.between(
-                labels[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop
+            return pairs, block.between(
+                labels[:, :, pairs.queries], rotating[1][:, :, pairs.keys], q, self.drop
             )
         if documents is None:
-            return see, block.Sight()
-        mine, theirs = (
+            return pairs, block.Sight()
+        query_ranges, key_ranges = (
             chunks(self.method, local * self.size, self.size, rank) for rank in (self.index, source)
         )
-        sight = block.inside(documents, part(mine, see.queries), part(theirs, see.keys))
-        return (None if sight.nothing else see), sight
+        sight = block.inside(
+            documents, part(query_ranges, pairs.queries), part(key_ranges, pairs.keys)
+        )
+        return (None if sight.nothing else pairs), sight
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, labels, documents, scale, ring: RingAttention):
-        wide = block.accumulation_dtype(q.dtype)
-        travelling = _pack(k, v, labels)
+        dtype = block.accumulation_dtype(q.dtype)
+        rotating = _pack(k, v, labels)
         for step in range(ring.size):
-            arrived = ring.rotate(travelling) if step + 1 < ring.size else None
-            see, sight = ring.sees(step, q, labels, travelling, documents)
-            if see is not None:
-                rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
-                found = block.forward(q[:, :, rows], keys, values, scale, see.causal, *sight)
+            wait_for_keys = ring.rotate(rotating) if step + 1 < ring.size else None
+            visible_block, sight = ring.sees(step, q, labels, rotating, documents)
+            if visible_block is not None:
+                rows, (keys, values) = (
+                    visible_block.queries,
+                    rotating[0][:, :, :, visible_block.keys],
+                )
+                partial = block.forward(
+                    q[:, :, rows], keys, values, scale, visible_block.causal, *sight
+                )
                 if step == 0:  # the rank's own keys, which all its queries see
-                    out = found[0].to(wide)
-                    lse = found[1].to(wide)
+                    out = partial[0].to(dtype)
+                    lse = partial[1].to(dtype)
                 elif rows == ALL:
-                    out, lse = block.join(out, lse, *found)
+                    out, lse = block.join(out, lse, *partial)
                 else:
                     out[:, :, rows], lse[:, :, rows] = block.join(
-                        out[:, :, rows], lse[:, :, rows], *found
+                        out[:, :, rows], lse[:, :, rows], *partial
                     )
-            if arrived is not None:
-                travelling = arrived()
+            if wait_for_keys is not None:
+                rotating = wait_for_keys()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
         ctx.scale = scale
@@ -123,15 +130,18 @@ class _Ring(torch.autograd.Function):
         q, k, v, labels, out, lse = ctx.saved_tensors
         ring = ctx.ring
         grad = grad.contiguous()
-        wide = block.accumulation_dtype(q.dtype)
-        travelling = _pack(k, v, labels)
-        gradients_arrived: Callable[[], list[Tensor]] = list  # replaced in each step
+        dtype = block.accumulation_dtype(q.dtype)
+        rotating = _pack(k, v, labels)
+        wait_for_grads: Callable[[], list[Tensor]] = list  # replaced in each step
         for step in range(ring.size):
-            arrived = ring.rotate(travelling) if step + 1 < ring.size else None
-            see, sight = ring.sees(step, q, labels, travelling, ctx.documents)
-            if see is not None:
-                rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
-                parts = block.backward(
+            wait_for_keys = ring.rotate(rotating) if step + 1 < ring.size else None
+            visible_block, sight = ring.sees(step, q, labels, rotating, ctx.documents)
+            if visible_block is not None:
+                rows, (keys, values) = (
+                    visible_block.queries,
+                    rotating[0][:, :, :, visible_block.keys],
+                )
+                block_grads = block.backward(
                     grad[:, :, rows],
                     q[:, :, rows],
                     keys,
@@ -139,22 +149,22 @@ class _Ring(torch.autograd.Function):
                     out[:, :, rows],
                     lse[:, :, rows].contiguous(),
                     ctx.scale,
-                    see.causal,
+                    visible_block.causal,
                     *sight,
                 )
             if step > 0:
-                (dkv,) = gradients_arrived()  # sent by the previous rank during our computation
-            if see is not None and step == 0:  # the rank's own keys
-                dq = parts[0].to(wide)
-                dkv = torch.stack([parts[1].to(wide), parts[2].to(wide)])
-            elif see is not None:
-                dq[:, :, rows] += parts[0]
-                dkv[0][:, :, see.keys] += parts[1]
-                dkv[1][:, :, see.keys] += parts[2]
-            gradients_arrived = ring.rotate([dkv])
-            if arrived is not None:
-                travelling = arrived()
-        (dkv,) = gradients_arrived()
+                (dkv,) = wait_for_grads()  # sent by the previous rank during our computation
+            if visible_block is not None and step == 0:  # the rank's own keys
+                dq = block_grads[0].to(dtype)
+                dkv = torch.stack([block_grads[1].to(dtype), block_grads[2].to(dtype)])
+            elif visible_block is not None:
+                dq[:, :, rows] += block_grads[0]
+                dkv[0][:, :, visible_block.keys] += block_grads[1]
+                dkv[1][:, :, visible_block.keys] += block_grads[2]
+            wait_for_grads = ring.rotate([dkv])
+            if wait_for_keys is not None:
+                rotating = wait_for_keys()
+        (dkv,) = wait_for_grads()
         dk, dv = dkv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 

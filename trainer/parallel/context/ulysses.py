@@ -39,9 +39,9 @@ class UlyssesAttention:
         if repeat > 1:
             k, v = (t.repeat_interleave(repeat, dim=2) for t in (k, v))
         # One message: for each rank its heads of the three, side by side.
-        each = [tensor.unflatten(2, (self.size, -1)) for tensor in (q, k, v)]
-        heads = [tensor.shape[3] for tensor in each]
-        q, k, v = _Exchange.apply(torch.cat(each, dim=3).flatten(2, 3), 2, 1, self).split(
+        by_rank = [tensor.unflatten(2, (self.size, -1)) for tensor in (q, k, v)]
+        heads = [tensor.shape[3] for tensor in by_rank]
+        q, k, v = _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2, 3), 2, 1, self).split(
             heads, dim=2
         )
         serial = None if serial is None else self.gather(serial)

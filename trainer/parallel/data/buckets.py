@@ -394,13 +394,13 @@ class GradBuckets:
         result = {}
         for bucket in self.buckets:
             uncounted = CommCounter(gloo=self.counter.gloo)
-            whole = start_all_gather(
+            full_grad = start_all_gather(
                 bucket.grad_shard.clone(), self._shard_group(bucket), "dp", uncounted
             ).wait()
             for info, slot, shape in zip(
                 bucket.infos, bucket.layout.slots, bucket.shapes, strict=True
             ):
-                result[info.name] = whole[slot.start : slot.stop].view(shape).clone()
+                result[info.name] = full_grad[slot.start : slot.stop].view(shape).clone()
         return result
 
     def full_params(self) -> Iterator[tuple[ParamInfo, Tensor]]:

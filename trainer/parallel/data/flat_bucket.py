@@ -88,10 +88,10 @@ class FlatBucket:
 
     def close(self) -> Tensor:
         """Release the whole gradient buffer; the buffer."""
-        whole = self.whole_grads
+        full_grads = self.whole_grads
         self.grads = None
         self.grad_views = []
-        return whole
+        return full_grads
 
     @property
     def whole_grads(self) -> Tensor:

@@ -135,10 +135,13 @@ class FullyShardedParameters:
         self.modules: list[FSDPModule] = []  # a handle of each unit, and what it consists of
         holders = list[list[nn.Module]]()
         for stage in stages:
-            of = {id(param): table[name].groups for name, param in stage.named_parameters()}
+            groups_of = {id(param): table[name].groups for name, param in stage.named_parameters()}
             blocks = list[FSDPModule]()
             for block in stage.blocks.values():
-                units: list[tuple[nn.Module, GradGroups]] = [*_others(block, of), (block, DENSE)]
+                units: list[tuple[nn.Module, GradGroups]] = [
+                    *_others(block, groups_of),
+                    (block, DENSE),
+                ]
                 self.modules += [
                     fully_shard(
                         unit,
@@ -225,22 +228,26 @@ class FullyShardedParameters:
         """Let each unit, of the modules `holders`, tell when a backward pass has reduced its
         gradients."""
         sums = ReplicaSums(self.mesh, self.counter)
-        of = {id(bucket.param): bucket for bucket in self.buckets}
+        bucket_of = {id(bucket.param): bucket for bucket in self.buckets}
         device = self.buckets[0].param_shard.device if self.buckets else torch.device("cpu")
-        aside = (
+        stream_option = (
             {"stream": torch.cuda.Stream(device)}
             if device.type == "cuda" and sums.any(self.classes)
             else {}
         )
-        inner = set[int]()
-        for module, parts in zip(
+        seen = set[int]()
+        for module, unit_modules in zip(
             self.modules, holders, strict=True
         ):  # units inside others come before them
-            params = {id(param): param for part in parts for param in part.parameters()}
-            mine = [of[key] for key in params if key not in inner]
-            inner |= {id(bucket.param) for bucket in mine}
-            if mine and self.mesh.group(mine[0].kind.groups.replica) is not None:
-                module.set_all_reduce_hook(sums.unit(mine), **aside)
+            params = {
+                id(param): param
+                for unit_module in unit_modules
+                for param in unit_module.parameters()
+            }
+            unit_buckets = [bucket_of[key] for key in params if key not in seen]
+            seen |= {id(bucket.param) for bucket in unit_buckets}
+            if unit_buckets and self.mesh.group(unit_buckets[0].kind.groups.replica) is not None:
+                module.set_all_reduce_hook(sums.unit(unit_buckets), **stream_option)
         return sums
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
@@ -319,17 +326,19 @@ class ReplicaSums:
         number = len(self._units)
         self._units.append(buckets)
 
-        def told(shard: Tensor) -> None:
+        def count_pass(shard: Tensor) -> None:
             self._told[number] += 1
             if self._told[number] == self.passes:
                 self._sum()
                 self._waiting.append(number)
 
-        return told
+        return count_pass
 
     def end(self) -> None:
         """Sum what is left: the last unit, and units without gradients in some pass."""
-        self._waiting += [number for number, told in enumerate(self._told) if told < self.passes]
+        self._waiting += [
+            number for number, passes in enumerate(self._told) if passes < self.passes
+        ]
         self._sum()
 
     @torch.no_grad()
@@ -347,8 +356,8 @@ def sum_together(
 ) -> None:
     """Sum each over the group, all in one message."""
     total = all_reduce(torch.cat(grads), group, axis, counter)
-    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part)
+    for grad, grad_sum in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(grad_sum)
 
 
 def _ends(stage: Stage) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -375,11 +384,11 @@ def _others(
     block: nn.Module, groups_of: dict[int, GradGroups]
 ) -> Iterator[tuple[nn.Module, GradGroups]]:
     """The outermost modules of a block whose parameters are all of one class other than DENSE."""
-    found = {groups_of[id(param)] for param in block.parameters()}
-    if not found or found == {DENSE}:
+    classes = {groups_of[id(param)] for param in block.parameters()}
+    if not classes or classes == {DENSE}:
         return
-    if len(found) == 1:
-        yield block, found.pop()
+    if len(classes) == 1:
+        yield block, classes.pop()
         return
     if {groups_of[id(param)] for param in block.parameters(recurse=False)} - {DENSE}:
         raise LayoutError(

@@ -92,14 +92,14 @@ def make_layout(
     def close(key: Hashable, position: int) -> None:
         slots = open_slots.pop(key)
         count = shards_of(key)
-        if key in whole:
+        if key in uncut:
             done.append((position, _balanced(key, slots, count)))
             return
         numel = _round_up(slots[-1].stop, math.lcm(ALIGN, count * align[key]))
         done.append((position, Bucket(key, tuple(slots), numel)))
 
     last_of_kind: dict[Hashable, int] = {}
-    whole = set[Hashable]()
+    uncut = set[Hashable]()
     align = dict[Hashable, int]()
     for position, item in enumerate(reversed(items)):
         if item.numel < 1:
@@ -108,11 +108,11 @@ def make_layout(
         start = _round_up(slots[-1].stop, ALIGN) if slots else 0
         slots.append(Slot(item.index, start, item.numel))
         last_of_kind[item.key], align[item.key] = position, item.align
-        least = bucket_numel
+        min_numel = bucket_numel
         if item.whole:  # enough for every shard
-            whole.add(item.key)
-            least = max(least, shards_of(item.key) * max(slot.numel for slot in slots))
-        if slots[-1].stop >= least:
+            uncut.add(item.key)
+            min_numel = max(min_numel, shards_of(item.key) * max(slot.numel for slot in slots))
+        if slots[-1].stop >= min_numel:
             close(item.key, position)
     for key in list(open_slots):
         close(key, last_of_kind[key])

@@ -67,11 +67,11 @@ class ShardedGradBuckets(GradBuckets):
     def _send(self, number: int) -> None:
         bucket = self.buckets[number]
         self._received[number] = [0] * len(bucket.infos)
-        whole = bucket.close()
+        full_grads = bucket.close()
         self.counter.subject = f"bucket {number}"
-        handle = start_reduce_scatter(whole, self._shard_group(bucket), "dp", self.counter)
+        handle = start_reduce_scatter(full_grads, self._shard_group(bucket), "dp", self.counter)
         self.counter.subject = ""
-        self._under_way.append((bucket, handle, whole))
+        self._under_way.append((bucket, handle, full_grads))
         while len(self._under_way) > MOST_IN_FLIGHT:
             self._arrive()
 
@@ -119,5 +119,9 @@ class ShardedGradBuckets(GradBuckets):
 
     def grad_tensors(self) -> list[Tensor]:
         """The shards, and the whole buffers that exist now."""
-        whole = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
-        return whole if self._on_host else [bucket.grad_shard for bucket in self.buckets] + whole
+        full_grads = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
+        return (
+            full_grads
+            if self._on_host
+            else [bucket.grad_shard for bucket in self.buckets] + full_grads
+        )

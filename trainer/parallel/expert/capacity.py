@@ -31,19 +31,25 @@ class WholeSequences:
 
     def __call__(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         mesh = self.mesh
-        whole = rows.int()
+        sequences = rows.int()
         tp = mesh.group("tp") if self.sp else None
         cp = mesh.group("cp")
         if tp is not None:
-            whole = gather_sequence(whole, tp, self.counter, AXIS)
+            sequences = gather_sequence(sequences, tp, self.counter, AXIS)
         if cp is not None:
-            parts = cp.size() * (2 if self.method in BALANCED else 1)
-            laid = gather_sequence(whole, cp, self.counter, "cp").chunk(parts, dim=1)
-            whole = torch.cat(
-                [laid[place] for place in natural_order(self.method, parts, cp.size())], dim=1
+            count = cp.size() * (2 if self.method in BALANCED else 1)
+            concatenated = gather_sequence(sequences, cp, self.counter, "cp").chunk(count, dim=1)
+            sequences = torch.cat(
+                [
+                    concatenated[position]
+                    for position in natural_order(self.method, count, cp.size())
+                ],
+                dim=1,
             )
-        found = function(whole.to(rows.dtype))
+        outputs = function(sequences.to(rows.dtype))
         if cp is not None:
-            mine = chunks(self.method, found.shape[1], cp.size(), mesh.index("cp"))
-            found = torch.cat([found[:, one.start : one.stop] for one in mine], dim=1)
-        return found if tp is None else found.chunk(tp.size(), dim=1)[mesh.index("tp")]
+            columns = chunks(self.method, outputs.shape[1], cp.size(), mesh.index("cp"))
+            outputs = torch.cat(
+                [outputs[:, positions.start : positions.stop] for positions in columns], dim=1
+            )
+        return outputs if tp is None else outputs.chunk(tp.size(), dim=1)[mesh.index("tp")]

@@ -24,14 +24,14 @@ def watch(stage: Stage, terms: LossTerms, look: Look) -> dict[int, MixtureOfExpe
     """Have `look` see the routing of each micro-batch that counts, once, before tensor-parallel
     ranks gather tokens; what was put there before stays. The mixtures of the stage by their layer's
     number."""
-    found = {
+    mixtures = {
         int(name): block.mlp
         for name, block in stage.blocks.items()
         if isinstance(block.mlp, MixtureOfExperts)
     }
-    for layer, mixture in found.items():
+    for layer, mixture in mixtures.items():
         mixture.enter = _around(layer, mixture.enter, terms, look)
-    return found
+    return mixtures
 
 
 def _around(layer: int, enter: Enter, terms: LossTerms, look: Look) -> Enter:

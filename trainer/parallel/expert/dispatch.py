@@ -56,8 +56,8 @@ class Move(NamedTuple):
         back."""
         under_way = _UnderWay()
         mark = _Started.apply(self, under_way, *sent)
-        other = meanwhile()
-        return _Arrived.apply(mark, self, under_way), other
+        shared_out = meanwhile()
+        return _Arrived.apply(mark, self, under_way), shared_out
 
 
 class _Moved(torch.autograd.Function):
@@ -91,7 +91,7 @@ class _Started(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, move: Move, under_way: _UnderWay, *sent: Tensor) -> Tensor:
         ctx.under_way = under_way
-        under_way.waits = [move.there(one) for one in sent]
+        under_way.waits = [move.there(rows) for rows in sent]
         return sent[0].new_empty(0)
 
     @staticmethod
@@ -158,8 +158,8 @@ class ExpertDispatch:
         copies = Copies.of(x, routing, self.ranks * experts.count)
         sent = [copies.rows]
         copies = copies._replace(rows=copies.rows.new_empty(0))
-        out, other = self.exchange(sent, copies.weights, copies.counts, experts, meanwhile)
-        return copies.summed(out), other
+        out, shared_out = self.exchange(sent, copies.weights, copies.counts, experts, meanwhile)
+        return copies.summed(out), shared_out
 
     def exchange(
         self,
@@ -181,10 +181,10 @@ class ExpertDispatch:
         if self.tensor_group is not None:
             move, counts = self._to_slices(counts, self.tensor_group)
             moves.append(move)
-        other = None if moves else meanwhile()
+        shared_out = None if moves else meanwhile()
         for move in moves:
             if move is moves[0]:
-                (rows, weights), other = move.beside(meanwhile, rows, weights)
+                (rows, weights), shared_out = move.beside(meanwhile, rows, weights)
             else:
                 rows = move(rows)
                 weights = move(weights)
@@ -193,7 +193,7 @@ class ExpertDispatch:
         out = out if runs is None else permuted(out, runs.places, runs.order)
         for move in reversed(moves):
             out = move.reverse(out)
-        return out, other
+        return out, shared_out
 
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""
@@ -206,8 +206,8 @@ class ExpertDispatch:
     def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [runs, experts] on this rank -> those of all ranks of the group, rank after
         rank."""
-        everyone = all_gather(counts, group, TENSOR_AXIS, self.counter)
-        sizes = everyone.view(group.size(), -1).sum(1).tolist()
+        all_counts = all_gather(counts, group, TENSOR_AXIS, self.counter)
+        sizes = all_counts.view(group.size(), -1).sum(1).tolist()
 
         def gather(rows: Tensor) -> Callable[[], Tensor]:
             return lambda: all_gather_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
@@ -215,7 +215,7 @@ class ExpertDispatch:
         def scatter(rows: Tensor) -> Callable[[], Tensor]:
             return lambda: reduce_scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
 
-        return Move(gather, scatter), everyone
+        return Move(gather, scatter), all_counts
 
 
 class _Runs(NamedTuple):

@@ -44,8 +44,8 @@ class HierarchicalDispatch:
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
     ) -> tuple[Tensor, Tensor | None]:
-        here = experts.count * self.inside.ranks  # experts of a domain
-        sent = _Sent.of(routing, here, self.across.size())
+        domain_experts = experts.count * self.inside.ranks  # experts of a domain
+        sent = _Sent.of(routing, domain_experts, self.across.size())
         counts = torch.stack([sent.rows_to, sent.copies_to], 1)
         arriving = all_to_all(counts, self.across, AXIS, self.counter)
         by_rows, by_copies = (
@@ -54,26 +54,26 @@ class HierarchicalDispatch:
         )
         weights = by_copies(routing.weights.flatten()[sent.choice])
         label = by_copies.there(sent.label)()
-        (rows,), other = by_rows.beside(meanwhile, copied(x, sent.token, sent.places))
+        (rows,), shared_out = by_rows.beside(meanwhile, copied(x, sent.token, sent.places))
         # A label counts rows from its sender's first one for this domain, in the order of rows.
         start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(
             arriving[:, 1], output_size=len(label)
         )
-        row = label // here + start
-        expert = label % here
+        row = label // domain_experts + start
+        expert = label % domain_experts
         by_expert = expert.argsort(stable=True)
-        place = inverse(by_expert)
-        count = counted(expert, here)
-        of_row = Places.unequal(place, counted(row, len(rows)))
+        position = inverse(by_expert)
+        count = counted(expert, domain_experts)
+        of_row = Places.unequal(position, counted(row, len(rows)))
         row = row[by_expert]
         copies = [copied(rows, row, of_row)]
         del rows  # nobody needs what has arrived once it is copied
         out, _ = self.inside.exchange(
-            copies, permuted(weights, by_expert, place), count, experts, nothing
+            copies, permuted(weights, by_expert, position), count, experts, nothing
         )
         out = summed(out, row, of_row)
         out = by_rows.reverse(out)
-        return summed(out, sent.token, sent.places), other
+        return summed(out, sent.token, sent.places), shared_out
 
 
 class _Sent(NamedTuple):
@@ -89,9 +89,9 @@ class _Sent(NamedTuple):
     copies_to: Tensor  # int64 [domains]
 
     @classmethod
-    def of(cls, routing: Routing, here: int, domains: int) -> _Sent:
+    def of(cls, routing: Routing, domain_experts: int, domains: int) -> _Sent:
         """`here`: experts of a domain."""
-        domain = routing.experts // here  # [n, k]
+        domain = routing.experts // domain_experts  # [n, k]
         if routing.taken is not None:
             domain = domain.masked_fill(
                 ~routing.taken, domains
@@ -103,15 +103,15 @@ class _Sent(NamedTuple):
         choice = domain.flatten().argsort(stable=True)
         if routing.taken is not None:
             choice = choice[: routing.taken.sum()]
-        label = number.gather(1, domain) * here + routing.experts % here
+        label = number.gather(1, domain) * domain_experts + routing.experts % domain_experts
         goes = goes[:, :-1]
         number = number[:, :-1]
         rows_to = goes.sum(0)
-        places = Places.unequal((number + rows_to.cumsum(0) - rows_to)[goes], goes.sum(1))
+        positions = Places.unequal((number + rows_to.cumsum(0) - rows_to)[goes], goes.sum(1))
         copies_to = counted(domain, domains + 1)[:-1]
         return cls(
             goes.T.nonzero()[:, 1],
-            places,
+            positions,
             choice,
             label.flatten()[choice].int(),
             rows_to,

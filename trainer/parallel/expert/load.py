@@ -62,16 +62,16 @@ class ExpertMeter:
 
     def loads(self, table: list[list[float]]) -> dict[str, ExpertLoad]:
         """What `totals` has computed, by the number of the layer in the model."""
-        found = {}
+        loads = {}
         for (layer, mixture), row in zip(sorted(self.mixtures.items()), table, strict=True):
             tokens, (entropy, count, dropped, *bias) = (
-                [round(one) for one in row[:-_MORE]],
+                [round(count_of_expert) for count_of_expert in row[:-_MORE]],
                 row[-_MORE:],
             )
             share = entropy / (max(count, 1.0) * log(len(tokens))) if len(tokens) > 1 else 0.0
             ends = (bias[0], bias[1]) if mixture.router.bias is not None else None
-            found[str(layer)] = ExpertLoad(tokens, share, dropped / max(sum(tokens), 1), ends)
-        return found
+            loads[str(layer)] = ExpertLoad(tokens, share, dropped / max(sum(tokens), 1), ends)
+        return loads
 
     @torch.no_grad()
     def _look(self, layer: int, routing: Routing) -> None:
@@ -79,11 +79,11 @@ class ExpertMeter:
             return
         row = self._rows.setdefault(layer, self._empty(self.mixtures[layer]))
         row[:-_MORE] += counted(routing.experts, len(row) - _MORE)
-        more = row[-_MORE:]
-        more[ENTROPY] += torch.special.entr(routing.scores).sum()
-        more[TOKENS] += len(routing.experts)
+        statistics = row[-_MORE:]
+        statistics[ENTROPY] += torch.special.entr(routing.scores).sum()
+        statistics[TOKENS] += len(routing.experts)
         if routing.taken is not None:
-            more[DROPPED] += (~routing.taken).sum()
+            statistics[DROPPED] += (~routing.taken).sum()
 
     @staticmethod
     def _empty(mixture: MixtureOfExperts) -> Tensor:

@@ -37,10 +37,10 @@ class TokensOfAll:
         shape = *x.shape[:2], -1
         experts = gather_sequence(routing.experts.view(shape), self.group, self.counter)
         weights = Gather.apply(routing.weights.view(shape), self.group, self.counter)
-        whole = Gather.apply(x, self.group, self.counter)
+        all_x = Gather.apply(x, self.group, self.counter)
         if (taken := routing.taken) is not None:
             taken = gather_sequence(taken.view(shape), self.group, self.counter).flatten(0, 1)
-        return whole, routing._replace(
+        return all_x, routing._replace(
             experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), taken=taken
         )
 
