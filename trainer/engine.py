@@ -126,7 +126,7 @@ class Engine:
             self.counter,
             dtype=recipe.param,
             device=device,
-            on_grad=self.buckets.on_grad,
+            on_grad=self.buckets.accumulate_grad,
             timer=self.timer,
             micro_batches=computed(par, replica),
             terms=self.part.terms,
@@ -322,4 +322,4 @@ class Engine:
         self.optimizer.step_count = int(scalars.get("optimizer_steps", step))
         if self.scaler is not None:
             self.scaler.restore(scalars)
-        self.optimizer.publish(stale=STALE in scalars)
+        self.optimizer.copy_masters_to_params(stale=STALE in scalars)

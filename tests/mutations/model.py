@@ -83,7 +83,7 @@ def _(patch):
 def _(patch):
     def forward(self, x, serial=None, documents=None, rope=None, rows=None):
         x = x + self.attn_out(self.attend(x, serial, documents, rope) + self.attn.out_bias)
-        return x + self.mlp_out(self.mix(x, rows) + self.mlp.out_bias)
+        return x + self.mlp_out(self.feed_forward(x, rows) + self.mlp.out_bias)
 
     patch.setattr(Block, "forward", forward)
 

@@ -28,7 +28,7 @@ from trainer.host.file import Requests, StateFile
 from trainer.host.memory import HostMemory
 from trainer.metrics.memory import StepMemory
 from trainer.optim import sharded
-from trainer.optim.sharded import give_back
+from trainer.optim.sharded import copy_weights_to_device
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
@@ -156,13 +156,13 @@ def streamed(rank: int) -> list[int]:
     train(engine, range(1))
     buckets = engine.buckets
     counts = list[int]()
-    launch = buckets._launch
+    launch = buckets._start_reduction
 
     def counting() -> None:
         launch()
-        counts.append(sum(bucket.taken for bucket in buckets.buckets))
+        counts.append(sum(bucket.copies_to_host for bucket in buckets.buckets))
 
-    buckets._launch = counting
+    buckets._start_reduction = counting
     train(engine, range(1, 2))
     return counts
 
@@ -174,7 +174,7 @@ def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
     master = torch.arange(8.0) / 7
     gradient = torch.full((8,), -1.0)
     bucket = SimpleNamespace(param_shard=torch.zeros(8, dtype=dtype), host_grad=gradient)
-    give_back(bucket, master)
+    copy_weights_to_device(bucket, master)
     assert torch.equal(bucket.param_shard, master.to(dtype))
     room = gradient.view(torch.uint8)[: bucket.param_shard.nbytes].view(dtype)
     assert torch.equal(room, bucket.param_shard) == (dtype == torch.bfloat16)

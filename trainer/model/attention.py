@@ -18,8 +18,8 @@ from .linear import Linear, apply_linears
 from .norm import RMSNorm
 from .rope import Rope, rotate
 
-#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], packed documents or None) -> [b,
-#: s, heads, d]; `serial`, the tokens' numbers in the run, may be None without dropout
+#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], token_index [b, s], packed documents or None) -> [b,
+#: s, heads, d]; `token_index`, the tokens' numbers in the run, may be None without dropout
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Documents | None], Tensor]
 
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.core: Core = SDPA(model.causal, self.drop)
 
     def forward(
-        self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None
+        self, x: Tensor, token_index: Tensor | None, documents: Documents | None, rope: Rope | None
     ) -> Tensor:
         q, k, v = self.apply_linears(x, (self.wq, self.wk, self.wv))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         if rope is not None:
             q = rotate(q, rope)
             k = rotate(k, rope)
-        return self.wo(self.core(q, k, v, serial, documents).flatten(-2))
+        return self.wo(self.core(q, k, v, token_index, documents).flatten(-2))
 
 
 class SDPA:
@@ -71,7 +71,12 @@ class SDPA:
         self.drop = drop
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         if documents is not None and self.knows_documents(q):
             flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -81,8 +86,8 @@ class SDPA:
         mask = None if documents is None else self._mask(documents.numbers)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.drop is not None:
-            assert serial is not None
-            return self._dropped(q, k, v, serial, mask, self.drop).transpose(1, 2)
+            assert token_index is not None
+            return self._dropped(q, k, v, token_index, mask, self.drop).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -102,7 +107,7 @@ class SDPA:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        serial: Tensor,
+        token_index: Tensor,
         mask: Tensor | None,
         drop: AttentionDropout,
     ) -> Tensor:
@@ -116,7 +121,9 @@ class SDPA:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        weights = scores.softmax(dim=-1).masked_fill(~drop.kept(serial, serial, q.shape[1]), 0.0)
+        weights = scores.softmax(dim=-1).masked_fill(
+            ~drop.kept(token_index, token_index, q.shape[1]), 0.0
+        )
         return grouped_product((weights * drop.scale).to(v.dtype), v)
 
     def _mask(self, documents: Tensor) -> Tensor:

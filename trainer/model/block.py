@@ -44,28 +44,32 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        serial: Tensor | None = None,
+        token_index: Tensor | None = None,
         documents: Documents | None = None,
         rope: Rope | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """`serial` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in
+        """`token_index` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in
         `x`; for dropout."""
         # No name for attention's output: it would live as long as the MLP runs.
         x = x + self.drop_attn(
-            _biased(self.attn_out(self.attend(x, serial, documents, rope)), self.attn.out_bias),
+            _biased(
+                self.attn_out(self.attend(x, token_index, documents, rope)), self.attn.out_bias
+            ),
             rows,
         )
-        return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x, rows)), self.mlp.out_bias), rows)
+        return x + self.drop_mlp(
+            _biased(self.mlp_out(self.feed_forward(x, rows)), self.mlp.out_bias), rows
+        )
 
     # The two halves up to their partial sums are methods, so that recomputation can wrap each.
 
     def attend(
-        self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None
+        self, x: Tensor, token_index: Tensor | None, documents: Documents | None, rope: Rope | None
     ) -> Tensor:
-        return self.attn(self.attn_in(self.norm1(x)), serial, documents, rope)
+        return self.attn(self.attn_in(self.norm1(x)), token_index, documents, rope)
 
-    def mix(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+    def feed_forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         x = self.mlp_in(self.norm2(x))
         return self.mlp(x) if isinstance(self.mlp, MLP) else self.mlp(x, rows)
 

@@ -2,7 +2,7 @@
 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module,
 token, feature).
 
-A token's `serial` is its number in the run's data order, different for every step, sample and
+A token's `token_index` is its number in the run's data order, different for every step, sample and
 position; shards of a sequence carry the serials of their tokens. So any rank draws the same mask
 for its elements as a single process, and so do recomputation and a resumed run. No generator has a
 state.
@@ -88,12 +88,12 @@ class Seeded(nn.Module):
 class Dropout(Seeded):
     """[b, s, h] -> the same with elements zeroed, the others scaled by 1 / (1 - rate)."""
 
-    def forward(self, x: Tensor, serial: Tensor | None) -> Tensor:
-        """`serial` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
+    def forward(self, x: Tensor, token_index: Tensor | None) -> Tensor:
+        """`token_index` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
         if not self.rate:
             return x
-        assert serial is not None
-        keep = kept(mix(serial * _STEP + self.salt)[..., None], self.counters, self.rate)
+        assert token_index is not None
+        keep = kept(mix(token_index * _STEP + self.salt)[..., None], self.counters, self.rate)
         return _Masked.apply(x, keep, self.scale)
 
 
@@ -134,9 +134,9 @@ class Jitter(Seeded):
     what routers read, so that experts of nearly equal score are tried (Switch, arXiv 2101.03961,
     table 11). A number a token is kept for backward."""
 
-    def forward(self, x: Tensor, serial: Tensor) -> Tensor:
-        """`serial` int64 [n]: of the tokens in `x`."""
-        return _Jittered.apply(x, mix(spread(serial) + self.salt), self.counters, self.rate)
+    def forward(self, x: Tensor, token_index: Tensor) -> Tensor:
+        """`token_index` int64 [n]: of the tokens in `x`."""
+        return _Jittered.apply(x, mix(spread(token_index) + self.salt), self.counters, self.rate)
 
 
 def jitter_noise(rows: Tensor, columns: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
@@ -159,7 +159,7 @@ class _Jittered(torch.autograd.Function):
 
 
 def draws(model: Model) -> bool:
-    """Whether the model draws random numbers for each token, which then has to know its serial
+    """Whether the model draws random numbers for each token, which then has to know its token_index
     number."""
     return model.dropout > 0 or bool(model.moe and model.moe.jitter)
 

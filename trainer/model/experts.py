@@ -117,8 +117,10 @@ class MixtureOfExperts(nn.Module):
         self.of_sequences: OfSequences = _of_whole
         self.terms: LossTerms | None = None
 
-    def forward(self, x: Tensor, serial: Tensor | None = None) -> Tensor:
-        routing = self.router(x.flatten(0, -2), None if serial is None else serial.flatten())
+    def forward(self, x: Tensor, token_index: Tensor | None = None) -> Tensor:
+        routing = self.router(
+            x.flatten(0, -2), None if token_index is None else token_index.flatten()
+        )
         if self.terms is not None:
             x = self._add_terms(x, routing, self.terms)
         if self.router.moe.capacity_factor is not UNSET:
@@ -163,7 +165,7 @@ class MixtureOfExperts(nn.Module):
             assert capacity is not None, "else nothing is dropped"
             return first_choices(chosen, moe.experts, capacity)
 
-        return routing._replace(taken=self.of_sequences(chosen, choose_first).flatten(0, 1))
+        return routing._replace(accepted=self.of_sequences(chosen, choose_first).flatten(0, 1))
 
 
 def term_names(model: Model) -> list[str]:
@@ -189,7 +191,7 @@ def _of_whole(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Copies(NamedTuple):
-    """A copy of a token for each of its choices that is taken, sorted by expert; m = n * k where
+    """A copy of a token for each of its choices that is accepted, sorted by expert; m = n * k where
     all are."""
 
     rows: Tensor  # [m, hidden]
@@ -202,19 +204,19 @@ class Copies(NamedTuple):
     def of(cls, x: Tensor, routing: Routing, experts: int) -> Copies:
         """Of tokens [n, hidden] for a layer of so many experts."""
         chosen = routing.experts.flatten()
-        taken = routing.taken
-        if taken is not None:
+        accepted = routing.accepted
+        if accepted is not None:
             chosen = chosen.masked_fill(
-                ~taken.flatten(), experts
+                ~accepted.flatten(), experts
             )  # dropped ones go behind the last expert
         order = chosen.argsort(stable=True)
         position = inverse(order)
         weights = permuted(routing.weights.flatten(), order, position)
-        if taken is None:
+        if accepted is None:
             positions = Places(position.view_as(routing.experts))
             counts = counted(chosen, experts)
         else:
-            positions = Places.unequal(position[taken.flatten()], taken.sum(-1))
+            positions = Places.unequal(position[accepted.flatten()], accepted.sum(-1))
             counts = counted(chosen, experts + 1)[:-1]
             weights = weights[: len(positions.of_copies)]
             order = order[: len(positions.of_copies)]

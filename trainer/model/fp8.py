@@ -46,7 +46,7 @@ class Rounded(NamedTuple):
     unit: Tensor  # broadcasts against `codes`, or by blocks of it
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which the products are taken."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -54,13 +54,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def round_to(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
     """`largest` broadcasts against `x`. Larger values become the largest number; nan stays."""
     max_code = torch.finfo(dtype).max
-    scale = max_code / largest.to(wide(x.dtype)).clamp(min=LEAST)
+    scale = max_code / largest.to(accumulation_dtype(x.dtype)).clamp(min=LEAST)
     return Rounded(
-        narrowed((x.to(scale.dtype) * scale).clamp(-max_code, max_code), dtype), 1 / scale
+        to_float8((x.to(scale.dtype) * scale).clamp(-max_code, max_code), dtype), 1 / scale
     )
 
 
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` to float8. torch goes from fp64 over fp32, so that one in a million is rounded twice:
     here fp32 gets an odd last bit where it is not exact, which is never halfway between two numbers
     of float8."""
@@ -130,7 +130,11 @@ class TensorOp(LinearOp):
         )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        (x8, of_x), (w8, of_w), kind = self._input(x), self._weight(weight), wide(x.dtype)
+        (x8, of_x), (w8, of_w), kind = (
+            self._input(x),
+            self._weight(weight),
+            accumulation_dtype(x.dtype),
+        )
         # Not in place: selective recomputation keeps the product as it comes.
         out = F.linear(x8.to(kind), w8.to(kind)) * (of_x * of_w)
         return (out if bias is None else out.add_(bias)).to(x.dtype)
@@ -139,11 +143,15 @@ class TensorOp(LinearOp):
         return self._input(x)
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        (g8, of_g), (w8, of_w), kind = self._grad(grad), self._weight(weight), wide(grad.dtype)
+        (g8, of_g), (w8, of_w), kind = (
+            self._grad(grad),
+            self._weight(weight),
+            accumulation_dtype(grad.dtype),
+        )
         return (g8.to(kind) @ w8.to(kind)).mul_(of_g * of_w).to(grad.dtype)
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        (g8, of_g), (x8, of_x), kind = self._grad(grad), saved, wide(grad.dtype)
+        (g8, of_g), (x8, of_x), kind = self._grad(grad), saved, accumulation_dtype(grad.dtype)
         return (
             (g8.flatten(0, -2).to(kind).T @ x8.flatten(0, -2).to(kind))
             .mul_(of_g * of_x)
@@ -163,7 +171,7 @@ class BlockOp(LinearOp):
         values = self.shared.inputs.get(
             x, (1, BLOCK), lambda: in_blocks(x.flatten(0, -2), 1, BLOCK)
         )
-        kind = wide(x.dtype)
+        kind = accumulation_dtype(x.dtype)
         out = F.linear(
             from_blocks(values, 1, BLOCK, kind).view(x.shape), _block_weight(weight, kind)
         )
@@ -173,12 +181,12 @@ class BlockOp(LinearOp):
         return self.shared.tokens.get(x, (BLOCK, 1), lambda: in_blocks(x.flatten(0, -2), BLOCK, 1))
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        kind = wide(grad.dtype)
+        kind = accumulation_dtype(grad.dtype)
         values = from_blocks(in_blocks(grad.flatten(0, -2), 1, BLOCK), 1, BLOCK, kind)
         return (values.view(grad.shape) @ _block_weight(weight, kind)).to(grad.dtype)
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        kind = wide(grad.dtype)
+        kind = accumulation_dtype(grad.dtype)
         values = from_blocks(in_blocks(grad.flatten(0, -2), BLOCK, 1), BLOCK, 1, kind)
         codes, unit = saved
         return (values.T @ from_blocks(Rounded(codes, unit), BLOCK, 1, kind)).to(grad.dtype)
@@ -196,7 +204,9 @@ def in_blocks(x: Tensor, rows: int, columns: int) -> Rounded:
     padded = F.pad(x.detach().abs(), (0, -n % columns, 0, -m % rows))
     largest = padded.view(padded.shape[0] // rows, rows, -1, columns).amax((1, 3))
     codes, _ = round_to(x.detach(), _spread(largest, x.shape, rows, columns), E4M3)
-    return Rounded(codes, largest.to(wide(x.dtype)).clamp(min=LEAST) / torch.finfo(E4M3).max)
+    return Rounded(
+        codes, largest.to(accumulation_dtype(x.dtype)).clamp(min=LEAST) / torch.finfo(E4M3).max
+    )
 
 
 def from_blocks(rounded: Rounded, rows: int, columns: int, kind: torch.dtype) -> Tensor:

@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         self.scale = attention_scale(model)
 
     def forward(
-        self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None
+        self, x: Tensor, token_index: Tensor | None, documents: Documents | None, rope: Rope | None
     ) -> Tensor:
         mla = self.mla
         assert rope is not None, "latent attention has rotary positions"
@@ -69,4 +69,6 @@ class LatentAttention(nn.Module):
         k = torch.cat((plain_k, rotary_k), dim=-1)
         # Fused kernels want values as wide as keys.
         padded_v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-        return self.wo(self.core(q, k, padded_v, serial, documents)[..., : v.shape[-1]].flatten(-2))
+        return self.wo(
+            self.core(q, k, padded_v, token_index, documents)[..., : v.shape[-1]].flatten(-2)
+        )

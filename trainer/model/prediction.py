@@ -49,14 +49,14 @@ class PredictionBlock(Block):
         self,
         x: Tensor,
         token: Tensor,
-        serial: Tensor | None = None,
+        token_index: Tensor | None = None,
         documents: Documents | None = None,
         rope: Rope | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
         token_and_state = torch.cat([self.norm_token(token), self.norm_hidden(x)], -1)
         return self.norm_out(
-            super().forward(self.project(token_and_state), serial, documents, rope, rows)
+            super().forward(self.project(token_and_state), token_index, documents, rope, rows)
         )
 
 

@@ -34,7 +34,7 @@ class Routing(NamedTuple):
     weights: Tensor  # fp32 or float64 [n, k]: by how much each expert's output counts
     scores: Tensor  # [n, e], differentiable, as `balance` wants them: they sum to 1
     logits: Tensor  # [n, e]
-    taken: Tensor | None = None  # bool [n, k]: choices that their expert takes; None: all
+    accepted: Tensor | None = None  # bool [n, k]: choices that their expert takes; None: all
 
 
 class Router(nn.Module):
@@ -58,13 +58,13 @@ class Router(nn.Module):
         if moe.balance_over == "batch" and moe.balance_loss:
             add_state(self, "load", State((moe.experts,), start=1.0))
 
-    def forward(self, x: Tensor, serial: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, token_index: Tensor | None = None) -> Routing:
         moe = self.moe
         dtype = torch.promote_types(x.dtype, torch.float32)
         x = x.to(dtype)
         if self.jitter is not None:
-            assert serial is not None, "jitter is of a token's number"
-            x = self.jitter(x, serial)
+            assert token_index is not None, "jitter is of a token's number"
+            x = self.jitter(x, token_index)
         logits = F.linear(x, self.weight.to(dtype))
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())

@@ -115,7 +115,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s,
         vocab] if last."""
-        serial = batch.serial if self.model.dropout else None
+        token_index = batch.serial if self.model.dropout else None
         rows = self.rows(batch.serial) if draws(self.model) and batch.serial is not None else None
         if self.embeds:
             self.before("embed")
@@ -130,20 +130,25 @@ class Stage(nn.Module):
             rope = rope_tables(batch.positions, self.model, x.dtype)
         for name in list(self.layers)[: len(self.layers) - len(self.ahead)]:
             self.before(name)
-            x = self.layers[name](x, serial, batch.documents, rope, rows)
+            x = self.layers[name](x, token_index, batch.documents, rope, rows)
         if not self.last:
             return x
         self.before("head")
         x = self.norm(x)
         if self.ahead and self.terms is not None:
-            x = self.terms.add(MTP, x, self._look_ahead(x, batch, serial, rope, rows))
+            x = self.terms.add(MTP, x, self._look_ahead(x, batch, token_index, rope, rows))
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.head_in(x))
 
     def _look_ahead(
-        self, x: Tensor, batch: Batch, serial: Tensor | None, rope: Rope | None, rows: Tensor | None
+        self,
+        x: Tensor,
+        batch: Batch,
+        token_index: Tensor | None,
+        rope: Rope | None,
+        rows: Tensor | None,
     ) -> Tensor:
         """The loss of the tokens after the next one; `x`: what the head reads."""
         tokens = batch.next_tokens
@@ -154,7 +159,9 @@ class Stage(nn.Module):
         def step(k: int, state: Tensor) -> Tensor:
             self.before(self.ahead[k])
             token = self.embed_out(self.embed(tokens[..., k]))
-            return self.layers[self.ahead[k]](state, token, serial, batch.documents, rope, rows)
+            return self.layers[self.ahead[k]](
+                state, token, token_index, batch.documents, rope, rows
+            )
 
         def loss(state: Tensor, goal: Tensor) -> Tensor:
             return self.token_loss(self._logits(state), goal)

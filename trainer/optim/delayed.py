@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.host.memory import HostMemory
 from trainer.parallel.params import STALE
 
-from .sharded import ShardedOptimizer, StateSlice, give_back, is_first_replica, pieces
+from .sharded import ShardedOptimizer, StateSlice, copy_weights_to_device, is_first_replica, pieces
 
 
 class DelayedOptimizer:
@@ -77,7 +77,7 @@ class DelayedOptimizer:
         for bucket, state in reversed(
             list(zip(self.buckets.buckets, self.inner.states, strict=True))
         ):
-            give_back(
+            copy_weights_to_device(
                 bucket, state.master
             )  # through the memory of a gradient that nobody reads any more
             self.buckets.gather(bucket)
@@ -105,11 +105,11 @@ class DelayedOptimizer:
                 yield StateSlice(info, STALE, start, stop, weights, first and info.owner)
 
     @torch.no_grad()
-    def publish(self, stale: bool = False) -> None:
+    def copy_masters_to_params(self, stale: bool = False) -> None:
         """After a load into `slices`: on every rank, whole weights; `stale`: those that were loaded
         as such, which a checkpoint of a run without delay does not have."""
         if not stale:
-            self.inner.publish()
+            self.inner.copy_masters_to_params()
             return
         for bucket in self.buckets.buckets:
             self.buckets.gather(bucket)

@@ -216,7 +216,7 @@ class DiskOptimizer:
                     )
 
     @torch.no_grad()
-    def publish(self, stale: bool = False) -> None:
+    def copy_masters_to_params(self, stale: bool = False) -> None:
         """After a load into `slices`: copy the master weights to the parameters, on every rank."""
         self.ring.settle()
         slot = self.ring.slots[0] if self.chunks else torch.empty(0)

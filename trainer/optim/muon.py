@@ -15,7 +15,7 @@ from orchestrator.plan.document import Optim
 from trainer.comm.collectives import CommCounter
 from trainer.parallel.params import StateKind
 
-from .owners import on_whole, rounds
+from .owners import map_whole_matrices, rounds
 from .rule import Matrix, Update
 
 #: Of the quintic a x + b x^3 + c x^5 that each step applies to singular values, and how many steps.
@@ -44,7 +44,9 @@ class Muon:
                 one.grad + self.momentum * momentum
                 for one, momentum in zip(group, momenta, strict=True)
             ]
-            directions = on_whole(lookaheads, [one.cuts for one in group], counter, orthogonal)
+            directions = map_whole_matrices(
+                lookaheads, [one.cuts for one in group], counter, orthogonal
+            )
             for matrix, momentum, direction in zip(group, momenta, directions, strict=True):
                 size = update.lr * RMS * max(matrix.info.global_shape) ** 0.5
                 update.set(matrix.state["momentum"], momentum)

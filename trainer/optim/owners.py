@@ -26,7 +26,7 @@ from trainer.comm.uneven import start_all_to_all_uneven
 from trainer.parallel.params import ParamInfo
 
 #: Of a whole matrix, another of its shape.
-OfWhole = Callable[[Tensor], Tensor]
+MatrixFunction = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,25 @@ class Cut:
     axis: str  # that the bytes are counted under
     shape: tuple[int, int]
     dim: int
-    held: tuple[tuple[int, int], ...]  # [start, stop) of each rank
+    ranges: tuple[tuple[int, int], ...]  # [start, stop) of each rank
 
     def length(self, rank: int) -> int:
-        start, stop = self.held[rank]
+        start, stop = self.ranges[rank]
         return stop - start
 
-    def given(self, rank: int) -> int:
+    def sent_length(self, rank: int) -> int:
         """Length of what a rank gives to the owner: nothing where the rank before it holds the
         same."""
-        return 0 if rank and self.held[rank - 1] == self.held[rank] else self.length(rank)
+        return 0 if rank and self.ranges[rank - 1] == self.ranges[rank] else self.length(rank)
 
     def numel(self, length: int) -> int:
         """Elements of a part."""
         return length * self.shape[1 - self.dim]
 
-    def of_rank(self, matrix: Tensor, rank: int) -> Tensor:
-        return matrix.narrow(self.dim, self.held[rank][0], self.length(rank))
+    def slice_of(self, matrix: Tensor, rank: int) -> Tensor:
+        return matrix.narrow(self.dim, self.ranges[rank][0], self.length(rank))
 
-    def part(self, flat: Tensor, length: int) -> Tensor:
+    def unflatten(self, flat: Tensor, length: int) -> Tensor:
         """A part of this length from its elements."""
         return (
             flat.view(length, self.shape[1]) if self.dim == 0 else flat.view(self.shape[0], length)
@@ -99,15 +99,18 @@ def _work(cuts: Sequence[Cut]) -> int:
     return max(cuts[-1].shape) * min(cuts[-1].shape) ** 2 if cuts else 0
 
 
-def on_whole(
-    slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], counter: CommCounter, function: OfWhole
+def map_whole_matrices(
+    slices: Sequence[Tensor],
+    cuts: Sequence[Sequence[Cut]],
+    counter: CommCounter,
+    function: MatrixFunction,
 ) -> list[Tensor]:
     """`of` each whole matrix: this rank's part of it. `parts`: this rank's, contiguous; `cuts`: of
     each, of the same groups. Collective over these."""
     if not slices or not cuts[0]:
         return [function(matrix) for matrix in slices]
     exchange = _Exchange([matrix_cuts[0] for matrix_cuts in cuts], counter)
-    results = on_whole(
+    results = map_whole_matrices(
         exchange.to_owners(slices), [cuts[at][1:] for at in exchange.own], counter, function
     )
     return exchange.from_owners(results, example=slices[0])
@@ -148,9 +151,12 @@ class _Exchange:
     def to_owners(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts -> its own matrices whole."""
         sent = [
-            [slices[at] for at in owned if self.cuts[at].given(self.rank)] for owned in self.owned
+            [slices[at] for at in owned if self.cuts[at].sent_length(self.rank)]
+            for owned in self.owned
         ]
-        lengths = [[self.cuts[at].given(rank) for at in self.own] for rank in range(self.ranks)]
+        lengths = [
+            [self.cuts[at].sent_length(rank) for at in self.own] for rank in range(self.ranks)
+        ]
         sizes = [
             [self.cuts[at].numel(n) for at, n in zip(self.own, row, strict=True)] for row in lengths
         ]
@@ -159,14 +165,18 @@ class _Exchange:
         for number, at in enumerate(self.own):
             cut = self.cuts[at]
             ranks = range(self.ranks)
-            pieces = [cut.part(received[rank][number], lengths[rank][number]) for rank in ranks]
+            pieces = [
+                cut.unflatten(received[rank][number], lengths[rank][number]) for rank in ranks
+            ]
             matrices.append(torch.cat(pieces, cut.dim))
         return matrices
 
     def from_owners(self, matrices: Sequence[Tensor], example: Tensor) -> list[Tensor]:
         """Its own matrices whole -> this rank's parts of all."""
         own_matrices = [(one, self.cuts[at]) for one, at in zip(matrices, self.own, strict=True)]
-        sent = [[cut.of_rank(one, rank) for one, cut in own_matrices] for rank in range(self.ranks)]
+        sent = [
+            [cut.slice_of(one, rank) for one, cut in own_matrices] for rank in range(self.ranks)
+        ]
         sizes = [
             [self.cuts[at].numel(self.cuts[at].length(self.rank)) for at in owned]
             for owned in self.owned
@@ -174,5 +184,5 @@ class _Exchange:
         slices = dict[int, Tensor]()
         for owned, flat in zip(self.owned, self._send(sent, sizes, example), strict=True):
             for at, one in zip(owned, flat, strict=True):
-                slices[at] = self.cuts[at].part(one, self.cuts[at].length(self.rank))
+                slices[at] = self.cuts[at].unflatten(one, self.cuts[at].length(self.rank))
         return [slices[at] for at in range(len(self.cuts))]

@@ -172,7 +172,7 @@ class ShardedOptimizer:
             ]
             if self.host is not None:
                 for bucket, state in copies:
-                    give_back(bucket, state.master)
+                    copy_weights_to_device(bucket, state.master)
             elif copies:
                 foreach_copy_(
                     [bucket.param_shard for bucket, _ in copies],
@@ -305,7 +305,7 @@ class ShardedOptimizer:
                         )
 
     @torch.no_grad()
-    def publish(self, stale: bool = False) -> None:
+    def copy_masters_to_params(self, stale: bool = False) -> None:
         """After a load into `slices`: copy the master weights to the parameters, on every rank."""
         for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
             if state.master is not bucket.param_shard:
@@ -340,7 +340,7 @@ def _gradient(bucket: ShardedBucket) -> Tensor:
     return bucket.grad_shard if bucket.host_grad is None else bucket.host_grad
 
 
-def give_back(bucket: ShardedBucket, master: Tensor) -> None:
+def copy_weights_to_device(bucket: ShardedBucket, master: Tensor) -> None:
     """Start to copy updated weights to the device. They are narrowed where the gradient was, which
     nobody reads any more: page-locked memory, so the copy runs beside the next bucket's update."""
     if master.dtype != bucket.param_shard.dtype:

@@ -31,7 +31,7 @@ from trainer.model.linear import Linear, LinearOp
 
 from .tensor import AXIS, start_gather_sequence, start_scatter_sequence
 
-Later = Callable[[], Tensor]
+TensorFuture = Callable[[], Tensor]
 
 
 class OverlappedColumnLinears:
@@ -58,11 +58,11 @@ class OverlappedColumnLinears:
         (out,) = self(x, (linear,))
         return out
 
-    def start_gather(self, x: Tensor) -> Later:
+    def start_gather(self, x: Tensor) -> TensorFuture:
         """Start to gather the whole sequence of the input."""
         return start_gather_sequence(x, self.group, self.counter) if self.sp else lambda: x
 
-    def start_sum(self, grad: Tensor) -> Later:
+    def start_sum(self, grad: Tensor) -> TensorFuture:
         """Start to sum the input's gradient over ranks; `grad` [b, s, h] is reused."""
         if self.sp:
             return start_scatter_sequence(grad, self.group, self.counter)

@@ -83,7 +83,7 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
                 contexts = partial(
                     _contexts, products=1 if block.mlp.gate is None else 2, keep=set()
                 )
-                block.mix = kept(_checkpointed(block.mix, contexts), False)  # type: ignore[method-assign]
+                block.feed_forward = kept(_checkpointed(block.feed_forward, contexts), False)  # type: ignore[method-assign]
         elif mode != "none":
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 

@@ -124,4 +124,4 @@ def _start_unrounded(engine: Engine) -> None:
     drawn = dict(stage.named_parameters())
     for name, master in _masters(engine).items():
         master.copy_(drawn[name].detach().flatten())
-    engine.optimizer.publish()
+    engine.optimizer.copy_masters_to_params()

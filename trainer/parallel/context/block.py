@@ -117,15 +117,18 @@ def join(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tupl
 
 
 def labels(
-    documents: Documents | None, serial: Tensor | None, drop: AttentionDropout | None, q: Tensor
+    documents: Documents | None,
+    token_index: Tensor | None,
+    drop: AttentionDropout | None,
+    q: Tensor,
 ) -> Tensor | None:
     """Labels of tokens that attention of `q` needs of other ranks, as one message: document and,
     for dropout, serial number; int64 [1 or 2, b, s], or None if it needs none."""
     if drop is None:
         return None if documents is None or compat.has_flash(q) else documents.numbers[None]
-    assert serial is not None
+    assert token_index is not None
     return torch.stack(
-        [torch.zeros_like(serial) if documents is None else documents.numbers, serial]
+        [torch.zeros_like(token_index) if documents is None else documents.numbers, token_index]
     )
 
 

@@ -45,10 +45,15 @@ class RingAttention:
         self.drop = drop
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        labels = block.labels(documents, serial, self.drop, q)
+        labels = block.labels(documents, token_index, self.drop, q)
         return _Ring.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
 
     @property

@@ -29,7 +29,12 @@ class UlyssesAttention:
         self.counter = counter
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         if q.shape[2] % self.size:
             raise ValueError(
@@ -44,10 +49,10 @@ class UlyssesAttention:
         q, k, v = _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2, 3), 2, 1, self).split(
             heads, dim=2
         )
-        serial = None if serial is None else self.gather(serial)
+        token_index = None if token_index is None else self.gather(token_index)
         if documents is not None and not self.core.knows_documents(q):
             documents = documents.each(self.gather)  # for a mask of the whole sequence
-        return _Exchange.apply(self.core(q, k, v, serial, documents), 1, 2, self)
+        return _Exchange.apply(self.core(q, k, v, token_index, documents), 1, 2, self)
 
     def gather(self, local: Tensor) -> Tensor:
         """[b, s / cp] -> [b, s]"""

@@ -109,7 +109,7 @@ class Sharding(Protocol):
 class GradBuckets:
     """Gradient accumulation, reduction and parameter gathering of one rank.
 
-    A step: `expect(n)`; n backward passes (hooks collect every gradient, or `on_grad` is called by
+    A step: `expect(n)`; n backward passes (hooks collect every gradient, or `accumulate_grad` is called by
     hand where a schedule computes weight gradients itself); `finish()`; the optimizer updates
     `param_shard` of each bucket from its `grad_shard` and calls `gather(bucket)`; `start_forward()`
     before the next forward, whose parts each wait for their own buckets (`gather_ahead`), so that a
@@ -150,7 +150,7 @@ class GradBuckets:
         self._aside: torch.cuda.Stream | None = (
             None  # where sums over replicas wait for their shards
         )
-        self.launched = (
+        self.started = (
             0  # buckets whose reduction has started; they start in index order on every rank
         )
         items = [
@@ -187,7 +187,9 @@ class GradBuckets:
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
                 self._slot_of[param] = number, position
-                param.register_post_accumulate_grad_hook(partial(self._take, number, position))
+                param.register_post_accumulate_grad_hook(
+                    partial(self._accumulate, number, position)
+                )
 
     def _shards_of(self, kind: Hashable) -> int:
         return self.mesh.size(cast(Kind, kind).groups.shard) if self.zero else 1
@@ -205,26 +207,26 @@ class GradBuckets:
         """
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
-        if self.launched:
+        if self.started:
             raise RuntimeError("expect() before finish() of the previous step")
         self.passes = passes
         for number, bucket in enumerate(self.buckets):
             bucket.missing = passes * sum(self._uses[number]) if self._uses else math.inf
             self._received[number] = [0] * len(bucket.infos)
 
-    def on_grad(self, param: Tensor) -> None:
+    def accumulate_grad(self, param: Tensor) -> None:
         """Add `param.grad` to the bucket. Starts the reduction of every bucket that is now
         complete.
 
         If the dtypes are equal, `param.grad` then is a view of the bucket, so that autograd itself
         adds the following gradients; else it is cleared.
         """
-        self._take(*self._slot_of[param], param)
+        self._accumulate(*self._slot_of[param], param)
 
-    def _take(self, number: int, position: int, param: Tensor) -> None:
+    def _accumulate(self, number: int, position: int, param: Tensor) -> None:
         bucket = self.buckets[number]
         received = self._received[number]
-        if number < self.launched:  # it would be lost, or change a buffer in transit
+        if number < self.started:  # it would be lost, or change a buffer in transit
             name = bucket.infos[position].name
             count = received[position]
             raise RuntimeError(
@@ -245,19 +247,19 @@ class GradBuckets:
         received[position] += 1
         bucket.missing -= 1
         if not bucket.missing:
-            self._launch_complete()
+            self._start_complete()
 
-    def _launch_complete(self) -> None:
+    def _start_complete(self) -> None:
         """Start complete buckets in index order: ranks may complete them in different orders,
         collectives must not."""
-        while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-            self._launch()
+        while self.started < len(self.buckets) and not self.buckets[self.started].missing:
+            self._start_reduction()
 
-    def _launch(self) -> None:
-        bucket = self.buckets[self.launched]
-        self.counter.subject = f"bucket {self.launched}"
+    def _start_reduction(self) -> None:
+        bucket = self.buckets[self.started]
+        self.counter.subject = f"bucket {self.started}"
         for param, view, count in zip(
-            bucket.members, bucket.grad_views, self._received[self.launched], strict=True
+            bucket.members, bucket.grad_views, self._received[self.started], strict=True
         ):
             param.grad = None
             if not count:  # not used in this step: zero, for the sum with ranks that use it
@@ -274,13 +276,13 @@ class GradBuckets:
                 bucket.whole_grads, self.mesh.group(groups.grad), "dp", self.counter
             )
         self.counter.subject = ""
-        self.launched += 1
-        if self.launched > SUMS_BEHIND:
-            behind = self.buckets[self.launched - 1 - SUMS_BEHIND]
+        self.started += 1
+        if self.started > SUMS_BEHIND:
+            behind = self.buckets[self.started - 1 - SUMS_BEHIND]
             if self.zero:
                 self._sum_replicas(behind)
             if not behind.kind.sums and not behind.summed:
-                behind.leave(self.host)
+                behind.copy_grad_to_host(self.host)
 
     def _sum_replicas(self, bucket: FlatBucket) -> None:
         """When the shard is reduced, start its sum over the replicas; no computation waits for the
@@ -307,10 +309,10 @@ class GradBuckets:
 
     def finish(self) -> None:
         """Wait until every `grad_shard` holds the sum over all ranks and passes."""
-        while self.launched < len(self.buckets):
-            self._launch()
+        while self.started < len(self.buckets):
+            self._start_reduction()
         self._sum_parts()
-        self.launched = 0
+        self.started = 0
         if self._uses is None:
             self._uses = [
                 [math.inf if n % self.passes else n // self.passes for n in row]
@@ -331,8 +333,8 @@ class GradBuckets:
                     AXIS_OF_GROUP.get(name, name),
                     self.counter,
                 )
-            bucket.leave(self.host)
-            bucket.taken = False
+            bucket.copy_grad_to_host(self.host)
+            bucket.copies_to_host = False
 
     # -------------------------------------------------------------------------------------------
     #     parameters

@@ -72,7 +72,7 @@ class FlatBucket:
                 if allocate_grads
                 else self.grad_shard
             )
-        self.taken = False  # this step's `grad_shard` is on its way to the host
+        self.copies_to_host = False  # this step's `grad_shard` is on its way to the host
         self.missing: float = (
             0  # gradients that the reduction still waits for; inf: it starts in `finish`
         )
@@ -105,12 +105,12 @@ class FlatBucket:
             self.reduction.wait()
             self.reduction = None
 
-    def leave(self, host: HostMemory | None) -> None:
+    def copy_grad_to_host(self, host: HostMemory | None) -> None:
         """Start to copy the summed gradient to the host, if the optimizer is there, once a step; on
         CUDA while its reduction is in progress."""
-        if host is None or self.host_grad is None or self.taken:
+        if host is None or self.host_grad is None or self.copies_to_host:
             return
-        self.taken = True
+        self.copies_to_host = True
         work = None
         if self.grad_shard.is_cuda and self.reduction is not None:
             work = self.reduction.work

@@ -196,7 +196,7 @@ class FullyShardedParameters:
             bucket.grad_shard = bucket.param_shard[:0]
         self._replicas.start(passes)
 
-    def on_grad(self, param: Tensor) -> None:
+    def accumulate_grad(self, param: Tensor) -> None:
         raise NotImplementedError(
             "ZeRO-3 takes gradients from autograd alone: no schedule that splits backward"
         )

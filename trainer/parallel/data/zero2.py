@@ -39,13 +39,13 @@ class ShardedGradBuckets(GradBuckets):
         if self.host is not None:
             self.host.settle()
         self.passes = passes
-        self._under_way: list[tuple[FlatBucket, Handle, Tensor]] = []
+        self._in_flight: list[tuple[FlatBucket, Handle, Tensor]] = []
         for number, bucket in enumerate(self.buckets):
             bucket.grad_shard.zero_()
             self._received[number] = [0] * len(bucket.infos)
 
     @torch.no_grad()
-    def _take(self, number: int, position: int, param: Tensor) -> None:
+    def _accumulate(self, number: int, position: int, param: Tensor) -> None:
         """Clears `param.grad`. A bucket is sent when every parameter has a gradient; a second one
         (of a weight used by two stages) is sent with the next micro-batch's, or in `finish`."""
         bucket = self.buckets[number]
@@ -71,12 +71,12 @@ class ShardedGradBuckets(GradBuckets):
         self.counter.subject = f"bucket {number}"
         handle = start_reduce_scatter(full_grads, self._shard_group(bucket), "dp", self.counter)
         self.counter.subject = ""
-        self._under_way.append((bucket, handle, full_grads))
-        while len(self._under_way) > MOST_IN_FLIGHT:
+        self._in_flight.append((bucket, handle, full_grads))
+        while len(self._in_flight) > MOST_IN_FLIGHT:
             self._arrive()
 
     def _arrive(self) -> None:
-        bucket, handle, _ = self._under_way.pop(0)
+        bucket, handle, _ = self._in_flight.pop(0)
         bucket.grad_shard.add_(handle.wait().to(bucket.grad_shard.device))
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class ShardedGradBuckets(GradBuckets):
         for number, bucket in enumerate(self.buckets):
             if bucket.grads is not None:
                 self._send(number)
-        while self._under_way:
+        while self._in_flight:
             self._arrive()
         self._sum_parts()
 

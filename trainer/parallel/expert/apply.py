@@ -17,7 +17,7 @@ from trainer.parallel.tensor import Gather, Region, Scatter
 from .capacity import WholeSequences
 from .dispatch import ExpertDispatch
 from .hierarchical import HierarchicalDispatch
-from .tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
+from .tensor_parallel import SequenceCounts, GatheredTokens, ReplicatedTokens
 
 
 def apply_to_experts(
@@ -51,7 +51,7 @@ def _place(
         mixture.shared_in = Region(Gather, tensor, counter)
         mixture.shared_out = Region(Scatter, tensor, counter)
     else:
-        mixture.enter = TokensOfAll(tensor, counter) if sp else TokensOfOne(tensor, counter)
+        mixture.enter = GatheredTokens(tensor, counter) if sp else ReplicatedTokens(tensor, counter)
 
 
 def _dispatch(mesh: Mesh, slices: dist.ProcessGroup | None, counter: CommCounter) -> Dispatch:

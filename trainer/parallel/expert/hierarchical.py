@@ -92,17 +92,17 @@ class _Sent(NamedTuple):
     def of(cls, routing: Routing, domain_experts: int, domains: int) -> _Sent:
         """`here`: experts of a domain."""
         domain = routing.experts // domain_experts  # [n, k]
-        if routing.taken is not None:
+        if routing.accepted is not None:
             domain = domain.masked_fill(
-                ~routing.taken, domains
+                ~routing.accepted, domains
             )  # dropped choices go behind the last one
         goes = torch.zeros(
             len(domain), domains + 1, dtype=torch.bool, device=domain.device
         ).scatter_(1, domain, True)
         number = goes.cumsum(0) - 1  # of a token's row among those to each domain
         choice = domain.flatten().argsort(stable=True)
-        if routing.taken is not None:
-            choice = choice[: routing.taken.sum()]
+        if routing.accepted is not None:
+            choice = choice[: routing.accepted.sum()]
         label = number.gather(1, domain) * domain_experts + routing.experts % domain_experts
         goes = goes[:, :-1]
         number = number[:, :-1]

@@ -82,8 +82,8 @@ class ExpertMeter:
         statistics = row[-_MORE:]
         statistics[ENTROPY] += torch.special.entr(routing.scores).sum()
         statistics[TOKENS] += len(routing.experts)
-        if routing.taken is not None:
-            statistics[DROPPED] += (~routing.taken).sum()
+        if routing.accepted is not None:
+            statistics[DROPPED] += (~routing.accepted).sum()
 
     @staticmethod
     def _empty(mixture: MixtureOfExperts) -> Tensor:

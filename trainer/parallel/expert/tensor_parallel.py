@@ -12,7 +12,7 @@ from trainer.model.router import Routing
 from trainer.parallel.tensor import AXIS, Copy, Gather, gather_sequence
 
 
-class TokensOfOne:
+class ReplicatedTokens:
     """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, each
     has a part of their gradients and of those of their weights."""
 
@@ -25,7 +25,7 @@ class TokensOfOne:
         return Copy.apply(x, self.group, self.counter), routing._replace(weights=weights)
 
 
-class TokensOfAll:
+class GatheredTokens:
     """A `model.experts.Enter` with sequence parallelism: the tokens of all ranks of the group and
     their routing."""
 
@@ -38,10 +38,10 @@ class TokensOfAll:
         experts = gather_sequence(routing.experts.view(shape), self.group, self.counter)
         weights = Gather.apply(routing.weights.view(shape), self.group, self.counter)
         all_x = Gather.apply(x, self.group, self.counter)
-        if (taken := routing.taken) is not None:
-            taken = gather_sequence(taken.view(shape), self.group, self.counter).flatten(0, 1)
+        if (accepted := routing.accepted) is not None:
+            accepted = gather_sequence(accepted.view(shape), self.group, self.counter).flatten(0, 1)
         return all_x, routing._replace(
-            experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), taken=taken
+            experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), accepted=accepted
         )
 
 
