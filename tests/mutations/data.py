@@ -243,7 +243,9 @@ def _(patch):
 @DATA("weight decay on norms")
 def _(patch):
     original = apply.shard
-    patch.setattr(apply, "shard", lambda *args: replace(original(*args), decay=True))
+    patch.setattr(
+        apply, "shard", lambda *args, **more: replace(original(*args, **more), decay=True)
+    )
 
 
 @DATA("gradients are not clipped", clip_grad_norm=0.05)

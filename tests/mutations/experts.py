@@ -21,7 +21,7 @@ from trainer.model.loss import LossTerms
 from trainer.parallel.expert.capacity import WholeSequences
 from trainer.parallel.expert.choice_states import ChoiceStates
 from trainer.parallel.expert.dispatch import ExpertDispatch
-from trainer.parallel.expert.tensor_parallel import SequenceCounts, GatheredTokens, ReplicatedTokens
+from trainer.parallel.expert.tensor_parallel import GatheredTokens, ReplicatedTokens, SequenceCounts
 
 from .base import Mutations
 
@@ -42,8 +42,8 @@ def _layers(patch, change):
     process."""
     original = apply.apply_to_experts
 
-    def both(stage, mesh, *rest):
-        original(stage, mesh, *rest)
+    def both(stage, mesh, **rest):
+        original(stage, mesh, **rest)
         for block in stage.blocks.values():
             if isinstance(block.mlp, MixtureOfExperts) and not _alone():
                 change(block.mlp)

@@ -31,7 +31,7 @@ GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 def _registry(patch, change):
     """`change(info)` -> what the registry says of a parameter instead."""
     original = apply.shard
-    patch.setattr(apply, "shard", lambda *args: change(original(*args)))
+    patch.setattr(apply, "shard", lambda *args, **more: change(original(*args, **more)))
 
 
 @MODEL("sequence parallel: norm weights are not summed over tp", tp=2)

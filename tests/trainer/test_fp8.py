@@ -22,8 +22,8 @@ from trainer.model.fp8 import (
     TensorOp,
     from_blocks,
     in_blocks,
-    to_float8,
     round_to,
+    to_float8,
 )
 from trainer.parallel import fp8
 from trainer.precision import FP64

@@ -135,7 +135,7 @@ def test_a_save_that_misses_a_part_of_the_state_is_refused(tmp_path):
     engine = engine_of(plan, 0)
     pieces = [
         replace(one, data=one.data[:-1]) if one.info.name == "head_amax" else one
-        for one in engine.pieces(True)
+        for one in engine.state_pieces(True)
     ]
     with pytest.raises(SaveError, match="state of head_amax: nobody holds 3 to 4"):
         opened(tmp_path, 0, 0, plan).save(pieces, 1, 2, engine.scalars())

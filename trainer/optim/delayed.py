@@ -22,7 +22,13 @@ from torch import Tensor
 from trainer.host.memory import HostMemory
 from trainer.parallel.params import STALE
 
-from .sharded import ShardedOptimizer, StateSlice, copy_weights_to_device, is_first_replica, pieces
+from .sharded import (
+    ShardedOptimizer,
+    StateSlice,
+    copy_weights_to_device,
+    is_first_replica,
+    param_ranges,
+)
 
 
 class DelayedOptimizer:
@@ -100,7 +106,7 @@ class DelayedOptimizer:
         yield from self.inner.slices()
         for bucket in self.buckets.buckets:
             first = is_first_replica(self.buckets, bucket)
-            for info, start, stop, at in pieces(bucket):
+            for info, start, stop, at in param_ranges(bucket):
                 weights = bucket.param_shard[at : at + stop - start]
                 yield StateSlice(info, STALE, start, stop, weights, first and info.owner)
 

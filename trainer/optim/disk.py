@@ -32,7 +32,7 @@ from trainer.parallel.data.buckets import Sharding
 from trainer.parallel.params import StateKind
 
 from .rule import Rules, Shard, Update
-from .sharded import StateSlice, is_first_replica, pieces
+from .sharded import StateSlice, is_first_replica, param_ranges
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class DiskOptimizer:
         for chunk in self.chunks:
             bucket = self.buckets.buckets[chunk.bucket]
             first = is_first_replica(self.buckets, bucket)
-            for info, start, stop, at in pieces(bucket):
+            for info, start, stop, at in param_ranges(bucket):
                 low = max(at, chunk.start)
                 high = min(at + stop - start, chunk.stop)
                 for number, kind in enumerate(self.kinds if low < high else ()):

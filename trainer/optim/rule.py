@@ -39,7 +39,7 @@ class Update:
 
 
 #: (parameter, start and stop in its flat local elements, position in the shard).
-Piece = tuple[ParamInfo, int, int, int]
+ParamRange = tuple[ParamInfo, int, int, int]
 
 
 @dataclass

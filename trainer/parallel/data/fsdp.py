@@ -72,7 +72,7 @@ class Rows:
         ranges = [self.shard(index, shards) for index in range(shards)]
         return [(start // width, stop // width) for start, stop in ranges]
 
-    def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
+    def param_ranges(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
         start, stop = self.shard(index, shards)
         return [(self.slots[0], start, stop)] if start < stop else []
 

@@ -60,7 +60,7 @@ class Bucket:
     def rows(self, shards: int) -> list[tuple[int, int]]:
         return []
 
-    def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
+    def param_ranges(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
         """The parts of parameters inside a shard: (slot, start, stop) in the parameter's own flat
         elements."""
         low, high = self.shard(index, shards)

@@ -17,7 +17,7 @@ from trainer.parallel.tensor import Gather, Region, Scatter
 from .capacity import WholeSequences
 from .dispatch import ExpertDispatch
 from .hierarchical import HierarchicalDispatch
-from .tensor_parallel import SequenceCounts, GatheredTokens, ReplicatedTokens
+from .tensor_parallel import GatheredTokens, ReplicatedTokens, SequenceCounts
 
 
 def apply_to_experts(
