@@ -182,8 +182,8 @@ class Run:
         warn(warning)
 
     def loop(self) -> None:
-        """Trains to the plan's last step. Raises Stopped after a termination signal, once everything
-        is saved."""
+        """Trains to the plan's last step. Raises Stopped after a termination signal, once
+        everything is saved."""
         job = self.plan.job
         self.training = True
         while self.step < job.train.steps:

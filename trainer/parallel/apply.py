@@ -1,4 +1,5 @@
-"""Builds one rank's part of the model. The methods of `_Builder` apply the techniques in this order:
+"""Builds one rank's part of the model. The methods of `_Builder` apply the techniques in this
+order:
 
 1. refuse unsupported plans                           errors.check_supported
 2. build each stage whole on meta: names and shapes   model.Stage

@@ -1,19 +1,16 @@
 """Column-parallel linears that share an input, as one operation that overlaps its communication.
 
-The regions `Copy` and `Gather` communicate before the linears; here both happen at once, as in
-Megatron-LM's linears (`mc/tensor_parallel/layers.py`; Korthikanti et al. 2022, arXiv 2205.05198,
-section 4.2.2). In backward:
+The regions `Copy` and `Gather` communicate before the linears; here communication and products
+overlap, as in Megatron-LM's linears (`mc/tensor_parallel/layers.py`; Korthikanti et al. 2022, arXiv
+2205.05198, section 4.2.2). In backward:
 
-    TP         all-reduce of the input's gradient                  | while the weights' gradients
-        are computed
-    TP + SP    all-gather of the input, of which a shard was kept  | while the input's gradient is
-    computed
-               reduce-scatter of the input's gradient              | while the weights' gradients
-               are computed
+    TP         all-reduce of the input's gradient       | overlaps with the weights' gradients
+    TP + SP    all-gather of the input from its shards  | overlaps with the input's gradient
+               reduce-scatter of the input's gradient   | overlaps with the weights' gradients
 
 With SP a rank keeps only its [b, s/tp, h] of the input from forward to backward, at the price of
-one more all-gather. Recomputed blocks keep the whole input (`keep`): they have just gathered it and
-live for one backward only.
+one more all-gather. Recomputed blocks keep the whole input (`keep`): they have just gathered it,
+and live for one backward only.
 """
 
 from __future__ import annotations
@@ -31,12 +28,13 @@ from trainer.model.linear import Linear, LinearOp
 
 from .tensor import AXIS, start_gather_sequence, start_scatter_sequence
 
+#: Waits for a tensor that a collective is producing, and returns it.
 TensorFuture = Callable[[], Tensor]
 
 
 class OverlappedColumnLinears:
     """Replaces `model.linear.apply_linears`: x [b, s or s/tp, hidden] -> [b, s, output slice] of
-    each linear, computed by its `op`."""
+    each linear, computed by its `op`. `keep`: keeps the gathered input for backward."""
 
     def __init__(
         self, group: dist.ProcessGroup, counter: CommCounter, sp: bool, keep: bool = False
@@ -54,16 +52,16 @@ class OverlappedColumnLinears:
         )
 
     def run(self, linear: Linear, x: Tensor) -> Tensor:
-        """A `Linear.run`, for one that shares its input with no other."""
+        """A `Linear.run` for a linear that does not share its input."""
         (out,) = self(x, (linear,))
         return out
 
     def start_gather(self, x: Tensor) -> TensorFuture:
-        """Start to gather the whole sequence of the input."""
+        """Starts to gather the whole sequence of the input."""
         return start_gather_sequence(x, self.group, self.counter) if self.sp else lambda: x
 
     def start_sum(self, grad: Tensor) -> TensorFuture:
-        """Start to sum the input's gradient over ranks; `grad` [b, s, h] is reused."""
+        """Starts to sum the input's gradient over ranks; `grad` [b, s, h] is reused."""
         if self.sp:
             return start_scatter_sequence(grad, self.group, self.counter)
         return start_all_reduce(grad, self.group, AXIS, self.counter).wait
@@ -98,34 +96,44 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         columns = ctx.columns
         ops = ctx.ops
         saved = list(ctx.saved_tensors)
-        count = len(ops)
-        weights = saved[:count]
-        saved_inputs = saved[count:]
+        weights = saved[: len(ops)]
+        saved_inputs = saved[len(ops) :]
         gathered = None if ctx.is_whole else columns.start_gather(saved_inputs[0])
         flat_grads = [grad.flatten(0, -2) for grad in grads]
-        summed = None
+        input_grad: TensorFuture | None = None
         if ctx.needs_input_grad[0]:
-            input_grad = ops[0].input_grad(flat_grads[0], weights[0])
-            for op, grad, weight in zip(ops[1:], flat_grads[1:], weights[1:], strict=True):
-                op.add_input_grad(input_grad, grad, weight)
-            summed = columns.start_sum(input_grad.view(*grads[0].shape[:-1], -1))
-        needs = ctx.needs_input_grad[3:]
+            partial_grad = _input_grad(ops, flat_grads, weights)
+            input_grad = columns.start_sum(partial_grad.view(*grads[0].shape[:-1], -1))
         if gathered is None:
-            inputs = iter(saved_inputs)
-            inputs_by_op: list[Sequence[Tensor]] = [
-                list(itertools.islice(inputs, size)) for size in ctx.sizes
-            ]
+            inputs_by_op = _split(saved_inputs, ctx.sizes)
         else:
             full_x = gathered()
             inputs_by_op = [op.saved(full_x) for op in ops]
+        needs = ctx.needs_input_grad[3:]
         weight_grads = [
             op.weight_grad(grad, saved_input) if need else None
             for op, grad, saved_input, need in zip(
-                ops, flat_grads, inputs_by_op, needs[:count], strict=True
+                ops, flat_grads, inputs_by_op, needs[: len(ops)], strict=True
             )
         ]
         bias_grads = [
             grad.sum(0) if need else None
-            for grad, need in zip(flat_grads, needs[count:], strict=True)
+            for grad, need in zip(flat_grads, needs[len(ops) :], strict=True)
         ]
-        return (summed() if summed else None), None, None, *weight_grads, *bias_grads
+        return (input_grad() if input_grad else None), None, None, *weight_grads, *bias_grads
+
+
+def _input_grad(
+    ops: Sequence[LinearOp], flat_grads: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor:
+    """Returns the gradient of the shared input from this rank's output slices."""
+    total = ops[0].input_grad(flat_grads[0], weights[0])
+    for op, grad, weight in zip(ops[1:], flat_grads[1:], weights[1:], strict=True):
+        op.add_input_grad(total, grad, weight)
+    return total
+
+
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Splits a list into consecutive lists of `sizes`."""
+    remaining = iter(tensors)
+    return [list(itertools.islice(remaining, size)) for size in sizes]
