@@ -50,6 +50,6 @@ def apply_fp8(stage: Stage, plan: Plan, mesh: Mesh, counter: CommCounter) -> Non
             if plan.job.matmul == "fp8_block":
                 module.op = BlockOp(shared)
             elif f"{name}.weight" in ROW:
-                module.op = TensorOp(shared, of_input=both, of_weight=tp, of_grad=cp)
+                module.op = TensorOp(shared, largest_input=both, largest_weight=tp, largest_grad=cp)
             else:
-                module.op = TensorOp(shared, of_input=cp, of_weight=tp, of_grad=both)
+                module.op = TensorOp(shared, largest_input=cp, largest_weight=tp, largest_grad=both)

@@ -190,7 +190,7 @@ class ExpertDispatch:
                 weights = move(weights)
         rows, weights, runs = _by_expert(rows, weights, counts)
         out = experts(rows, counts.sum(0), weights)
-        out = out if runs is None else permuted(out, runs.places, runs.order)
+        out = out if runs is None else permuted(out, runs.positions, runs.order)
         for move in reversed(moves):
             out = move.reverse(out)
         return out, shared_out

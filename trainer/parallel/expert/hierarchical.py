@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_to_all
 from trainer.model.experts import Experts, Meanwhile, nothing
-from trainer.model.permutation import Places, copied, counted, inverse, permuted, summed
+from trainer.model.permutation import CopyPositions, copied, counted, inverse, permuted, summed
 from trainer.model.router import Routing
 
 from .dispatch import AXIS, ExpertDispatch, all_to_all_move
@@ -54,7 +54,7 @@ class HierarchicalDispatch:
         )
         weights = by_copies(routing.weights.flatten()[sent.choice])
         label = by_copies.there(sent.label)()
-        (rows,), shared_out = by_rows.beside(meanwhile, copied(x, sent.token, sent.places))
+        (rows,), shared_out = by_rows.beside(meanwhile, copied(x, sent.token, sent.positions))
         # A label counts rows from its sender's first one for this domain, in the order of rows.
         start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(
             arriving[:, 1], output_size=len(label)
@@ -64,7 +64,7 @@ class HierarchicalDispatch:
         by_expert = expert.argsort(stable=True)
         position = inverse(by_expert)
         count = counted(expert, domain_experts)
-        of_row = Places.unequal(position, counted(row, len(rows)))
+        of_row = CopyPositions.unequal(position, counted(row, len(rows)))
         row = row[by_expert]
         copies = [copied(rows, row, of_row)]
         del rows  # nobody needs what has arrived once it is copied
@@ -73,14 +73,14 @@ class HierarchicalDispatch:
         )
         out = summed(out, row, of_row)
         out = by_rows.reverse(out)
-        return summed(out, sent.token, sent.places), shared_out
+        return summed(out, sent.token, sent.positions), shared_out
 
 
 class _Sent(NamedTuple):
     """What a rank sends: rows and copies, sorted by domain."""
 
     token: Tensor  # int64 [rows]: each token once for each domain that it goes to
-    places: Places  # where the rows of each token are
+    positions: CopyPositions  # where the rows of each token are
     choice: Tensor  # int64 [copies]: which of the n * k choices each copy is
     # int32 [copies]: number of its row among those to the domain * experts there + expert in the
     # domain
@@ -107,7 +107,7 @@ class _Sent(NamedTuple):
         goes = goes[:, :-1]
         number = number[:, :-1]
         rows_to = goes.sum(0)
-        positions = Places.unequal((number + rows_to.cumsum(0) - rows_to)[goes], goes.sum(1))
+        positions = CopyPositions.unequal((number + rows_to.cumsum(0) - rows_to)[goes], goes.sum(1))
         copies_to = counted(domain, domains + 1)[:-1]
         return cls(
             goes.T.nonzero()[:, 1],
