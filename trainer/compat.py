@@ -1,6 +1,7 @@
-"""The one place for torch API that torch does not promise to keep. Each name says why it is needed.
+"""The only place for torch API that torch does not promise to keep. Each function says why it is
+needed.
 
-Checked with torch 2.11 to 2.15. When one of these breaks, this file is where to mend it.
+Checked with torch 2.11 to 2.15. When one of these functions breaks, repair it here.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # sees every operator: the memory tracker on CPU
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that does not import torch._dynamo (900 modules, a second a process) to hide
-    from the compiler: it is never on while something compiles."""
+    """A dispatch mode, which sees every operator, without the import of torch._dynamo (900 modules, a
+    second per process) that hides modes from the compiler: it is never on while something
+    compiles."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -32,30 +32,30 @@ class DispatchMode(TorchDispatchMode):
 
 
 def import_compiler() -> None:
-    """Import torch._dynamo, which compiled blocks, checkpointing and FSDP2 need: seconds of
+    """Imports torch._dynamo, which compiled blocks, checkpointing and FSDP2 need: seconds of
     processor time.
 
     `torch.compiler.reset` imports it as well, but up to torch 2.11 it then asks the driver for GPUs
-    and starts threads: a process that has done either cannot fork others that use a GPU.
+    and starts threads, after which a process cannot fork others that use a GPU.
     """
     import torch._dynamo  # noqa: F401
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Identity of a storage while it lives. `data_ptr` will not do: empty storages all have pointer
-    0."""
+    """Returns the identity of a storage while it lives. `data_ptr` does not identify it: all empty
+    storages have pointer 0."""
     return storage._cdata
 
 
 def top_saved_tensors_hook() -> Callable[[torch.Tensor], Any] | None:
-    """The innermost function that autograd calls with each tensor that it saves."""
+    """Returns the innermost function that autograd calls with each tensor that it saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 @contextlib.contextmanager
 def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `callback` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers
+    """Calls `callback` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers
     weights with it."""
     original = torch.UntypedStorage.resize_
 
@@ -71,22 +71,22 @@ def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
-# ----------------------------------------------------------- one call for many tensors: a kernel
-#     each would cost 10 us
+# -------------------------------------------------------------------------------------------
+#     one call for many tensors: one kernel per tensor would cost 10 us each
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor by a 0-d `factor` of the same dtype and device."""
+    """Multiplies each tensor by a 0-d `factor` of the same dtype and device."""
     torch._foreach_mul_(tensors, factor)
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target, which may be narrower."""
+    """Copies each source to its target, which may be narrower."""
     torch._foreach_copy_(targets, sources)
 
 
 def foreach_norms(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, computed in `dtype`."""
+    """Returns the 2-norm of each tensor, computed in `dtype`."""
     return list(torch._foreach_norm(tensors, 2, dtype))
 
 
@@ -103,10 +103,10 @@ def fused_adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update number `step` (from 1) of all tensors, on one device and of one dtype, as
-    `torch.optim.AdamW(fused=True)` makes it; without a counter for each tensor, which that
-    increments by a kernel of its own. Where `skip` is 1 and not 0, nothing changes. Both are 0-d
-    fp32 on the device, so the host need not know them."""
+    """Makes update number `step` (from 1) of all tensors, which have one device and one dtype, like
+    `torch.optim.AdamW(fused=True)`, but without that class's counters, which cost one kernel per
+    tensor. If `skip` is 1, nothing changes. Both are 0-d fp32 on the device, so the host need not
+    know them."""
     steps = [step] * len(params)
     torch._fused_adamw_(
         params,
@@ -126,20 +126,18 @@ def fused_adamw_(
     )
 
 
-# ------------------------------------------------------------------- attention with its log-sum-exp
-#     (context parallel)
+# -------------------------------------------------------------------------------------------
+#     attention with its log-sum-exp (context parallelism)
 
 
 def has_flash(q: torch.Tensor) -> bool:
-    """Whether the fused attention that also returns its log-sum-exp serves this tensor [b, h, s,
-    d]."""
-    # the fused kernel is 16-bit only, wants head dimensions in steps of 8 and an Ampere or later
-    if q.is_cuda:
-        narrow = q.dtype in (torch.float16, torch.bfloat16)
-        return (
-            narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and _capability(q.device)[0] >= 8
-        )
-    return q.dtype.is_floating_point
+    """Whether the fused attention that also returns its log-sum-exp supports this tensor [b, h, s,
+    d]. On a GPU it needs 16 bits, head dimensions in steps of 8, and an Ampere or later."""
+    if not q.is_cuda:
+        return q.dtype.is_floating_point
+    narrow = q.dtype in (torch.float16, torch.bfloat16)
+    head_dim = q.shape[-1]
+    return narrow and head_dim % 8 == 0 and head_dim <= 256 and _capability(q.device)[0] >= 8
 
 
 @functools.cache
@@ -150,20 +148,21 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [b, h, s_q]); k and v may have fewer heads, by which h is divisible. SDPA
-    proper does not return the log-sum-exp."""
+    """Returns (out like q, lse [b, h, s_q]), which SDPA itself does not return. k and v may have
+    fewer heads, by which h is divisible."""
     if q.is_cuda:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=scale
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
         )
-        return found[0], found[1]
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of equal head counts
+        return out, lse
+    # The CPU's kernel needs equal head counts.
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if q.shape[1] == k.shape[1]:
         return attend(q, k, v, 0.0, causal, scale=scale)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
-    parts = (_members(x, k.shape[1]) for x in (q, out, lse))
-    for queries, *results in zip(*parts, strict=True):
+    members = (_members(x, k.shape[1]) for x in (q, out, lse))
+    for queries, *results in zip(*members, strict=True):
         foreach_copy_(results, list(attend(queries, k, v, 0.0, causal, scale=scale)))
     return out, lse
 
@@ -237,8 +236,8 @@ def _members(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
     return x.unflatten(1, (kv_heads, -1)).unbind(2)
 
 
-# ------------------------------------------------------------------------------ attention of runs
-#     of tokens, each alone
+# -------------------------------------------------------------------------------------------
+#     attention within runs of tokens
 
 
 @dataclass(frozen=True)
@@ -395,7 +394,7 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------
 #     process groups
 
 
@@ -433,8 +432,8 @@ def split_group(
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-# --------------------------------------------------------------------------------------- gradients
-#     of sharded weights
+# -------------------------------------------------------------------------------------------
+#     gradients of sharded weights
 
 
 def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
@@ -456,8 +455,8 @@ def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
         sharded_param.sharded_param.grad_dtype = dtype
 
 
-# -------------------------------------------------------------- ranks without data and without
-#     peers (the digital twin)
+# -------------------------------------------------------------------------------------------
+#     ranks without data and without peers (the digital twin)
 
 
 @contextlib.contextmanager

@@ -123,8 +123,8 @@ class SDPA:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        kept = drop.kept(token_index, token_index, q.shape[1])
-        weights = scores.softmax(dim=-1).masked_fill(~kept, 0.0)
+        mask_of_kept = drop.kept(token_index, token_index, q.shape[1])
+        weights = scores.softmax(dim=-1).masked_fill(~mask_of_kept, 0.0)
         return grouped_product((weights * drop.scale).to(v.dtype), v)
 
     def _mask(self, documents: Tensor) -> Tensor:

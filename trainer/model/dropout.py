@@ -162,8 +162,7 @@ class _Jittered(torch.autograd.Function):
 
 
 def draws(model: Model) -> bool:
-    """Whether the model draws random numbers for each token, which then has to know its token_index
-    number."""
+    """Whether the model draws random numbers per token, so that it needs the tokens' numbers."""
     return model.dropout > 0 or bool(model.moe and model.moe.jitter)
 
 

@@ -83,8 +83,8 @@ def fill(
         generator = torch.Generator(out.device).manual_seed(_seed(seed, name, block))
         drawn = torch.empty(high - low, *shape[1:], dtype=torch.float32, device=out.device)
         drawn.normal_(0.0, deviation, generator=generator)
-        kept = drawn[first - low : stop - low][(slice(None), *where[1:])]
-        out[first - rows.start : stop - rows.start].copy_(kept)
+        needed = drawn[first - low : stop - low][(slice(None), *where[1:])]
+        out[first - rows.start : stop - rows.start].copy_(needed)
 
 
 def std(name: str, model: Model) -> float:

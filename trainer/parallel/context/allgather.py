@@ -1,8 +1,8 @@
 """Context parallelism by gathering keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-Simple but not overlapped: one all-gather before attention, one reduce-scatter of their gradients
-after it. With grouped-query attention keys and values are much smaller than the queries, which are
-not sent. Shards are zig-zag, for balance.
+The method is simple but not overlapped: one all-gather before attention, one reduce-scatter of the
+gradients after it. With grouped-query attention keys and values are much smaller than the queries,
+which are not sent. Shards are zig-zag, for balance.
 """
 
 from __future__ import annotations
@@ -47,30 +47,28 @@ class AllGatherAttention:
     ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         labels = block.labels(documents, token_index, self.drop, q)
-        return _AllGather.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(
-            1, 2
-        )
+        scale = q.shape[-1] ** -0.5
+        return _AllGather.apply(q, k, v, labels, documents, scale, self).transpose(1, 2)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
         joined = all_gather(local.contiguous()[None], self.group, "cp", self.counter)
         halves = [half for rank in joined.unbind(0) for half in rank.chunk(2, dim=dim)]
-        return torch.cat([halves[position] for position in self._places()], dim=dim)
+        return torch.cat([halves[position] for position in self._positions()], dim=dim)
 
     def scatter(self, full: Tensor, dim: int) -> Tensor:
-        """The sum over the group of this rank's shard of `full`."""
+        """Returns the sum over the group of this rank's shard of `full`."""
         halves = full.chunk(2 * self.size, dim=dim)
-        sent = full.new_empty(
-            self.size, *full.shape[:dim], full.shape[dim] // self.size, *full.shape[dim + 1 :]
-        )
+        length = full.shape[dim] // self.size
+        sent = full.new_empty(self.size, *full.shape[:dim], length, *full.shape[dim + 1 :])
         slots = [half for rank in sent.unbind(0) for half in rank.chunk(2, dim=dim)]
-        for half, position in zip(halves, self._places(), strict=True):
+        for half, position in zip(halves, self._positions(), strict=True):
             slots[position].copy_(half)
         return reduce_scatter(sent, self.group, "cp", self.counter)[0]
 
-    def _places(self) -> list[int]:
-        """Position of the n-th of 2 cp chunks of the sequence when the ranks' pairs are
-        concatenated."""
+    def _positions(self) -> list[int]:
+        """Returns the positions of the 2 cp chunks of the sequence in the concatenation of the
+        ranks' pairs of chunks."""
         return natural_order("allgather", 2 * self.size, self.size)
 
     def blocks(
@@ -80,8 +78,8 @@ class AllGatherAttention:
         all_labels: Tensor | None,
         documents: Documents | None,
     ) -> Iterator[tuple[slice, slice, bool, block.Sight]]:
-        """(local queries, keys, whether on the diagonal, what they see) of each chunk: everything
-        before it, then its own causal square."""
+        """Yields the blocks of each chunk, all keys before it and then its own causal square: (local
+        queries, keys, whether on the diagonal, visibility)."""
         begin = 0
         for chunk in chunks("allgather", q.shape[2] * self.size, self.size, self.index):
             rows = slice(begin, begin + len(chunk))

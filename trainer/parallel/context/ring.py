@@ -1,9 +1,9 @@
 """Ring attention (arXiv 2310.01889), contiguous or zig-zag: queries stay, keys and values rotate
-round the group.
+around the group.
 
 Step t of n on rank i computes with the keys of rank i - t while those of rank i - t - 1 are in
-transit. Backward rotates again; the key and value gradients of each block rotate with it and are
-back on their rank after n hops.
+transit. Backward rotates the keys a second time; the key and value gradients of each block rotate
+with them, and arrive on their own rank after n hops.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ class RingAttention:
     ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         labels = block.labels(documents, token_index, self.drop, q)
-        return _Ring.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
+        scale = q.shape[-1] ** -0.5
+        return _Ring.apply(q, k, v, labels, documents, scale, self).transpose(1, 2)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def rotate(self, tensors: list[Tensor]):
-        """Send to the next rank, receive from the previous one; returns a function that waits for
-        what came."""
+        """Sends tensors to the next rank and receives those of the previous one. Returns a function
+        that waits for the received tensors."""
         to = self.ranks[(self.index + 1) % self.size]
         source = self.ranks[(self.index - 1) % self.size]
         return start_rotate(tensors, to, source, self.group, "cp", self.counter)
@@ -75,24 +76,22 @@ class RingAttention:
         rotating: list[Tensor],
         documents: Documents | None,
     ) -> tuple[Visible | None, block.Sight]:
-        """Which queries see which of the keys that are here in `step`, and how."""
+        """Returns the queries that see keys in `step`, these keys, and their visibility."""
         local = q.shape[-2]
         source = (self.index - step) % self.size
         pairs = visible(self.method, local, self.index, source)
         if pairs is None:
             return None, block.Sight()
         if labels is not None:
-            return pairs, block.between(
-                labels[:, :, pairs.queries], rotating[1][:, :, pairs.keys], q, self.drop
-            )
+            query_labels = labels[:, :, pairs.queries]
+            key_labels = rotating[1][:, :, pairs.keys]
+            return pairs, block.between(query_labels, key_labels, q, self.drop)
         if documents is None:
             return pairs, block.Sight()
-        query_ranges, key_ranges = (
-            chunks(self.method, local * self.size, self.size, rank) for rank in (self.index, source)
-        )
-        sight = block.inside(
-            documents, part(query_ranges, pairs.queries), part(key_ranges, pairs.keys)
-        )
+        query_ranges = chunks(self.method, local * self.size, self.size, self.index)
+        key_ranges = chunks(self.method, local * self.size, self.size, source)
+        query_positions = part(query_ranges, pairs.queries)
+        sight = block.inside(documents, query_positions, part(key_ranges, pairs.keys))
         return (None if sight.nothing else pairs), sight
 
 
@@ -118,9 +117,8 @@ class _Ring(torch.autograd.Function):
                 elif rows == ALL:
                     out, lse = block.join(out, lse, *partial)
                 else:
-                    out[:, :, rows], lse[:, :, rows] = block.join(
-                        out[:, :, rows], lse[:, :, rows], *partial
-                    )
+                    joined = block.join(out[:, :, rows], lse[:, :, rows], *partial)
+                    out[:, :, rows], lse[:, :, rows] = joined
             if wait_for_keys is not None:
                 rotating = wait_for_keys()
         out = out.to(q.dtype)
@@ -146,7 +144,7 @@ class _Ring(torch.autograd.Function):
                     visible_block.queries,
                     rotating[0][:, :, :, visible_block.keys],
                 )
-                block_grads = block.backward(
+                dq_block, dk_block, dv_block = block.backward(
                     grad[:, :, rows],
                     q[:, :, rows],
                     keys,
@@ -160,12 +158,12 @@ class _Ring(torch.autograd.Function):
             if step > 0:
                 (dkv,) = wait_for_grads()  # sent by the previous rank during our computation
             if visible_block is not None and step == 0:  # the rank's own keys
-                dq = block_grads[0].to(dtype)
-                dkv = torch.stack([block_grads[1].to(dtype), block_grads[2].to(dtype)])
+                dq = dq_block.to(dtype)
+                dkv = torch.stack([dk_block.to(dtype), dv_block.to(dtype)])
             elif visible_block is not None:
-                dq[:, :, rows] += block_grads[0]
-                dkv[0][:, :, visible_block.keys] += block_grads[1]
-                dkv[1][:, :, visible_block.keys] += block_grads[2]
+                dq[:, :, rows] += dq_block
+                dkv[0][:, :, visible_block.keys] += dk_block
+                dkv[1][:, :, visible_block.keys] += dv_block
             wait_for_grads = ring.rotate([dkv])
             if wait_for_keys is not None:
                 rotating = wait_for_keys()
@@ -175,6 +173,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:
-    """The rotating tensors: keys and values [2, b, h, s, d] as one message, and the tokens' labels
-    if any."""
-    return [torch.stack([k, v])] + ([labels.contiguous()] if labels is not None else [])
+    """Returns the rotating tensors: keys and values [2, b, h, s, d] as one message, and the tokens'
+    labels, if any."""
+    keys_and_values = torch.stack([k, v])
+    return [keys_and_values] if labels is None else [keys_and_values, labels.contiguous()]
