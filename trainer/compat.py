@@ -177,9 +177,9 @@ def flash_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) from any output and log-sum-exp, not only those of this block."""
+    """Returns (dq, dk, dv) from any output and log-sum-exp, not only those of this block."""
     if q.is_cuda:
-        # As the forward returns them for sequences of one length: no lengths.
+        # Sequences of one length need no lengths, and the forward returns none.
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
             q,
@@ -196,26 +196,21 @@ def flash_backward(
             *_unread(q.device),
             scale=scale,
         )
-    attend_backward = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    )  # of equal head counts
+    # The CPU's kernel needs equal head counts.
+    attend_backward = functools.partial(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        dropout_p=0.0,
+        is_causal=causal,
+        scale=scale,
+    )
     if q.shape[1] == k.shape[1]:
-        return attend_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return attend_backward(grad, q, k, v, out, logsumexp=lse)
     dq = torch.empty_like(q)
     sums = [torch.zeros_like(x, dtype=_lse_dtype(x)) for x in (k, v)]
     members = (_members(x, k.shape[1]) for x in (dq, grad, q, out, lse))
     for dq_member, grad_member, queries, out_member, lse_member in zip(*members, strict=True):
-        member_grads = attend_backward(
-            grad_member,
-            queries,
-            k,
-            v,
-            out_member,
-            lse_member.contiguous(),
-            0.0,
-            causal,
-            scale=scale,
-        )
+        member_lse = lse_member.contiguous()
+        member_grads = attend_backward(grad_member, queries, k, v, out_member, logsumexp=member_lse)
         dq_member.copy_(member_grads[0])
         for total, member_sum in zip(sums, member_grads[1:], strict=True):
             total += member_sum
@@ -223,16 +218,15 @@ def flash_backward(
 
 
 def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random state and its offset, as the kernels' forward returns them, which read none without
+    """Returns a random state and its offset like the kernels' forward, which reads none without
     dropout."""
-    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty(
-        (), dtype=torch.uint64, device=device
-    )
+    state = torch.empty(2, dtype=torch.uint64, device=device)
+    return state, torch.empty((), dtype=torch.uint64, device=device)
 
 
 def _members(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """Views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each key head,
-    the second, ..."""
+    """Returns views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each key
+    head, the second, ..."""
     return x.unflatten(1, (kv_heads, -1)).unbind(2)
 
 
@@ -242,29 +236,28 @@ def _members(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of queries and of keys, laid end to end; the n-th run of queries sees the n-th run of
-    keys alone."""
+    """Runs of queries and of keys, laid end to end. The n-th run of queries sees only the n-th run
+    of keys."""
 
     runs: tuple[tuple[int, int], ...]  # (queries, keys) of each pair, on the host
     longest: tuple[int, int]
-    begins: (
-        torch.Tensor | None
-    )  # on a GPU: int32 [2, n + 1], where runs of queries and of keys begin, the last ends
+    #: On a GPU: int32 [2, n + 1], where runs of queries and of keys begin and the last ones end.
+    begins: torch.Tensor | None
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], device: torch.device) -> Segments:
+        """Makes the segments of `runs` for a device. The host does not wait for a copy."""
         begins = None
-        if device.type == "cuda":  # the host does not wait for the copy
-            begins = torch.tensor(
-                [[0, *accumulate(side)] for side in zip(*runs, strict=True)], dtype=torch.int32
-            )
-            begins = begins.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda":
+            rows = [[0, *accumulate(side)] for side in zip(*runs, strict=True)]
+            begins = torch.tensor(rows, dtype=torch.int32).pin_memory()
+            begins = begins.to(device, non_blocking=True)
         queries, keys = (max(side) for side in zip(*runs, strict=True))
         return cls(tuple(runs), (queries, keys), begins)
 
     @property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """As the kernels take them."""
+        """The lengths of runs, in the form of the kernels' arguments."""
         assert self.begins is not None
         return self.begins[0], self.begins[1], *self.longest
 
@@ -274,7 +267,7 @@ class Segments:
         return any(queries and keys for queries, keys in self.runs)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Of each pair whose queries see keys."""
+        """Yields the rows of queries and of keys of each pair whose queries see keys."""
         query = key = 0
         for queries, keys in self.runs:
             if queries and keys:
@@ -291,10 +284,10 @@ def segment_attention(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Each run of queries has
-    its keys."""
+    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Every run of queries must
+    have keys."""
     if q.is_cuda:
-        return _flash_segments(q, k, v, segments, causal, scale)[0]
+        return _flash_segments(q, k, v, segments, causal, scale=scale)[0]
     grouped = q.shape[1] != k.shape[1]
     outputs = [
         torch.nn.functional.scaled_dot_product_attention(
@@ -318,18 +311,19 @@ def segments_forward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [heads, n]) of q [n, heads, d], k and v [m, kv_heads, d]. Queries without
-    keys have zeros and a log-sum-exp of minus infinity."""
+    """Returns (out like q, lse [heads, n]) of q [n, heads, d], k and v [m, kv_heads, d]. Queries
+    without keys have zeros and a log-sum-exp of minus infinity."""
     if q.is_cuda:
-        out, lse = _flash_segments(q, k, v, segments, causal, scale)[:2]
-        return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # as the kernel calls it
+        out, lse = _flash_segments(q, k, v, segments, causal, scale=scale)[:2]
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # the kernel returns inf
     out = torch.zeros_like(q)
     lse = torch.full((q.shape[1], len(q)), -torch.inf, dtype=_lse_dtype(q))
     for rows, keys in segments.slices():
         run_out, run_lse = flash_forward(
             _sample(q[rows]), _sample(k[keys]), _sample(v[keys]), causal, scale
         )
-        out[rows], lse[:, rows] = run_out[0].transpose(0, 1), run_lse[0]
+        out[rows] = run_out[0].transpose(0, 1)
+        lse[:, rows] = run_lse[0]
     return out, lse
 
 
@@ -344,8 +338,8 @@ def segments_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) from any output and log-sum-exp, not only those of these keys; zeros where
-    nothing was seen."""
+    """Returns (dq, dk, dv) from any output and log-sum-exp, not only those of these keys; zeros
+    where nothing was seen."""
     if q.is_cuda:
         return torch.ops.aten._flash_attention_backward(
             grad,
@@ -362,12 +356,19 @@ def segments_backward(
         )
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, keys in segments.slices():
-        of_rows = (_sample(grad[rows]), _sample(q[rows]))
-        of_keys = (_sample(k[keys]), _sample(v[keys]))
-        sums = lse[:, rows][None].contiguous()
-        run_grads = flash_backward(*of_rows, *of_keys, _sample(out[rows]), sums, causal, scale)
-        for total, span, run_grad in zip((dq, dk, dv), (rows, keys, keys), run_grads, strict=True):
-            total[span] = run_grad[0].transpose(0, 1)
+        run_dq, run_dk, run_dv = flash_backward(
+            _sample(grad[rows]),
+            _sample(q[rows]),
+            _sample(k[keys]),
+            _sample(v[keys]),
+            _sample(out[rows]),
+            lse=lse[:, rows][None].contiguous(),
+            causal=causal,
+            scale=scale,
+        )
+        dq[rows] = run_dq[0].transpose(0, 1)
+        dk[keys] = run_dk[0].transpose(0, 1)
+        dv[keys] = run_dv[0].transpose(0, 1)
     return dq, dk, dv
 
 
@@ -379,7 +380,7 @@ def _flash_segments(
     causal: bool,
     scale: float,
 ) -> Any:
-    """The kernel takes fewer heads of keys than of queries."""
+    """Calls the kernel, which accepts fewer heads of keys than of queries."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, *segments.lengths, 0.0, causal, False, scale=scale
     )
@@ -413,10 +414,10 @@ def split_group(
     timeout: timedelta | None,
     urgent: bool,
 ) -> torch.distributed.ProcessGroup | None:
-    """The group of the global `ranks`, split from `parent` (None: the default group), whose members
-    all must call this together; None on those that are not among `ranks`. Of several backends of
-    the parent it keeps NCCL alone; its kernels run on a stream of high priority if they are
-    `urgent`."""
+    """Returns the group of the global `ranks`, split from `parent` (None: the default group), or None
+    on ranks that are not among `ranks`. All members of `parent` must call this together. Of the
+    parent's backends the group keeps only NCCL, whose kernels run on a stream of high priority if
+    they are `urgent`."""
     import torch.distributed as dist
 
     inside = dist.get_process_group_ranks(parent)
@@ -437,13 +438,13 @@ def split_group(
 
 
 def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
-    """Let a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its
-    parameters, where they are narrower. Torch 2.11 does not carry that over to the shards, and
-    rounds each sum to the dtype of the weights."""
+    """Makes a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its
+    narrower parameters. Torch 2.11 does not pass that dtype on to the shards, and rounds each sum
+    to the dtype of the weights."""
     if all(param.grad_dtype == dtype for param in module.parameters()):
         return
     group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:  # all parameters are of modules inside
+    if group is None:  # all parameters belong to inner modules
         return
 
     def init_mp_dtypes() -> None:
@@ -461,8 +462,8 @@ def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have shapes, dtypes, autograd and storages of the right size, but no memory
-    and no values."""
+    """Context manager in which tensors have shapes, dtypes, autograd and storages of the right size,
+    but no memory and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -476,8 +477,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are real again: for torch's own book-keeping in tensors, such as the ranks of
-    a DeviceMesh."""
+    """Returns a context manager in which tensors are real within `fake_tensors`: for torch's own
+    book-keeping in tensors, such as the ranks of a DeviceMesh."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
@@ -485,8 +486,8 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a default group in which messages go nowhere and receives
-    bring nothing."""
+    """Context manager in which this process is one rank of a default group that drops messages and
+    whose receives bring nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

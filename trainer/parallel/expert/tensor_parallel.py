@@ -1,4 +1,4 @@
-"""Experts cut over tensor-parallel ranks. The router is whole on every rank and stands before the
+"""Experts cut over tensor-parallel ranks. The router is whole on every rank and computes before the
 region, so its scores and the terms that balance them are those of a rank's own tokens."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from trainer.parallel.tensor import AXIS, Copy, Gather, gather_sequence
 
 
 class ReplicatedTokens:
-    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, each
-    has a part of their gradients and of those of their weights."""
+    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, and each
+    rank computes a part of the gradients of tokens and weights."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
         self.group = group
@@ -26,8 +26,8 @@ class ReplicatedTokens:
 
 
 class GatheredTokens:
-    """A `model.experts.Enter` with sequence parallelism: the tokens of all ranks of the group and
-    their routing."""
+    """A `model.experts.Enter` with sequence parallelism: gathers the tokens of all ranks of the group
+    and their routing."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
         self.group = group
@@ -38,8 +38,10 @@ class GatheredTokens:
         experts = gather_sequence(routing.experts.view(shape), self.group, self.counter)
         weights = Gather.apply(routing.weights.view(shape), self.group, self.counter)
         all_x = Gather.apply(x, self.group, self.counter)
-        if (accepted := routing.accepted) is not None:
-            accepted = gather_sequence(accepted.view(shape), self.group, self.counter).flatten(0, 1)
+        accepted = routing.accepted
+        if accepted is not None:
+            accepted = gather_sequence(accepted.view(shape), self.group, self.counter)
+            accepted = accepted.flatten(0, 1)
         return all_x, routing._replace(
             experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), accepted=accepted
         )
