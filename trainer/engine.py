@@ -162,7 +162,7 @@ class Engine:
         """Records in the registry how the optimizer's rules treat each parameter."""
         table = self.part.table
         for name, info in table.items():
-            table[name] = replace(info, whole=rules.owns(info), narrow=rules.narrows(info))
+            table[name] = replace(info, whole_matrix=rules.owns(info), narrow=rules.narrows(info))
 
     def _optimizer(
         self, rules: Rules, folder: Path

@@ -202,7 +202,7 @@ DROPPED = tiny_model(dropout=0.1)
 
 @MODEL("every shard of a sequence draws dropout for the first shard", tp=2, model=DROPPED)
 def _(patch):
-    patch.setattr(tensor.SequenceShard, "forward", lambda self, x: x.chunk(self.parts, dim=1)[0])
+    patch.setattr(tensor.SequenceShard, "forward", lambda self, x: x.chunk(self.ranks, dim=1)[0])
 
 
 @MODEL("attention dropout counts heads from zero on each tp rank", tp=2, model=DROPPED)

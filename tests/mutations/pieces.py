@@ -605,9 +605,9 @@ def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
         start_rotate = ring.start_rotate
         forward = block.forward
 
-        def noting_rotate(*args):
+        def noting_rotate(*args, **more):
             seen.append("send")
-            arrived = start_rotate(*args)
+            arrived = start_rotate(*args, **more)
 
             def wait():
                 seen.append("wait")

@@ -84,7 +84,7 @@ def test_nonsense_is_refused(shards, numel, size):
 
 @given(SIZES, SHARDS, BUCKET)
 def test_what_is_whole_lies_in_one_shard_and_shards_are_balanced(sizes, shards, bucket_numel):
-    items = [Item(index, numel, key, whole=True) for index, (numel, key) in enumerate(sizes)]
+    items = [Item(index, numel, key, one_shard=True) for index, (numel, key) in enumerate(sizes)]
     held = []
     for bucket in make_layout(items, shards, bucket_numel):
         loads = []

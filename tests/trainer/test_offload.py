@@ -187,7 +187,7 @@ def test_a_narrow_gradient_in_pieces_is_the_whole_one(monkeypatch, factor):
     monkeypatch.setattr(sharded, "PIECE", 1 << 10)
     gradient = torch.randn(5000).bfloat16()
     weights = torch.randn(5000)
-    kind = SimpleNamespace(whole=False, decay=True, narrow=False)
+    kind = SimpleNamespace(whole_matrix=False, decay=True, narrow=False)
     rules = sharded.rules_of(plan_of("dp2", None).job.optim)
     found = []
     for host in (None, HostMemory(torch.device("cpu"))):

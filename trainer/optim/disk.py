@@ -62,7 +62,7 @@ class DiskOptimizer:
         """`folder` receives the file; `buffer_bytes` is the most host memory to use. Raises
         LayoutError for whole matrices and for too small a buffer, DiskError if the file cannot be
         made large enough."""
-        if any(bucket.kind.whole for bucket in buckets.buckets):
+        if any(bucket.kind.whole_matrix for bucket in buckets.buckets):
             raise LayoutError(
                 "an optimizer of whole matrices computes on the device: train.offload=none"
             )

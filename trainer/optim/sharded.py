@@ -81,7 +81,7 @@ class ShardedOptimizer:
             raise LayoutError(
                 f"optim.state={rules.state} is kept on the device: train.offload=none"
             )
-        if host is not None and any(bucket.kind.whole for bucket in buckets.buckets):
+        if host is not None and any(bucket.kind.whole_matrix for bucket in buckets.buckets):
             raise LayoutError(
                 "an optimizer of whole matrices computes on the device: train.offload=none"
             )
@@ -109,7 +109,7 @@ class ShardedOptimizer:
         self._steps.fill_(count)
 
     def _rule(self, bucket: ShardedBucket) -> ElementRule | MatrixRule:
-        if not bucket.kind.whole:
+        if not bucket.kind.whole_matrix:
             return self.rules.elements
         assert self.rules.matrices is not None
         return self.rules.matrices
@@ -152,7 +152,7 @@ class ShardedOptimizer:
             # A narrow gradient is widened for the update: never that of the whole model at once.
             widened = bucket.grad_shard.dtype != self.master_dtype
             single = self.buckets.gathers or self.host is not None or widened
-            kind = bucket.kind.decay, bucket.kind.whole, bucket.kind.narrow
+            kind = bucket.kind.decay, bucket.kind.whole_matrix, bucket.kind.narrow
             if not single and kind in shared:
                 shared[kind].append(index)
                 continue
@@ -261,7 +261,7 @@ class ShardedOptimizer:
             Shard(state.master, grad, state.state)
             for state, grad in zip(states, grads, strict=True)
         ]
-        if not kind.whole:
+        if not kind.whole_matrix:
             self.rules.elements.step(shards, update, kind.decay)
             return
         assert self.rules.matrices is not None

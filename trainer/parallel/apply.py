@@ -123,7 +123,15 @@ def build(
     Raises LayoutError for a plan that this trainer does not run.
     """
     check_supported(plan)
-    builder = _Builder(plan, mesh, counter, torch.device(device), dtype, allocate, store)
+    builder = _Builder(
+        plan,
+        mesh,
+        counter,
+        device=torch.device(device),
+        dtype=dtype,
+        allocate=allocate,
+        store=store,
+    )
     if indices is None:
         indices = range(mesh.coord.pp, builder.stage_count, plan.parallel.pp)
     for index in sorted(indices):
@@ -150,6 +158,7 @@ class _Builder:
         plan: Plan,
         mesh: Mesh,
         counter: CommCounter,
+        *,
         device: torch.device,
         dtype: torch.dtype,
         allocate: Allocate | None,

@@ -79,7 +79,7 @@ class ParamInfo:
     owner: bool = True  # whether this rank counts it in norms and writes it to checkpoints
     groups: GradGroups = DENSE
     #: Whether the optimizer needs the whole matrix: ZeRO gives it to one rank of `groups.shard`.
-    whole: bool = False
+    whole_matrix: bool = False
     narrow: bool = False  # whether the optimizer's state is narrower than its master weights
 
     def along(self, dim: int) -> tuple[int, int]:

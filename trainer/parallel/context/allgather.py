@@ -107,14 +107,14 @@ class _AllGather(torch.autograd.Function):
         all_labels = None if labels is None else core.gather(labels, 2)
         joined = None
         for rows, keys, causal, sight in core.blocks(q, labels, all_labels, documents):
-            part = block.forward(
+            partial = block.forward(
                 q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, *sight
             )
             if joined is not None:
-                part = block.join(joined[0].to(dtype), joined[1].to(dtype), *part)
-            joined = None if causal else part
+                partial = block.join(joined[0].to(dtype), joined[1].to(dtype), *partial)
+            joined = None if causal else partial
             if causal:  # the diagonal is a chunk's last block
-                out[:, :, rows], lse[:, :, rows] = part
+                out[:, :, rows], lse[:, :, rows] = partial
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
         ctx.scale = scale

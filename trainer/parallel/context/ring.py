@@ -66,7 +66,7 @@ class RingAttention:
         that waits for the received tensors."""
         to = self.ranks[(self.index + 1) % self.size]
         source = self.ranks[(self.index - 1) % self.size]
-        return start_rotate(tensors, to, source, self.group, "cp", self.counter)
+        return start_rotate(tensors, to, source, self.group, axis="cp", counter=self.counter)
 
     def sees(
         self,
@@ -104,10 +104,8 @@ class _Ring(torch.autograd.Function):
             wait_for_keys = ring.rotate(rotating) if step + 1 < ring.size else None
             visible_block, sight = ring.sees(step, q, labels, rotating, documents)
             if visible_block is not None:
-                rows, (keys, values) = (
-                    visible_block.queries,
-                    rotating[0][:, :, :, visible_block.keys],
-                )
+                rows = visible_block.queries
+                keys, values = rotating[0][:, :, :, visible_block.keys]
                 partial = block.forward(
                     q[:, :, rows], keys, values, scale, visible_block.causal, *sight
                 )
@@ -140,10 +138,8 @@ class _Ring(torch.autograd.Function):
             wait_for_keys = ring.rotate(rotating) if step + 1 < ring.size else None
             visible_block, sight = ring.sees(step, q, labels, rotating, ctx.documents)
             if visible_block is not None:
-                rows, (keys, values) = (
-                    visible_block.queries,
-                    rotating[0][:, :, :, visible_block.keys],
-                )
+                rows = visible_block.queries
+                keys, values = rotating[0][:, :, :, visible_block.keys]
                 dq_block, dk_block, dv_block = block.backward(
                     grad[:, :, rows],
                     q[:, :, rows],

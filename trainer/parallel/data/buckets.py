@@ -300,7 +300,7 @@ class GradBuckets(ParamGathers):
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             if bucket.reduction is not None:
-                bucket.reduction.pass_on()
+                bucket.reduction.wait_on_stream()
             bucket.reduction = start_all_reduce(bucket.grad_shard, replicas, "dp", self.counter)
 
     def finish(self) -> None:
@@ -369,7 +369,7 @@ def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:
         replicated=len(info.replicas) > 1,
         sums=info.sums,
         groups=info.groups,
-        whole=info.whole,
+        whole_matrix=info.whole_matrix,
         narrow=info.narrow,
     )
 
@@ -381,7 +381,7 @@ def layout_items(params: Sequence[tuple[str, Parameter, ParamInfo]]) -> list[Ite
             index=index,
             numel=param.numel(),
             key=kind_of(param.dtype, info),
-            whole=info.whole,
+            one_shard=info.whole_matrix,
             align=STATE_BLOCK if info.narrow else SHARD_ALIGN,
         )
         for index, (_, param, info) in enumerate(params)

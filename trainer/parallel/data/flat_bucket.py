@@ -23,7 +23,7 @@ class Kind(NamedTuple):
     replicated: bool  # over tp: only the owner counts the bucket in norms and writes it
     sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
     groups: GradGroups = DENSE  # the class of parameters: the data-parallel groups
-    whole: bool = False  # whether each parameter must lie in one shard
+    whole_matrix: bool = False  # whether each parameter must lie in one shard
     narrow: bool = False  # whether the optimizer's state is narrower than the master weights
 
 
@@ -78,12 +78,12 @@ class FlatBucket:
             view.copy_(param.detach())
             param.data = view
 
-    def _allocate_grads(self, whole: bool, host: HostMemory | None) -> None:
+    def _allocate_grads(self, full: bool, host: HostMemory | None) -> None:
         """Allocates the gradients: the whole buffer or this rank's shard, on the device or, for an
         optimizer on the host, there as well."""
         grad_host = host if host is not None and host.takes_gradients else None
         numel = self.param_shard.numel()
-        if whole:
+        if full:
             self.open()
             self.grad_shard = self.whole_grads[slice(*self.range)]
         elif grad_host is not None:
@@ -92,7 +92,7 @@ class FlatBucket:
             self.grad_shard = self._zeros(numel, dtype=self.reduce_dtype)
         if grad_host is not None:
             self.host_grad = self.grad_shard
-            if whole:
+            if full:
                 self.host_grad = grad_host.zeros(numel, self.reduce_dtype)
 
     def open(self) -> None:

@@ -28,7 +28,7 @@ class Item:
     index: int  # in the caller's list
     numel: int
     key: Hashable = None  # its kind
-    whole: bool = False  # whether it must lie in one shard; equal for all items of a kind
+    one_shard: bool = False  # whether it must lie in one shard; equal for all items of a kind
     align: int = SHARD_ALIGN  # elements that shards do not cut; equal for all items of a kind
 
 
@@ -109,7 +109,7 @@ class _OpenBucket:
 
     def __init__(self, first: Item, shards: int):
         self.key = first.key
-        self.whole = first.whole
+        self.one_shard = first.one_shard
         self.shards = shards
         self.slots: list[Slot] = []
         self.align = first.align
@@ -125,14 +125,14 @@ class _OpenBucket:
         self.position = position
 
     def required_numel(self, bucket_numel: int) -> int:
-        """Returns the elements at which the bucket is full; whole items need enough for every
+        """Returns the elements at which the bucket is full; items in one shard need enough for every
         shard."""
-        if not self.whole:
+        if not self.one_shard:
             return bucket_numel
         return max(bucket_numel, self.shards * max(slot.numel for slot in self.slots))
 
     def close(self) -> Bucket:
-        if self.whole:
+        if self.one_shard:
             return _balanced(self.key, self.slots, self.shards)
         numel = _round_up(self.numel, math.lcm(ALIGN, self.shards * self.align))
         return Bucket(self.key, tuple(self.slots), numel)
