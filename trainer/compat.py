@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map as tree_map
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode, which sees every operator, without the import of torch._dynamo (900 modules, a
-    second per process) that hides modes from the compiler: it is never on while something
+    """A dispatch mode, which sees every operator, without the import of torch._dynamo (900 modules,
+    a second per process) that hides modes from the compiler: it is never on while something
     compiles."""
 
     @classmethod
@@ -225,8 +225,8 @@ def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _members(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """Returns views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each key
-    head, the second, ..."""
+    """Returns views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each
+    key head, the second, ..."""
     return x.unflatten(1, (kv_heads, -1)).unbind(2)
 
 
@@ -284,8 +284,8 @@ def segment_attention(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Every run of queries must
-    have keys."""
+    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Every run of queries
+    must have keys."""
     if q.is_cuda:
         return _flash_segments(q, k, v, segments, causal, scale=scale)[0]
     grouped = q.shape[1] != k.shape[1]
@@ -414,10 +414,10 @@ def split_group(
     timeout: timedelta | None,
     urgent: bool,
 ) -> torch.distributed.ProcessGroup | None:
-    """Returns the group of the global `ranks`, split from `parent` (None: the default group), or None
-    on ranks that are not among `ranks`. All members of `parent` must call this together. Of the
-    parent's backends the group keeps only NCCL, whose kernels run on a stream of high priority if
-    they are `urgent`."""
+    """Returns the group of the global `ranks`, split from `parent` (None: the default group), or
+    None on ranks that are not among `ranks`. All members of `parent` must call this together. Of
+    the parent's backends the group keeps only NCCL, whose kernels run on a stream of high priority
+    if they are `urgent`."""
     import torch.distributed as dist
 
     inside = dist.get_process_group_ranks(parent)
@@ -462,8 +462,8 @@ def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Context manager in which tensors have shapes, dtypes, autograd and storages of the right size,
-    but no memory and no values."""
+    """Context manager in which tensors have shapes, dtypes, autograd and storages of the right
+    size, but no memory and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):

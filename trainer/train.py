@@ -292,12 +292,7 @@ class Run:
                 self.checkpoints.before_update(number)
             engine.update(norm, lr)
         values = [norm, loss_sum, scale, engine.current_scale]
-        terms: dict[str, Tensor] = {}
-        if logged:
-            loss_total = engine.loss_total(loss_sum)
-            terms = engine.loss_term_totals()
-            values += terms.values()
-            values += [] if loss_total is None else [loss_total]
+        terms = self._logged_values(loss_sum, values) if logged else ()
         step = EnqueuedStep(
             number=number,
             samples_before=self.samples,
@@ -308,7 +303,7 @@ class Run:
             boundary_s=self._boundary_s,
             fingerprint=as_text(self._fingerprint),
             memory_bytes=memory_bytes,
-            terms=tuple(terms),
+            terms=terms,
             result=StepResult(engine, values, measured, engine.expert_loads()),
         )
         self._enqueued.append(step)
@@ -316,6 +311,15 @@ class Run:
         self.samples += step.step_samples
         while len(self._enqueued) > LAG[self.device.type]:
             self._finish(self._enqueued.popleft())
+
+    def _logged_values(self, loss_sum: Tensor, values: list[Tensor]) -> tuple[str, ...]:
+        """Appends the loss terms and, on ranks with the last stage, the total loss of a step to
+        `values`. Returns the names of the terms. Collective."""
+        loss_total = self.engine.loss_total(loss_sum)
+        terms = self.engine.loss_term_totals()
+        values += terms.values()
+        values += [] if loss_total is None else [loss_total]
+        return tuple(terms)
 
     def _set_measurements(self, number: int, *, logged: bool, measured: bool) -> None:
         self.engine.measure(measured)

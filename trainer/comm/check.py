@@ -19,8 +19,8 @@ from .control import WORLD, ControlPath
 
 
 class WorkerIdentity(Struct, frozen=True, kw_only=True):
-    """The identity of one worker. `assigned_plan`: the plan hash from its agent; `loaded_plan`: that
-    of the plan file that the worker has read."""
+    """The identity of one worker. `assigned_plan`: the plan hash from its agent; `loaded_plan`:
+    that of the plan file that the worker has read."""
 
     rank: int
     node: str
@@ -43,7 +43,8 @@ def identity_of(plan: Plan, env: WorkerEnv) -> WorkerIdentity:
 
 
 def check_env(plan: Plan, env: WorkerEnv) -> None:
-    """Checks this rank and the world size before the worker joins any group. Raises PlanMismatch."""
+    """Checks this rank and the world size before the worker joins any group. Raises
+    PlanMismatch."""
     world = plan.parallel.world_size
     if env.world_size != world:
         raise PlanMismatch(
@@ -72,17 +73,20 @@ def find_mismatch(plan: Plan, workers: list[WorkerIdentity]) -> str | None:
     Pure."""
     first = workers[0]
     for index, worker in enumerate(workers):
-        speaker = f"rank {index} on {worker.node!r}"
+        worker_name = f"rank {index} on {worker.node!r}"
         if worker.rank != index:
-            return f"{speaker} calls itself rank {worker.rank}"
+            return f"{worker_name} calls itself rank {worker.rank}"
         if worker.epoch != first.epoch:
-            return f"{speaker} is of plan epoch {worker.epoch}, rank 0 on {first.node!r} of {first.epoch}"
+            return (
+                f"{worker_name} is of plan epoch {worker.epoch},"
+                f" rank 0 on {first.node!r} of {first.epoch}"
+            )
         if worker.assigned_plan != worker.loaded_plan:
             assigned = worker.assigned_plan[:12] or "(none)"
-            return f"{speaker} was told plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
+            return f"{worker_name} was assigned plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
         if worker.loaded_plan != first.loaded_plan:
             return (
-                f"{speaker} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
+                f"{worker_name} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
                 f" {first.loaded_plan[:12]}"
             )
     occupant = {(rank.node, rank.gpu): rank.rank for rank in plan.ranks}

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from . import gloo
 
-#: The links by which a rank reaches the experts of another: within an NVLink domain, or between two.
+#: The links by which a rank reaches the experts of another: within an NVLink domain, or between
+#: two.
 LEVELS = ("nvlink", "network")
 
 
@@ -66,7 +67,8 @@ class CommCounter:
         calls: int = 1,
         to: int | None = None,
     ) -> None:
-        """Counts a transfer. `to`: the global rank that receives a message; None for a collective."""
+        """Counts a transfer. `to`: the global rank that receives a message; None for a
+        collective."""
         self.bytes[axis] += size
         self.calls[axis] += calls
         self.started += 1
@@ -80,8 +82,8 @@ class CommCounter:
         return self.trace.on_arrival(work) if self.trace is not None else _nothing
 
     def waiting(self, axis: str, tensor: Tensor, operation: str = "") -> _Stopwatch:
-        """Context manager that times a wait for `operation` (default: the latest transfer). On CUDA it
-        records events and does not block the host."""
+        """Context manager that times a wait for `operation` (default: the latest transfer). On CUDA
+        it records events and does not block the host."""
         return _Stopwatch(self, axis, tensor.is_cuda, operation or self.last)
 
     @contextlib.contextmanager
@@ -108,8 +110,8 @@ class CommCounter:
         return closed
 
     def take(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Returns (bytes, seconds) by axis since the last call, and resets both. On CUDA it waits for
-        the recorded events."""
+        """Returns (bytes, seconds) by axis since the last call, and resets both. On CUDA it waits
+        for the recorded events."""
         closed = self.close()
         return closed.bytes, closed.seconds()
 
@@ -199,8 +201,8 @@ class Handle:
 
     @property
     def work(self) -> dist.Work | None:
-        """torch's own handle, for callers that wait themselves. Raises RuntimeError if a `finish` has
-        to run."""
+        """torch's own handle, for callers that wait themselves. Raises RuntimeError if a `finish`
+        has to run."""
         if self._finish is not None:
             raise RuntimeError("this collective has a finish step: use wait()")
         return self._work
@@ -293,8 +295,8 @@ def start_all_gather(
 
 
 class Message(NamedTuple):
-    """A tensor to send to the global rank `peer`, or the memory for a tensor from it, whose shape is
-    known from the plan. A sent tensor must not change before the wait. `tag` is equal on both
+    """A tensor to send to the global rank `peer`, or the memory for a tensor from it, whose shape
+    is known from the plan. A sent tensor must not change before the wait. `tag` is equal on both
     sides; gloo matches messages by tag, NCCL by order."""
 
     tensor: Tensor
@@ -306,8 +308,8 @@ class Message(NamedTuple):
 def start_messages(
     messages: Sequence[Message], group: dist.ProcessGroup, axis: str, counter: CommCounter
 ) -> list[Handle]:
-    """Starts all messages together, which NCCL runs as one kernel. Returns a handle for each, in the
-    same order."""
+    """Starts all messages together, which NCCL runs as one kernel. Returns a handle for each, in
+    the same order."""
     operations = [
         dist.P2POp(
             dist.irecv if message.receives else dist.isend,
@@ -347,7 +349,8 @@ def start_rotate(
     axis: str,
     counter: CommCounter,
 ) -> Callable[[], list[Tensor]]:
-    """Sends `tensors` to the global rank `to` and receives as many of the same shapes from `source`.
+    """Sends `tensors` to the global rank `to` and receives as many of the same shapes from
+    `source`.
 
     The returned function waits and returns the received tensors. All members of the group must call
     `start_rotate`. On CUDA all transfers start as one batch, since NCCL may deadlock on a ring of
@@ -421,8 +424,8 @@ def all_gather(
 def all_to_all(
     tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter
 ) -> Tensor:
-    """[n, ...] -> [n, ...]: sends piece i to the i-th rank of the group; piece i of the result is that
-    rank's."""
+    """[n, ...] -> [n, ...]: sends piece i to the i-th rank of the group; piece i of the result is
+    that rank's."""
     if group is None:
         return tensor
     n = group.size()

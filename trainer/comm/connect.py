@@ -16,8 +16,8 @@ from trainer.errors import DeviceError
 
 from .control import ControlPath, Group
 
-#: A peer that is silent for this long is lost. The time is generous: a first step may compile, and a
-#: node may read a slow disk.
+#: A peer that is silent for this long is lost. The time is generous: a first step may compile, and
+#: a node may read a slow disk.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -29,7 +29,8 @@ def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
     usable_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if env.local_rank >= usable_gpus:
         raise DeviceError(
-            f"rank {env.rank} wants GPU {env.local_rank} of {env.node}, which has {usable_gpus} usable"
+            f"rank {env.rank} wants GPU {env.local_rank} of {env.node},"
+            f" which has {usable_gpus} usable"
             f" (cluster {plan.cluster.name!r} is a cuda cluster; `+cluster=local` trains on the"
             " CPU)"
         )
@@ -109,9 +110,9 @@ def _listening(env: WorkerEnv) -> int:
 
 
 def ranks_per_root(world: int) -> int:
-    """Returns the number of ranks per root of NCCL's start. Every rank reads the address of every root
-    from the store, so there are at most 64 roots: with torch's 128 ranks per root the reads would
-    grow with the square of the ranks."""
+    """Returns the number of ranks per root of NCCL's start. Every rank reads the address of every
+    root from the store, so there are at most 64 roots: with torch's 128 ranks per root the reads
+    would grow with the square of the ranks."""
     return max(128, -(-world // 64))
 
 

@@ -58,8 +58,8 @@ class Level:
 
 
 def levels_of(rank: int, world: int, node: int, fan_out: int = FAN_OUT) -> list[Level]:
-    """Returns the levels that `rank` takes part in, lowest first; it leads all but the last. Empty for
-    a world of one rank.
+    """Returns the levels that `rank` takes part in, lowest first; it leads all but the last. Empty
+    for a world of one rank.
 
     `node`: the number of ranks per node, the members of the lowest groups.
     """
@@ -78,8 +78,8 @@ def levels_of(rank: int, world: int, node: int, fan_out: int = FAN_OUT) -> list[
 
 
 class ControlPath:
-    """The control messages of one rank. Every method is collective: all ranks call the same methods in
-    the same order."""
+    """The control messages of one rank. Every method is collective: all ranks call the same methods
+    in the same order."""
 
     def __init__(
         self, rank: int = 0, world: int = 1, tree: Sequence[tuple[Level, Group]] | None = None
@@ -99,8 +99,8 @@ class ControlPath:
         timeout: timedelta,
         fan_out: int = FAN_OUT,
     ) -> ControlPath:
-        """Returns this rank's part of the tree. Connections are made when they are first used, if gloo
-        is configured so (`connect`)."""
+        """Returns this rank's part of the tree. Connections are made when they are first used, if
+        gloo is configured so (`connect`)."""
         tree = list[tuple[Level, Group]]()
         for level in levels_of(rank, world, node, fan_out):
             level_store = dist.PrefixStore(f"control/{level.name}", store)
@@ -155,7 +155,8 @@ class ControlPath:
         return msgspec.msgpack.decode(table, type=list[bytes])
 
     def judge(self, data: bytes, verdict: Callable[[list[bytes]], str]) -> str:
-        """Returns `verdict` of every rank's `data`, by rank: rank 0 computes it, all ranks return it."""
+        """Returns `verdict` of every rank's `data`, by rank: rank 0 computes it, all ranks return
+        it."""
         table = self.gather_bytes(data)
         answer = verdict(table) if table else ""
         return self.broadcast_bytes(answer.encode()).decode()
@@ -203,7 +204,8 @@ class ControlPath:
         return [(Level(0, 1, world, dist.get_rank()), dist.group.WORLD)]
 
     def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduces `values` over all ranks, in place: up to the topmost group, and down to all ranks."""
+        """Reduces `values` over all ranks, in place: up to the topmost group, and down to all
+        ranks."""
         levels = self._levels()
         upwards = dist.ReduceOptions()
         both_ways = dist.AllreduceOptions()

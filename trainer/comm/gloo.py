@@ -55,8 +55,8 @@ def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> d
 def start_exchange(
     tensor: Tensor, out: Tensor, to: int, source: int, group: dist.ProcessGroup
 ) -> dist.Work:
-    """Starts to send `tensor` to the group's rank `to` and to receive `out` from its rank `source`: an
-    all-to-all whose other pieces are empty. All members must call it.
+    """Starts to send `tensor` to the group's rank `to` and to receive `out` from its rank `source`:
+    an all-to-all whose other pieces are empty. All members must call it.
     """
     send = [0] * group.size()
     send[to] = tensor.numel()
@@ -85,7 +85,8 @@ class ReduceScatter:
         self.own_piece: Tensor | None = None
         self.work: dist.Work | None
         if n == 2:
-            # The own piece is not sent. `out` may be its memory, which is read before it is written.
+            # The own piece is not sent. `out` may be its memory, which is read before it is
+            # written.
             peer = 1 - rank
             self.own_piece = pieces[rank]
             self.arrived = torch.empty_like(out, memory_format=torch.contiguous_format)

@@ -138,8 +138,8 @@ class Mesh:
         return max(1, len(self.members[axis]))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Returns this rank's group, or None if it has one member. Raises KeyError for a group that the
-        plan does not use (`groups_used`)."""
+        """Returns this rank's group, or None if it has one member. Raises KeyError for a group that
+        the plan does not use (`groups_used`)."""
         if axis not in self.groups and self.size(axis) > 1 and self.groups:
             raise KeyError(f"{axis}: not among the groups of this plan, {', '.join(self.groups)}")
         return self.groups.get(axis)
@@ -151,8 +151,8 @@ class Mesh:
         return group
 
     def ranks(self, axis: str) -> tuple[int, ...]:
-        """Returns the global ranks of this rank's group; empty if it has none ("embedding" on a middle
-        stage)."""
+        """Returns the global ranks of this rank's group; empty if it has none ("embedding" on a
+        middle stage)."""
         return self.members[axis]
 
     def levels(self, axis: str) -> tuple[str, ...]:
@@ -213,7 +213,8 @@ def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """Returns the global ranks of the group of `rank` on an axis or composite; empty if it has none.
+    """Returns the global ranks of the group of `rank` on an axis or composite; empty if it has
+    none.
 
     The ranks are ascending, since torch numbers the members of a group in ascending order; with dp
     nested inside cp, the plan's own order (cp fastest) differs.
@@ -234,8 +235,8 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
 
 
 def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Returns the tp/kv_heads neighbours that hold the same key/value head, if there are fewer heads
-    than tp ranks."""
+    """Returns the tp/kv_heads neighbours that hold the same key/value head, if there are fewer
+    heads than tp ranks."""
     share = max(1, plan.parallel.tp // plan.model.kv_heads)
     tp_ranks = members_of(plan, "tp", rank)
     first = tp_ranks.index(rank) // share * share
@@ -243,8 +244,8 @@ def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """Returns a group of experts: the counterpart of a dense group among the ranks that hold the same
-    experts. The ranks of "expert_model" together hold all experts once."""
+    """Returns a group of experts: the counterpart of a dense group among the ranks that hold the
+    same experts. The ranks of "expert_model" together hold all experts once."""
     par = plan.parallel
     coord = plan.ranks[rank].coord
     etp = tensor_ranks(par)
@@ -285,8 +286,8 @@ def _along(plan: Plan, over: tuple[str, ...], rank: int) -> tuple[int, ...]:
 
 
 def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:
-    """Returns a hybrid-sharding group of `rank`. `ranks` are cut into runs of `size` neighbours (0: one
-    run): a run is a "shard" group, and ranks with equal positions in their runs are "replica"
+    """Returns a hybrid-sharding group of `rank`. `ranks` are cut into runs of `size` neighbours (0:
+    one run): a run is a "shard" group, and ranks with equal positions in their runs are "replica"
     groups."""
     size = size or len(ranks)
     run, position = divmod(ranks.index(rank), size)
@@ -294,8 +295,8 @@ def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[in
 
 
 def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """Returns a group in a bidirectional pipeline, which holds the model twice: ranks r and pp - 1 - r
-    have the same stages.
+    """Returns a group in a bidirectional pipeline, which holds the model twice: ranks r and pp - 1
+    - r have the same stages.
 
     These ranks sum their gradients, so "grad" contains both; each half of the pipeline is one copy
     of the model, so "model" contains a half.

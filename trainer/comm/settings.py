@@ -1,5 +1,5 @@
-"""Settings that CUDA, its libraries and torch read from the environment or a global switch, and only
-before they start.
+"""Settings that CUDA, its libraries and torch read from the environment or a global switch, and
+only before they start.
 
 A variable that the user has set stays unchanged.
 """
@@ -13,7 +13,8 @@ import torch
 
 from orchestrator.plan import Plan
 
-#: Hardware queues of a device. With fewer queues than streams, work of one stream waits for another's.
+#: Hardware queues of a device. With fewer queues than streams, work of one stream waits for
+#: another's.
 MANY_QUEUES = 32
 
 
@@ -48,4 +49,5 @@ def apply_settings(plan: Plan, environ: MutableMapping[str, str] = os.environ) -
         environ.setdefault(name, value)
     if plan.job.train.deterministic is True:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is written first
+        # All memory is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

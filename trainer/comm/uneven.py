@@ -23,9 +23,9 @@ def start_all_to_all_uneven(
     counter: CommCounter,
     levels: Sequence[str] = (),
 ) -> Callable[[], Tensor]:
-    """[sum of `sent`, ...] -> [sum of `received`, ...]: starts to send `sent[i]` rows to the i-th rank
-    of the group and to receive `received[i]` rows from it. Rows that stay on this rank do not count
-    as sent.
+    """[sum of `sent`, ...] -> [sum of `received`, ...]: starts to send `sent[i]` rows to the i-th
+    rank of the group and to receive `received[i]` rows from it. Rows that stay on this rank do not
+    count as sent.
 
     `levels`: the link to each rank of the group, "nvlink" or "network", if bytes are counted by
     link; the wait counts as that for the slower link. The returned function waits and returns the
@@ -65,8 +65,8 @@ def start_all_to_all_uneven(
 def all_gather_uneven(
     rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
 ) -> Tensor:
-    """[sizes[this rank], ...] -> [sum of `sizes`, ...]: joins the rows of all ranks of the group, in
-    their order."""
+    """[sizes[this rank], ...] -> [sum of `sizes`, ...]: joins the rows of all ranks of the group,
+    in their order."""
     index = group.rank()
     out = rows.new_empty(sum(sizes), *rows.shape[1:])
     pieces = list(out.split(sizes))
@@ -79,8 +79,8 @@ def all_gather_uneven(
 def reduce_scatter_uneven(
     rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
 ) -> Tensor:
-    """[sum of `sizes`, ...] -> [sizes[this rank], ...]: sums this rank's rows over the group, in the
-    order of the ranks."""
+    """[sum of `sizes`, ...] -> [sizes[this rank], ...]: sums this rank's rows over the group, in
+    the order of the ranks."""
     own_index = group.rank()
     pieces = [piece.contiguous() for piece in rows.split(sizes)]
     arrived = [
@@ -103,8 +103,8 @@ def _exchange(
     axis: str,
     counter: CommCounter,
 ) -> None:
-    """Sends `to[i]` to the i-th rank of the group and receives `into[i]` from it, all at once; empty
-    tensors are not sent."""
+    """Sends `to[i]` to the i-th rank of the group and receives `into[i]` from it, all at once;
+    empty tensors are not sent."""
     peers = [
         (index, rank)
         for index, rank in enumerate(dist.get_process_group_ranks(group))

@@ -64,8 +64,8 @@ class Attention(nn.Module):
 
 
 class SDPA:
-    """Attention over the whole sequence on one rank. Tokens of different packed documents do not see
-    each other."""
+    """Attention over the whole sequence on one rank. Tokens of different packed documents do not
+    see each other."""
 
     def __init__(self, causal: bool, drop: AttentionDropout | None = None):
         self.causal = causal

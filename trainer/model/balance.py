@@ -49,7 +49,8 @@ def load_of(choices: Tensor) -> Tensor:
 
 
 def bias_change(choices: Tensor, speed: float) -> Tensor:
-    """Returns the change of the biases in a step, fp32 [..., experts]: `speed` up for an expert that
+    """Returns the change of the biases in a step, fp32 [..., experts]: `speed` up for an expert
+    that
     was chosen less often in the step than the mean, down for one that was chosen more often (arXiv
     2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). `choices` int64 [...,
     experts]: the choices of all tokens of the step."""

@@ -60,8 +60,8 @@ class Documents:
 
 
 def pairs(lengths: Sequence[Sequence[int]], queries: Ranges, keys: Ranges) -> list[tuple[int, int]]:
-    """Returns the lengths (queries, keys) of each document in turn; neighbouring documents that both
-    have no queries, or no keys, are joined."""
+    """Returns the lengths (queries, keys) of each document in turn; neighbouring documents that
+    both have no queries, or no keys, are joined."""
     runs = list[tuple[int, int]]()
     for sample in lengths:
         start = 0

@@ -70,8 +70,8 @@ def mixed_counters(count: int, device: torch.device | str) -> Tensor:
 
 
 class Seeded(nn.Module):
-    """A module whose random numbers are a function of the seed. `width`: the features or heads of the
-    whole model at this module."""
+    """A module whose random numbers are a function of the seed. `width`: the features or heads of
+    the whole model at this module."""
 
     def __init__(self, rate: float, width: int):
         super().__init__()
@@ -79,7 +79,8 @@ class Seeded(nn.Module):
         self.width = width
         self.scale = 1.0 / (1.0 - rate)
         self.salt: Tensor  # int64 scalar, set by `seed_dropout`
-        # int64 [width], set by `seed_dropout`: to a compiler a product of `arange` looks like indices
+        # int64 [width], set by `seed_dropout`: to a compiler a product of `arange` looks like
+        # indices
         self.counters: Tensor
 
     def extra_repr(self) -> str:
@@ -132,7 +133,8 @@ class AttentionDropout(Seeded):
 
 
 class Jitter(Seeded):
-    """[n, hidden] -> the same, each number times a random one between 1 - `rate` and 1 + `rate`. The
+    """[n, hidden] -> the same, each number times a random one between 1 - `rate` and 1 + `rate`.
+    The
     input of routers is jittered so that experts of nearly equal score are all tried (Switch, arXiv
     2101.03961, table 11). Backward needs one saved number per token."""
 
@@ -167,8 +169,8 @@ def draws(model: Model) -> bool:
 
 
 def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Salts every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` draws the same
-    numbers on every layout."""
+    """Salts every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` draws the
+    same numbers on every layout."""
     counters: dict[int, Tensor] = {}
     for name, module in stage.named_modules():
         if isinstance(module, Seeded) and module.rate:

@@ -1,5 +1,5 @@
-"""Initial weights, which are a function of (seed, parameter name): every layout starts from the same
-model."""
+"""Initial weights, which are a function of (seed, parameter name): every layout starts from the
+same model."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ class _Product(torch.autograd.Function):
 
 
 def apply_linears(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
-    """Returns the outputs of linears that share an input. Tensor parallelism replaces this function,
-    to run the linears as one operation."""
+    """Returns the outputs of linears that share an input. Tensor parallelism replaces this
+    function, to run the linears as one operation."""
     return [linear(x) for linear in linears]
 
 

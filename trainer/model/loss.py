@@ -1,5 +1,5 @@
-"""The loss of one micro-batch as a sum, and the terms that modules of any stage add to it. The engine
-divides the sum once, by the global number of valid tokens.
+"""The loss of one micro-batch as a sum, and the terms that modules of any stage add to it. The
+engine divides the sum once, by the global number of valid tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Running(threading.local):
-    """The micro-batch whose forward runs in this thread; None during recomputation, which may run in
-    another thread."""
+    """The micro-batch whose forward runs in this thread; None during recomputation, which may run
+    in another thread."""
 
     forward_of: int | None = None
 
@@ -92,8 +92,8 @@ class LossTerms:
         return micro_batch is not None and micro_batch < self._micro_batches
 
     def add(self, name: str, x: Tensor, value: Tensor, divisor: float | None = None) -> Tensor:
-        """Adds `value` (0-d) / `divisor` to the loss; the default divisor is the step's global number
-        of valid tokens. Returns `x`, through which the term gets its gradient.
+        """Adds `value` (0-d) / `divisor` to the loss; the default divisor is the step's global
+        number of valid tokens. Returns `x`, through which the term gets its gradient.
 
         `value` belongs to the tokens of `x`: ranks with other tokens add their own share, and tp
         ranks that hold the same `x` all add the same value. Where tp ranks hold the same `x` but

@@ -26,9 +26,9 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm on a CPU, where torch composes `F.rms_norm` of 20 operations that save two tensors in
-    fp32. This takes half the time and saves what the GPU's kernel saves: the input and one number
-    per row."""
+    """RMS norm on a CPU, where torch composes `F.rms_norm` of 20 operations that save two tensors
+    in fp32. This takes half the time and saves what the GPU's kernel saves: the input and one
+    number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

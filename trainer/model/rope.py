@@ -65,7 +65,8 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation in three kernels that move five times x; backward turns by the opposite angle."""
+    """The rotation in three kernels that move five times x; backward turns by the opposite
+    angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ class Router(nn.Module):
         return best(self._choosable(scores), self.moe.top_k)
 
     def _choosable(self, scores: Tensor) -> Tensor:
-        """Returns the scores for the choice: with the balancing bias, -inf outside the best groups."""
+        """Returns the scores for the choice: with the balancing bias, -inf outside the best
+        groups."""
         moe = self.moe
         if self.bias is not None:
             scores = scores + self.bias

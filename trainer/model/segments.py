@@ -76,7 +76,7 @@ class _Segmented(torch.autograd.Function):
         segments = _segments((*inputs, grad_x, grad_weights), ctx.counts)
         matrices = _matrices((gate, up, down, grad_gate, grad_up, grad_down), ctx.counts)
         for rows, expert, active in zip(segments, matrices, activated, strict=True):
-            segment = _SegmentBackward(*rows, active=active)
+            segment = _SegmentBackward._make((*rows, active))
             segment.compute(_Expert(*expert), GRADIENTS[ctx.activation])
         return grad_x, grad_weights, grad_gate, grad_up, grad_down, None, None
 

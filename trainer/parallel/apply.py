@@ -249,7 +249,8 @@ class _Builder:
             if untraced_attention:
                 block.attn.core = torch.compiler.disable(block.attn.core)
             if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
-                block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
+                untraced = torch.compiler.disable(block.mlp.forward)
+                block.mlp.forward = untraced  # type: ignore[method-assign]
             block.compile()
 
     def add_stage(self, stage: Stage, infos: ParamTable) -> None:

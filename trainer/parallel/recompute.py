@@ -74,10 +74,12 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
         mode = recompute_mode(train, layer)
         received = layer == first and not stage.first
         if mode == "full":
-            block.forward = kept(_checkpointed(block.forward), received)  # type: ignore[method-assign]
+            forward = _checkpointed(block.forward)
+            block.forward = kept(forward, received)  # type: ignore[method-assign]
         elif mode == "selective":
             contexts = _attention_contexts(block, train.recompute_latents is True)
-            block.attend = kept(_checkpointed(block.attend, contexts), received)  # type: ignore[method-assign]
+            attend = _checkpointed(block.attend, contexts)
+            block.attend = kept(attend, received)  # type: ignore[method-assign]
             # Experts keep all: little is computed between their products.
             if isinstance(block.mlp, MLP):
                 products = 1 if block.mlp.gate is None else 2

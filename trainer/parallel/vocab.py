@@ -79,8 +79,8 @@ def _log_sums(logits: Tensor) -> Tensor:
 
 
 def _gradient(logits: Tensor, total: Tensor, target: Tensor, scale: Tensor, valid: int) -> Tensor:
-    """Returns scale * (softmax - onehot(target)) of [n, p], zero in padding. `target` -1: the target
-    is in another rank's columns."""
+    """Returns scale * (softmax - onehot(target)) of [n, p], zero in padding. `target` -1: the
+    target is in another rank's columns."""
     column = torch.arange(logits.shape[1], device=logits.device)
     softmax = torch.exp(logits - total[:, None])
     grad = (softmax - (column == target[:, None]).to(softmax.dtype)) * scale[:, None]
@@ -88,8 +88,8 @@ def _gradient(logits: Tensor, total: Tensor, target: Tensor, scale: Tensor, vali
 
 
 class _WholeCrossEntropy(torch.autograd.Function):
-    """The unsharded loss. torch's own saves the log-softmax in fp32 from forward to backward; this one
-    saves the logits and recomputes their softmax in backward, in the gradient's memory."""
+    """The unsharded loss. torch's own saves the log-softmax in fp32 from forward to backward; this
+    one saves the logits and recomputes their softmax in backward, in the gradient's memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -198,8 +198,8 @@ def _write_log_sums(out: Tensor, logits: Tensor, valid: int, passes: Passes | No
     if passes is not None:
         out.copy_(passes[0](logits[:, :valid]))
         return
-    # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse most
-    # exactly.
+    # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse
+    # most exactly.
     for rows in _chunks(logits):
         columns = logits[rows, :valid]
         log_softmax = torch.log_softmax(columns, dim=-1, dtype=out.dtype)

@@ -13,7 +13,8 @@ from orchestrator.plan.schedules import Action, Kind, Span
 
 
 class StepActions:
-    """The start and end of each compute action of one step: seconds of perf_counter, or CUDA events."""
+    """The start and end of each compute action of one step: seconds of perf_counter, or CUDA
+    events."""
 
     def __init__(self, cuda: bool):
         self._cuda = cuda
@@ -22,8 +23,8 @@ class StepActions:
         self._marks: list[tuple[Action, Any, Any]] = []
 
     def begin(self, action: Action) -> int:
-        """Records the start of an action. Returns its number, for `end`. Two actions that run as one
-        both begin before either ends."""
+        """Records the start of an action. Returns its number, for `end`. Two actions that run as
+        one both begin before either ends."""
         self._marks.append((action, now(self._cuda), None))
         return len(self._marks) - 1
 
@@ -59,7 +60,8 @@ class StepActions:
         return seconds
 
     def idle_seconds(self) -> float:
-        """Returns the seconds between this rank's first start and last end in which no action runs."""
+        """Returns the seconds between this rank's first start and last end in which no action
+        runs."""
         spans = sorted(self.spans(), key=lambda span: span.start)
         if not spans:
             return 0.0
@@ -72,8 +74,8 @@ class StepActions:
 
 
 class ActionTimes:
-    """Times the compute actions of each step. On CUDA it records events, which do not block the host,
-    and only while `measuring`."""
+    """Times the compute actions of each step. On CUDA it records events, which do not block the
+    host, and only while `measuring`."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"

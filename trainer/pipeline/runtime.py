@@ -138,8 +138,8 @@ class Pipeline:
         micro_batches: int | None = None,
         terms: LossTerms | None = None,
     ) -> Pipeline:
-        """Makes the pipeline of a plan's schedule and shapes. `stages` are those of `stage_indices`,
-        in its order. `micro_batches`: the number per step, if not the plan's.
+        """Makes the pipeline of a plan's schedule and shapes. `stages` are those of
+        `stage_indices`, in its order. `micro_batches`: the number per step, if not the plan's.
 
         Raises ScheduleError for a schedule that the plan's numbers do not fit.
         """
@@ -166,7 +166,8 @@ class Pipeline:
         )
 
     def run(self, micro_batches: Sequence[Batch], loss_scale: float | Tensor = 1.0) -> Tensor:
-        """Runs one step, which adds gradients of `loss_scale` times the summed loss to the parameters.
+        """Runs one step, which adds gradients of `loss_scale` times the summed loss to the
+        parameters.
 
         Returns the summed loss, unscaled, of the micro-batches whose last stage is on this rank: a
         scalar on the device, zero on ranks without a last stage, so that its sum over pp is the
@@ -238,7 +239,8 @@ class Pipeline:
                 self._total += out.detach()
             else:
                 self.transfers.put(Kind.SEND_F, stage, index, out.detach())
-            # The edge keeps the graph alive but not the output, whose memory is free once it is sent.
+            # The edge keeps the graph alive but not the output, whose memory is free once it is
+            # sent.
             self._saved[stage, index] = hidden, get_gradient_edge(out)
 
     def _backward(self, action: Action) -> None:

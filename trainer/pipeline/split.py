@@ -28,8 +28,8 @@ DeferredWeightGrad = tuple[Linear, Sequence[Tensor], Tensor]
 
 
 class DeferredWeightGrads:
-    """A queue of weight gradients. While it is open, it collects them; while it is closed, it computes
-    each at once."""
+    """A queue of weight gradients. While it is open, it collects them; while it is closed, it
+    computes each at once."""
 
     def __init__(self, on_grad: OnGrad | None = None):
         self._on_grad = on_grad
@@ -77,8 +77,8 @@ class DeferredWeightGrads:
 def install(
     stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: bool = False
 ) -> None:
-    """Splits the backward of every `Linear` in `stages`. `compiled`: keeps the compiler from tracing
-    it.
+    """Splits the backward of every `Linear` in `stages`. `compiled`: keeps the compiler from
+    tracing it.
 
     A weight that is used twice (a head tied to the embedding on the same rank, or one that predicts
     further tokens) keeps its backward: its gradients must be summed within one backward, otherwise

@@ -14,14 +14,14 @@ from trainer.errors import LayoutError
 AXIS = "pp"
 
 #: Maximum number of sends in progress where completion cannot be polled (gloo reports it only to a
-#: waiter). Waiting for an older send is safe: a lowered program ends even if every send blocks until
-#: it is received.
+#: waiter). Waiting for an older send is safe: a lowered program ends even if every send blocks
+#: until it is received.
 MOST_SENDS = 4
 
 
 class Transfers:
-    """The sends and receives of one rank. Received tensors are stored by RECV action, including those
-    from a stage on this rank."""
+    """The sends and receives of one rank. Received tensors are stored by RECV action, including
+    those from a stage on this rank."""
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class Transfers:
         return self.mesh.ranks(AXIS)[peer_of(self.schedule, action)]
 
     def _tag(self, action: Action) -> int:
-        """Returns the tag of a message: equal on both ends, different for every message of a step."""
+        """Returns the tag of a message: equal on both ends, different for every message of a
+        step."""
         kind, stage, micro_batch = action
         if kind in (Kind.SEND_F, Kind.SEND_B):
             stage += 1 if kind is Kind.SEND_F else -1

@@ -25,8 +25,8 @@ class Abandoned(RuntimeError):
 
 
 class Turns:
-    """Two threads that take turns. Transfers call `pass_on` before they wait; without a second thread
-    it does nothing."""
+    """Two threads that take turns. Transfers call `pass_on` before they wait; without a second
+    thread it does nothing."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -68,8 +68,8 @@ class Turns:
         return self._seconds[FIRST], self._seconds[SECOND]
 
     def pass_on(self) -> None:
-        """Lets the other thread run until it passes on, or ends. Autograd's own threads count as the
-        second, a backward."""
+        """Lets the other thread run until it passes on, or ends. Autograd's own threads count as
+        the second, a backward."""
         if not self._at_work:
             return
         me = FIRST if threading.get_ident() == self._thread else SECOND

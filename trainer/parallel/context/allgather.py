@@ -78,8 +78,8 @@ class AllGatherAttention:
         all_labels: Tensor | None,
         documents: Documents | None,
     ) -> Iterator[tuple[slice, slice, bool, block.Sight]]:
-        """Yields the blocks of each chunk, all keys before it and then its own causal square: (local
-        queries, keys, whether on the diagonal, visibility)."""
+        """Yields the blocks of each chunk, all keys before it and then its own causal square:
+        (local queries, keys, whether on the diagonal, visibility)."""
         begin = 0
         for chunk in chunks("allgather", q.shape[2] * self.size, self.size, self.index):
             rows = slice(begin, begin + len(chunk))

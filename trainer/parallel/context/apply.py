@@ -39,8 +39,8 @@ def attention_core(
 
 
 def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroBatch:
-    """Returns the columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s / size]
-    on the same device.
+    """Returns the columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s /
+    size] on the same device.
 
     Positions, token numbers and document numbers stay those of the whole sequence.
     """

@@ -26,7 +26,8 @@ class Sight(NamedTuple):
     aligned)."""
 
     mask: Tensor | None = None  # bool [b, s_q, s_k], True where a query may see a key
-    #: [b, h, s_q, s_k], dropout's factors of the probabilities, which are not normalised afterwards.
+    #: [b, h, s_q, s_k], dropout's factors of the probabilities, which are not normalised
+    #: afterwards.
     factors: Tensor | None = None
     #: Replaces a mask: runs of tokens of one document, the samples end to end.
     segments: Segments | None = None
@@ -77,8 +78,8 @@ def backward(
     factors: Tensor | None = None,
     segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the *joined*
-    attention."""
+    """Returns (dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the
+    *joined* attention."""
     if segments is not None:
         return _segments_backward(
             grad, q, k, v, out, lse=lse, segments=segments, causal=causal, scale=scale
@@ -144,9 +145,9 @@ def labels(
     drop: AttentionDropout | None,
     q: Tensor,
 ) -> Tensor | None:
-    """Returns the labels of tokens that attention of `q` needs from other ranks, as one message: the
-    document and, for dropout, the token's number; int64 [1 or 2, b, s], or None if it does not need
-    any."""
+    """Returns the labels of tokens that attention of `q` needs from other ranks, as one message:
+    the document and, for dropout, the token's number; int64 [1 or 2, b, s], or None if it does not
+    need any."""
     if drop is None:
         return None if documents is None or compat.has_flash(q) else documents.numbers[None]
     assert token_index is not None

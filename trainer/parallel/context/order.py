@@ -47,7 +47,8 @@ def part(ranges: Sequence[range], rows: slice) -> tuple[range, ...]:
 
 
 def natural_order(method: str, seq_len: int, size: int) -> list[int]:
-    """Returns the permutation that puts the concatenated shards of all ranks into sequence order."""
+    """Returns the permutation that puts the concatenated shards of all ranks into sequence
+    order."""
     concatenated = [
         position for index in range(size) for position in positions(method, seq_len, size, index)
     ]

@@ -61,12 +61,17 @@ class RingAttention:
     def size(self) -> int:
         return len(self.ranks)
 
-    def rotate(self, tensors: list[Tensor]):
+    def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Sends tensors to the next rank and receives those of the previous one. Returns a function
         that waits for the received tensors."""
         to = self.ranks[(self.index + 1) % self.size]
         source = self.ranks[(self.index - 1) % self.size]
         return start_rotate(tensors, to, source, self.group, axis="cp", counter=self.counter)
+
+    def start_step(self, step: int, rotating: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts to rotate the keys and values for `step`; after the last step nothing rotates.
+        Returns a function that waits for them."""
+        return self.rotate(rotating) if step < self.size else lambda: rotating
 
     def sees(
         self,
@@ -101,7 +106,7 @@ class _Ring(torch.autograd.Function):
         dtype = block.accumulation_dtype(q.dtype)
         rotating = _pack(k, v, labels)
         for step in range(ring.size):
-            wait_for_keys = ring.rotate(rotating) if step + 1 < ring.size else None
+            next_keys = ring.start_step(step + 1, rotating)
             visible_block, sight = ring.sees(step, q, labels, rotating, documents)
             if visible_block is not None:
                 rows = visible_block.queries
@@ -117,8 +122,7 @@ class _Ring(torch.autograd.Function):
                 else:
                     joined = block.join(out[:, :, rows], lse[:, :, rows], *partial)
                     out[:, :, rows], lse[:, :, rows] = joined
-            if wait_for_keys is not None:
-                rotating = wait_for_keys()
+            rotating = next_keys()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
         ctx.scale = scale
@@ -135,7 +139,7 @@ class _Ring(torch.autograd.Function):
         rotating = _pack(k, v, labels)
         wait_for_grads: Callable[[], list[Tensor]] = list  # replaced in each step
         for step in range(ring.size):
-            wait_for_keys = ring.rotate(rotating) if step + 1 < ring.size else None
+            next_keys = ring.start_step(step + 1, rotating)
             visible_block, sight = ring.sees(step, q, labels, rotating, ctx.documents)
             if visible_block is not None:
                 rows = visible_block.queries
@@ -158,14 +162,18 @@ class _Ring(torch.autograd.Function):
                 dkv = torch.stack([dk_block.to(dtype), dv_block.to(dtype)])
             elif visible_block is not None:
                 dq[:, :, rows] += dq_block
-                dkv[0][:, :, visible_block.keys] += dk_block
-                dkv[1][:, :, visible_block.keys] += dv_block
+                _add_grads(dkv, visible_block.keys, dk_block, dv_block)
             wait_for_grads = ring.rotate([dkv])
-            if wait_for_keys is not None:
-                rotating = wait_for_keys()
+            rotating = next_keys()
         (dkv,) = wait_for_grads()
         dk, dv = dkv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _add_grads(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
+    """Adds the gradients of `keys` to those of all keys and values, [2, b, h, s, d]."""
+    dkv[0][:, :, keys] += dk
+    dkv[1][:, :, keys] += dv
 
 
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:

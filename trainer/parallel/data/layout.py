@@ -125,8 +125,8 @@ class _OpenBucket:
         self.position = position
 
     def required_numel(self, bucket_numel: int) -> int:
-        """Returns the elements at which the bucket is full; items in one shard need enough for every
-        shard."""
+        """Returns the elements at which the bucket is full; items in one shard need enough for
+        every shard."""
         if not self.one_shard:
             return bucket_numel
         return max(bucket_numel, self.shards * max(slot.numel for slot in self.slots))

@@ -1,5 +1,5 @@
-"""Experts that accept a bounded number of tokens per sequence (`trainer.model.capacity`), where ranks
-hold parts of sequences.
+"""Experts that accept a bounded number of tokens per sequence (`trainer.model.capacity`), where
+ranks hold parts of sequences.
 
 Ranks gather the choices of all tokens of their sequences, 4 bytes per choice, and each decides for
 the whole sequence: all ranks that share a sequence decide alike, and as one process does.
@@ -21,8 +21,8 @@ from trainer.parallel.tensor import AXIS, gather_sequence
 
 
 class WholeSequences:
-    """A `model.experts.OfSequences` for sequences whose parts are on the ranks of cp, and of tp with
-    sequence parallelism."""
+    """A `model.experts.OfSequences` for sequences whose parts are on the ranks of cp, and of tp
+    with sequence parallelism."""
 
     def __init__(self, mesh: Mesh, sp: bool, cp_method: str, counter: CommCounter):
         self.mesh = mesh

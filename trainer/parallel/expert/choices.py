@@ -1,5 +1,5 @@
-"""Observes the choices of routers where tokens enter the experts of this rank, and sums them over all
-ranks with the same layers."""
+"""Observes the choices of routers where tokens enter the experts of this rank, and sums them over
+all ranks with the same layers."""
 
 from __future__ import annotations
 

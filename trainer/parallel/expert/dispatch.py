@@ -78,7 +78,8 @@ class _Transfers:
     waits: list[Callable[[], Tensor]]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Waits for the rows that arrive, and drops the waits, which hold sent and received rows."""
+        """Waits for the rows that arrive, and drops the waits, which hold sent and received
+        rows."""
         waits = self.waits
         self.waits = []
         return tuple(wait() for wait in waits)
@@ -119,8 +120,8 @@ def all_to_all_move(
     counter: CommCounter,
     levels: Sequence[str],
 ) -> Move:
-    """Returns the move that sends `sent[i]` rows to the i-th rank of `group` and receives `received[i]`
-    rows from it."""
+    """Returns the move that sends `sent[i]` rows to the i-th rank of `group` and receives
+    `received[i]` rows from it."""
 
     def start(rows: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
         return start_all_to_all_uneven(
@@ -173,9 +174,9 @@ class ExpertDispatch:
         experts: Experts,
         meanwhile: Meanwhile,
     ) -> tuple[Tensor, Tensor | None]:
-        """Copies of tokens sorted by expert, `counts` [experts of all ranks] -> the experts' results
-        for them, and that of `meanwhile`. `sent` holds the copies until they are sent; then their
-        memory is free."""
+        """Copies of tokens sorted by expert, `counts` [experts of all ranks] -> the experts'
+        results for them, and that of `meanwhile`. `sent` holds the copies until they are sent; then
+        their memory is free."""
         rows = sent.pop()
         counts = counts.view(self.ranks, experts.count)
         moves = []
@@ -200,16 +201,16 @@ class ExpertDispatch:
         return out, shared_out
 
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
-        """Returns the move to the ranks of the experts, and the arriving counts: `counts` [receiver,
-        its expert] sent -> [sender, expert of this rank]."""
+        """Returns the move to the ranks of the experts, and the arriving counts: `counts`
+        [receiver, its expert] sent -> [sender, expert of this rank]."""
         arriving = all_to_all(counts, group, AXIS, self.counter)
         totals = torch.stack([counts.sum(1), arriving.sum(1)])
         sent, received = totals.tolist()  # the host waits once
         return all_to_all_move(sent, received, group, self.counter, self.levels), arriving
 
     def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
-        """Returns the move to the slices of experts, and the counts of all its rows: `counts` [runs,
-        experts] of this rank -> those of all ranks of the group, rank after rank."""
+        """Returns the move to the slices of experts, and the counts of all its rows: `counts`
+        [runs, experts] of this rank -> those of all ranks of the group, rank after rank."""
         all_counts = all_gather(counts, group, TENSOR_AXIS, self.counter)
         sizes = all_counts.view(group.size(), -1).sum(1).tolist()
 

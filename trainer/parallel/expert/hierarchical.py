@@ -1,4 +1,5 @@
-"""The hierarchical all-to-all: tokens go once to each NVLink domain that holds some of their experts,
+"""The hierarchical all-to-all: tokens go once to each NVLink domain that holds some of their
+experts,
 and are distributed to the experts within the domain (node-limited routing, DeepSeek-V3, arXiv
 2412.19437, sections 2.1.2 and 3.2.2).
 
@@ -26,8 +27,8 @@ from .dispatch import AXIS, ExpertDispatch, all_to_all_move
 
 
 class HierarchicalDispatch:
-    """Replaces `model.experts.dispatch`. `across`: one rank per domain; the i-th domain holds the i-th
-    run of experts. `inside`: the dispatch within a domain."""
+    """Replaces `model.experts.dispatch`. `across`: one rank per domain; the i-th domain holds the
+    i-th run of experts. `inside`: the dispatch within a domain."""
 
     def __init__(
         self,
@@ -78,8 +79,8 @@ class HierarchicalDispatch:
 
 
 def _first_rows(arriving: Tensor, copies: int) -> Tensor:
-    """Returns, for each copy, the position of its sender's first row, since labels count the rows of
-    one sender. `arriving` [senders, 2]: rows and copies; int64 [copies]."""
+    """Returns, for each copy, the position of its sender's first row, since labels count the rows
+    of one sender. `arriving` [senders, 2]: rows and copies; int64 [copies]."""
     rows = arriving[:, 0]
     starts = rows.cumsum(0) - rows
     return starts.repeat_interleave(arriving[:, 1], output_size=copies)

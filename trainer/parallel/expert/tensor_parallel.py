@@ -13,8 +13,8 @@ from trainer.parallel.tensor import AXIS, Copy, Gather, gather_sequence
 
 
 class ReplicatedTokens:
-    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, and each
-    rank computes a part of the gradients of tokens and weights."""
+    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, and
+    each rank computes a part of the gradients of tokens and weights."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
         self.group = group
@@ -26,8 +26,8 @@ class ReplicatedTokens:
 
 
 class GatheredTokens:
-    """A `model.experts.Enter` with sequence parallelism: gathers the tokens of all ranks of the group
-    and their routing."""
+    """A `model.experts.Enter` with sequence parallelism: gathers the tokens of all ranks of the
+    group and their routing."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
         self.group = group
