@@ -83,7 +83,10 @@ def find_mismatch(plan: Plan, workers: list[WorkerIdentity]) -> str | None:
             )
         if worker.assigned_plan != worker.loaded_plan:
             assigned = worker.assigned_plan[:12] or "(none)"
-            return f"{worker_name} was assigned plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
+            return (
+                f"{worker_name} was assigned plan {assigned},"
+                f" its plan file is {worker.loaded_plan[:12]}"
+            )
         if worker.loaded_plan != first.loaded_plan:
             return (
                 f"{worker_name} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
