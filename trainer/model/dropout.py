@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014) and jitter, alike on every layout: a counter-based generator
+"""Dropout (Srivastava et al. 2014) and jitter, equal on every layout: a counter-based generator
 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module,
 token, feature).
 
