@@ -184,7 +184,7 @@ def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_a_narrow_gradient_in_pieces_is_the_whole_one(monkeypatch, factor):
     """To the bit, and the last piece is shorter."""
-    monkeypatch.setattr(sharded, "PIECE", 1 << 10)
+    monkeypatch.setattr(sharded, "WIDENED_ELEMENTS", 1 << 10)
     gradient = torch.randn(5000).bfloat16()
     weights = torch.randn(5000)
     kind = SimpleNamespace(whole_matrix=False, decay=True, narrow=False)
