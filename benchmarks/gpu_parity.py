@@ -127,7 +127,7 @@ State = dict[str, dict[str, Tensor]]
 def state_of(engine: Engine) -> State:
     """Weights and moments by kind and name, on the host in float64."""
     state: State = {}
-    for piece in engine.pieces(own=True):
+    for piece in engine.state_pieces(to_write=True):
         values = piece.data.detach().double().cpu().clone()
         state.setdefault(piece.kind, {})[f"{piece.info.name}@{piece.offset}"] = values
     return state
@@ -136,7 +136,7 @@ def state_of(engine: Engine) -> State:
 def begin_with(engine: Engine, weights: dict[str, Tensor]) -> None:
     """Give the engine these weights, as a restored checkpoint does: a GPU draws others from the
     same seed."""
-    for piece in engine.pieces(own=False):
+    for piece in engine.state_pieces(to_write=False):
         if piece.kind == "master":
             piece.data.copy_(weights[f"{piece.info.name}@{piece.offset}"])
     engine.resumed(0, engine.scalars())

@@ -1,6 +1,7 @@
-"""The one place for torch API that torch does not promise to keep. Each name says why it is needed.
+"""The only place for torch API that torch does not promise to keep. Each function says why it is
+needed.
 
-Checked with torch 2.11 to 2.15. When one of these breaks, this file is where to mend it.
+Checked with torch 2.11 to 2.15. When one of these functions breaks, repair it here.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # sees every operator: the memory tracker on CPU
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that does not import torch._dynamo (900 modules, a second a process) to hide
-    from the compiler: it is never on while something compiles."""
+    """A dispatch mode, which sees every operator, without the import of torch._dynamo (900 modules,
+    a second per process) that hides modes from the compiler: it is never on while something
+    compiles."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -32,30 +32,30 @@ class DispatchMode(TorchDispatchMode):
 
 
 def import_compiler() -> None:
-    """Import torch._dynamo, which compiled blocks, checkpointing and FSDP2 need: seconds of
+    """Imports torch._dynamo, which compiled blocks, checkpointing and FSDP2 need: seconds of
     processor time.
 
     `torch.compiler.reset` imports it as well, but up to torch 2.11 it then asks the driver for GPUs
-    and starts threads: a process that has done either cannot fork others that use a GPU.
+    and starts threads, after which a process cannot fork others that use a GPU.
     """
     import torch._dynamo  # noqa: F401
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Identity of a storage while it lives. `data_ptr` will not do: empty storages all have pointer
-    0."""
+    """Returns the identity of a storage while it lives. `data_ptr` does not identify it: all empty
+    storages have pointer 0."""
     return storage._cdata
 
 
 def top_saved_tensors_hook() -> Callable[[torch.Tensor], Any] | None:
-    """The innermost function that autograd calls with each tensor that it saves."""
+    """Returns the innermost function that autograd calls with each tensor that it saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 @contextlib.contextmanager
 def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `callback` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers
+    """Calls `callback` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers
     weights with it."""
     original = torch.UntypedStorage.resize_
 
@@ -71,22 +71,22 @@ def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
-# ----------------------------------------------------------- one call for many tensors: a kernel
-#     each would cost 10 us
+# -------------------------------------------------------------------------------------------
+#     one call for many tensors: one kernel per tensor would cost 10 us each
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor by a 0-d `factor` of the same dtype and device."""
+    """Multiplies each tensor by a 0-d `factor` of the same dtype and device."""
     torch._foreach_mul_(tensors, factor)
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target, which may be narrower."""
+    """Copies each source to its target, which may be narrower."""
     torch._foreach_copy_(targets, sources)
 
 
 def foreach_norms(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, computed in `dtype`."""
+    """Returns the 2-norm of each tensor, computed in `dtype`."""
     return list(torch._foreach_norm(tensors, 2, dtype))
 
 
@@ -103,10 +103,10 @@ def fused_adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update number `step` (from 1) of all tensors, on one device and of one dtype, as
-    `torch.optim.AdamW(fused=True)` makes it; without a counter for each tensor, which that
-    increments by a kernel of its own. Where `skip` is 1 and not 0, nothing changes. Both are 0-d
-    fp32 on the device, so the host need not know them."""
+    """Makes update number `step` (from 1) of all tensors, which have one device and one dtype, like
+    `torch.optim.AdamW(fused=True)`, but without that class's counters, which cost one kernel per
+    tensor. If `skip` is 1, nothing changes. Both are 0-d fp32 on the device, so the host need not
+    know them."""
     steps = [step] * len(params)
     torch._fused_adamw_(
         params,
@@ -126,20 +126,18 @@ def fused_adamw_(
     )
 
 
-# ------------------------------------------------------------------- attention with its log-sum-exp
-#     (context parallel)
+# -------------------------------------------------------------------------------------------
+#     attention with its log-sum-exp (context parallelism)
 
 
 def has_flash(q: torch.Tensor) -> bool:
-    """Whether the fused attention that also returns its log-sum-exp serves this tensor [b, h, s,
-    d]."""
-    # the fused kernel is 16-bit only, wants head dimensions in steps of 8 and an Ampere or later
-    if q.is_cuda:
-        narrow = q.dtype in (torch.float16, torch.bfloat16)
-        return (
-            narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and _capability(q.device)[0] >= 8
-        )
-    return q.dtype.is_floating_point
+    """Whether the fused attention that also returns its log-sum-exp supports this tensor [b, h, s,
+    d]. On a GPU it needs 16 bits, head dimensions in steps of 8, and an Ampere or later."""
+    if not q.is_cuda:
+        return q.dtype.is_floating_point
+    narrow = q.dtype in (torch.float16, torch.bfloat16)
+    head_dim = q.shape[-1]
+    return narrow and head_dim % 8 == 0 and head_dim <= 256 and _capability(q.device)[0] >= 8
 
 
 @functools.cache
@@ -150,21 +148,22 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [b, h, s_q]); k and v may have fewer heads, by which h is divisible. SDPA
-    proper does not return the log-sum-exp."""
+    """Returns (out like q, lse [b, h, s_q]), which SDPA itself does not return. k and v may have
+    fewer heads, by which h is divisible."""
     if q.is_cuda:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=scale
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
         )
-        return found[0], found[1]
-    one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of equal head counts
+        return out, lse
+    # The CPU's kernel needs equal head counts.
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if q.shape[1] == k.shape[1]:
-        return one(q, k, v, 0.0, causal, scale=scale)
+        return attend(q, k, v, 0.0, causal, scale=scale)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
-    parts = (_members(x, k.shape[1]) for x in (q, out, lse))
-    for queries, *results in zip(*parts, strict=True):
-        foreach_copy_(results, list(one(queries, k, v, 0.0, causal, scale=scale)))
+    members = (_members(x, k.shape[1]) for x in (q, out, lse))
+    for queries, *results in zip(*members, strict=True):
+        foreach_copy_(results, list(attend(queries, k, v, 0.0, causal, scale=scale)))
     return out, lse
 
 
@@ -178,9 +177,9 @@ def flash_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) from any output and log-sum-exp, not only those of this block."""
+    """Returns (dq, dk, dv) from any output and log-sum-exp, not only those of this block."""
     if q.is_cuda:
-        # As the forward returns them for sequences of one length: no lengths.
+        # Sequences of one length need no lengths, and the forward returns none.
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
             q,
@@ -197,65 +196,68 @@ def flash_backward(
             *_unread(q.device),
             scale=scale,
         )
-    one = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    )  # of equal head counts
+    # The CPU's kernel needs equal head counts.
+    attend_backward = functools.partial(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        dropout_p=0.0,
+        is_causal=causal,
+        scale=scale,
+    )
     if q.shape[1] == k.shape[1]:
-        return one(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return attend_backward(grad, q, k, v, out, logsumexp=lse)
     dq = torch.empty_like(q)
     sums = [torch.zeros_like(x, dtype=_lse_dtype(x)) for x in (k, v)]
-    parts = (_members(x, k.shape[1]) for x in (dq, grad, q, out, lse))
-    for of_queries, of_out, queries, results, totals in zip(*parts, strict=True):
-        found = one(of_out, queries, k, v, results, totals.contiguous(), 0.0, causal, scale=scale)
-        of_queries.copy_(found[0])
-        for total, of_member in zip(sums, found[1:], strict=True):
-            total += of_member
+    members = (_members(x, k.shape[1]) for x in (dq, grad, q, out, lse))
+    for dq_member, grad_member, queries, out_member, lse_member in zip(*members, strict=True):
+        member_lse = lse_member.contiguous()
+        member_grads = attend_backward(grad_member, queries, k, v, out_member, logsumexp=member_lse)
+        dq_member.copy_(member_grads[0])
+        for total, member_sum in zip(sums, member_grads[1:], strict=True):
+            total += member_sum
     return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
 def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random state and its offset, as the kernels' forward returns them, which read none without
+    """Returns a random state and its offset like the kernels' forward, which reads none without
     dropout."""
-    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty(
-        (), dtype=torch.uint64, device=device
-    )
+    state = torch.empty(2, dtype=torch.uint64, device=device)
+    return state, torch.empty((), dtype=torch.uint64, device=device)
 
 
 def _members(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """Views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each key head,
-    the second, ..."""
+    """Returns views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each
+    key head, the second, ..."""
     return x.unflatten(1, (kv_heads, -1)).unbind(2)
 
 
-# ------------------------------------------------------------------------------ attention of runs
-#     of tokens, each alone
+# -------------------------------------------------------------------------------------------
+#     attention within runs of tokens
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of queries and of keys, laid end to end; the n-th run of queries sees the n-th run of
-    keys alone."""
+    """Runs of queries and of keys, laid end to end. The n-th run of queries sees only the n-th run
+    of keys."""
 
     runs: tuple[tuple[int, int], ...]  # (queries, keys) of each pair, on the host
     longest: tuple[int, int]
-    begins: (
-        torch.Tensor | None
-    )  # on a GPU: int32 [2, n + 1], where runs of queries and of keys begin, the last ends
+    #: On a GPU: int32 [2, n + 1], where runs of queries and of keys begin and the last ones end.
+    begins: torch.Tensor | None
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], device: torch.device) -> Segments:
+        """Makes the segments of `runs` for a device. The host does not wait for a copy."""
         begins = None
-        if device.type == "cuda":  # the host does not wait for the copy
-            begins = torch.tensor(
-                [[0, *accumulate(side)] for side in zip(*runs, strict=True)], dtype=torch.int32
-            )
-            begins = begins.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda":
+            rows = [[0, *accumulate(side)] for side in zip(*runs, strict=True)]
+            begins = torch.tensor(rows, dtype=torch.int32).pin_memory()
+            begins = begins.to(device, non_blocking=True)
         queries, keys = (max(side) for side in zip(*runs, strict=True))
         return cls(tuple(runs), (queries, keys), begins)
 
     @property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """As the kernels take them."""
+        """The lengths of runs, in the form of the kernels' arguments."""
         assert self.begins is not None
         return self.begins[0], self.begins[1], *self.longest
 
@@ -265,7 +267,7 @@ class Segments:
         return any(queries and keys for queries, keys in self.runs)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Of each pair whose queries see keys."""
+        """Yields the rows of queries and of keys of each pair whose queries see keys."""
         query = key = 0
         for queries, keys in self.runs:
             if queries and keys:
@@ -282,12 +284,12 @@ def segment_attention(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Each run of queries has
-    its keys."""
+    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Every run of queries
+    must have keys."""
     if q.is_cuda:
-        return _flash_segments(q, k, v, segments, causal, scale)[0]
+        return _flash_segments(q, k, v, segments, causal, scale=scale)[0]
     grouped = q.shape[1] != k.shape[1]
-    parts = [
+    outputs = [
         torch.nn.functional.scaled_dot_product_attention(
             _sample(q[rows]),
             _sample(k[keys]),
@@ -298,7 +300,7 @@ def segment_attention(
         )
         for rows, keys in segments.slices()
     ]
-    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 def segments_forward(
@@ -309,18 +311,19 @@ def segments_forward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [heads, n]) of q [n, heads, d], k and v [m, kv_heads, d]. Queries without
-    keys have zeros and a log-sum-exp of minus infinity."""
+    """Returns (out like q, lse [heads, n]) of q [n, heads, d], k and v [m, kv_heads, d]. Queries
+    without keys have zeros and a log-sum-exp of minus infinity."""
     if q.is_cuda:
-        out, lse = _flash_segments(q, k, v, segments, causal, scale)[:2]
-        return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # as the kernel calls it
+        out, lse = _flash_segments(q, k, v, segments, causal, scale=scale)[:2]
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # the kernel returns inf
     out = torch.zeros_like(q)
     lse = torch.full((q.shape[1], len(q)), -torch.inf, dtype=_lse_dtype(q))
     for rows, keys in segments.slices():
-        part, sums = flash_forward(
+        run_out, run_lse = flash_forward(
             _sample(q[rows]), _sample(k[keys]), _sample(v[keys]), causal, scale
         )
-        out[rows], lse[:, rows] = part[0].transpose(0, 1), sums[0]
+        out[rows] = run_out[0].transpose(0, 1)
+        lse[:, rows] = run_lse[0]
     return out, lse
 
 
@@ -335,8 +338,8 @@ def segments_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) from any output and log-sum-exp, not only those of these keys; zeros where
-    nothing was seen."""
+    """Returns (dq, dk, dv) from any output and log-sum-exp, not only those of these keys; zeros
+    where nothing was seen."""
     if q.is_cuda:
         return torch.ops.aten._flash_attention_backward(
             grad,
@@ -353,12 +356,19 @@ def segments_backward(
         )
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, keys in segments.slices():
-        of_rows = (_sample(grad[rows]), _sample(q[rows]))
-        of_keys = (_sample(k[keys]), _sample(v[keys]))
-        sums = lse[:, rows][None].contiguous()
-        parts = flash_backward(*of_rows, *of_keys, _sample(out[rows]), sums, causal, scale)
-        for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-            whole[where] = part[0].transpose(0, 1)
+        run_dq, run_dk, run_dv = flash_backward(
+            _sample(grad[rows]),
+            _sample(q[rows]),
+            _sample(k[keys]),
+            _sample(v[keys]),
+            _sample(out[rows]),
+            lse=lse[:, rows][None].contiguous(),
+            causal=causal,
+            scale=scale,
+        )
+        dq[rows] = run_dq[0].transpose(0, 1)
+        dk[keys] = run_dk[0].transpose(0, 1)
+        dv[keys] = run_dv[0].transpose(0, 1)
     return dq, dk, dv
 
 
@@ -370,7 +380,7 @@ def _flash_segments(
     causal: bool,
     scale: float,
 ) -> Any:
-    """The kernel takes fewer heads of keys than of queries."""
+    """Calls the kernel, which accepts fewer heads of keys than of queries."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, *segments.lengths, 0.0, causal, False, scale=scale
     )
@@ -385,7 +395,7 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------
 #     process groups
 
 
@@ -404,37 +414,37 @@ def split_group(
     timeout: timedelta | None,
     urgent: bool,
 ) -> torch.distributed.ProcessGroup | None:
-    """The group of the global `ranks`, split from `parent` (None: the default group), whose members
-    all must call this together; None on those that are not among `ranks`. Of several backends of
-    the parent it keeps NCCL alone; its kernels run on a stream of high priority if they are
-    `urgent`."""
+    """Returns the group of the global `ranks`, split from `parent` (None: the default group), or
+    None on ranks that are not among `ranks`. All members of `parent` must call this together. Of
+    the parent's backends the group keeps only NCCL, whose kernels run on a stream of high priority
+    if they are `urgent`."""
     import torch.distributed as dist
 
     inside = dist.get_process_group_ranks(parent)
     options: dict[str, Any] = {}
     if bound_to_device():
-        own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
-        own._timeout = timeout or own._timeout
-        options["pg_options"] = own
+        nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+        nccl_options._timeout = timeout or nccl_options._timeout
+        options["pg_options"] = nccl_options
         if "backend" in inspect.signature(dist.split_group).parameters:  # since torch 2.14
             options["backend"] = "nccl"
     positions = [inside.index(rank) for rank in ranks]
-    made = dist.split_group(parent, [positions], timeout=timeout, group_desc=name, **options)
-    return made if isinstance(made, dist.ProcessGroup) else None
+    group = dist.split_group(parent, [positions], timeout=timeout, group_desc=name, **options)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
-# --------------------------------------------------------------------------------------- gradients
-#     of sharded weights
+# -------------------------------------------------------------------------------------------
+#     gradients of sharded weights
 
 
 def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
-    """Let a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its
-    parameters, where they are narrower. Torch 2.11 does not carry that over to the shards, and
-    rounds each sum to the dtype of the weights."""
+    """Makes a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its
+    narrower parameters. Torch 2.11 does not pass that dtype on to the shards, and rounds each sum
+    to the dtype of the weights."""
     if all(param.grad_dtype == dtype for param in module.parameters()):
         return
     group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:  # all parameters are of modules inside
+    if group is None:  # all parameters belong to inner modules
         return
 
     def init_mp_dtypes() -> None:
@@ -442,18 +452,18 @@ def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
         group._orig_dtype = dtype
 
     group._init_mp_dtypes = init_mp_dtypes
-    for one in group.fsdp_params:
-        one.sharded_param.grad_dtype = dtype
+    for sharded_param in group.fsdp_params:
+        sharded_param.sharded_param.grad_dtype = dtype
 
 
-# -------------------------------------------------------------- ranks without data and without
-#     peers (the digital twin)
+# -------------------------------------------------------------------------------------------
+#     ranks without data and without peers (the digital twin)
 
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have shapes, dtypes, autograd and storages of the right size, but no memory
-    and no values."""
+    """Context manager in which tensors have shapes, dtypes, autograd and storages of the right
+    size, but no memory and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -467,8 +477,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are real again: for torch's own book-keeping in tensors, such as the ranks of
-    a DeviceMesh."""
+    """Returns a context manager in which tensors are real within `fake_tensors`: for torch's own
+    book-keeping in tensors, such as the ranks of a DeviceMesh."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
@@ -476,8 +486,8 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a default group in which messages go nowhere and receives
-    bring nothing."""
+    """Context manager in which this process is one rank of a default group that drops messages and
+    whose receives bring nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

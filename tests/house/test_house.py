@@ -61,8 +61,6 @@ LONGER_FILES = {
 }
 LONGER_CLASSES = {
     "trainer.independent.judge.RunJudge",
-    "trainer.parallel.data.buckets.GradBuckets",
-    "trainer.train.Run",
 }
 
 

@@ -217,7 +217,7 @@ def _(patch):
     patch.setattr(
         prediction.PredictionBlock,
         "forward",
-        lambda self, x, token, *rest: forward(self, token, x, *rest),
+        lambda self, x, token, *rest, **more: forward(self, token, x, *rest, **more),
     )
 
 

@@ -337,7 +337,7 @@ def _(patch):
 
     def shared(self, routing, sequences):
         found = drop(self, routing, sequences)
-        kept = (routing.weights * found.taken).sum(-1, keepdim=True).clamp_min(1e-9)
+        kept = (routing.weights * found.accepted).sum(-1, keepdim=True).clamp_min(1e-9)
         return found._replace(
             weights=routing.weights * routing.weights.sum(-1, keepdim=True) / kept
         )

@@ -298,7 +298,7 @@ def _(patch):
 @mutation("weight decay on norms", "weight")
 def _(patch):
     shard = apply.shard
-    patch.setattr(apply, "shard", lambda *args: replace(shard(*args), decay=True))
+    patch.setattr(apply, "shard", lambda *args, **more: replace(shard(*args, **more), decay=True))
 
 
 @mutation(

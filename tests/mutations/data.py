@@ -48,15 +48,15 @@ def _(patch):
 
 @DATA("the first bucket is never reduced", dp=2, bucket_bytes=1 << 12)
 def _(patch):
-    original = buckets.GradBuckets._launch
+    original = buckets.GradBuckets._start_reduction
 
     def launch(self):
-        if self.launched:
+        if self.started:
             return original(self)
         self.buckets[0].reduction = Handle(self.buckets[0].grads, None, "dp", self.counter)
-        self.launched += 1
+        self.started += 1
 
-    patch.setattr(buckets.GradBuckets, "_launch", launch)
+    patch.setattr(buckets.GradBuckets, "_start_reduction", launch)
 
 
 @DATA(
@@ -99,7 +99,7 @@ def _(patch):
 @DATA("ZeRO-2: a micro-batch's gradient replaces the one before", dp=2, zero=2)
 def _(patch):
     def arrive(self):
-        bucket, handle, _ = self._under_way.pop(0)
+        bucket, handle, _ = self._in_flight.pop(0)
         bucket.grad_shard.copy_(handle.wait())
 
     patch.setattr(zero2.ShardedGradBuckets, "_arrive", arrive)
@@ -243,7 +243,9 @@ def _(patch):
 @DATA("weight decay on norms")
 def _(patch):
     original = apply.shard
-    patch.setattr(apply, "shard", lambda *args: replace(original(*args), decay=True))
+    patch.setattr(
+        apply, "shard", lambda *args, **more: replace(original(*args, **more), decay=True)
+    )
 
 
 @DATA("gradients are not clipped", clip_grad_norm=0.05)

@@ -21,7 +21,7 @@ from trainer.model.loss import LossTerms
 from trainer.parallel.expert.capacity import WholeSequences
 from trainer.parallel.expert.choice_states import ChoiceStates
 from trainer.parallel.expert.dispatch import ExpertDispatch
-from trainer.parallel.expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
+from trainer.parallel.expert.tensor_parallel import GatheredTokens, ReplicatedTokens, SequenceCounts
 
 from .base import Mutations
 
@@ -42,8 +42,8 @@ def _layers(patch, change):
     process."""
     original = apply.apply_to_experts
 
-    def both(stage, mesh, *rest):
-        original(stage, mesh, *rest)
+    def both(stage, mesh, **rest):
+        original(stage, mesh, **rest)
         for block in stage.blocks.values():
             if isinstance(block.mlp, MixtureOfExperts) and not _alone():
                 change(block.mlp)
@@ -238,33 +238,33 @@ def _(patch):
     "experts: gradients of weights of choices are not summed over tp", tp=2, sp=False, model=MIXED
 )
 def _(patch):
-    original = TokensOfOne.__call__
+    original = ReplicatedTokens.__call__
 
     def call(self, x, routing):
         return original(self, x, routing)[0], routing
 
-    patch.setattr(TokensOfOne, "__call__", call)
+    patch.setattr(ReplicatedTokens, "__call__", call)
 
 
 @EXPERTS("experts: gradients of tokens are not summed over tp", tp=2, sp=False, model=MIXED)
 def _(patch):
-    original = TokensOfOne.__call__
+    original = ReplicatedTokens.__call__
 
     def call(self, x, routing):
         return x, original(self, x, routing)[1]
 
-    patch.setattr(TokensOfOne, "__call__", call)
+    patch.setattr(ReplicatedTokens, "__call__", call)
 
 
 @EXPERTS("experts: tokens of all ranks get the routing of another's", tp=2, model=MIXED)
 def _(patch):
-    original = TokensOfAll.__call__
+    original = GatheredTokens.__call__
 
     def call(self, x, routing):
         x, routing = original(self, x, routing)
         return x, routing._replace(experts=routing.experts.roll(1, 0))
 
-    patch.setattr(TokensOfAll, "__call__", call)
+    patch.setattr(GatheredTokens, "__call__", call)
 
 
 @EXPERTS("experts: shared ones count twice", ep=2, model=SHARED)
@@ -410,8 +410,8 @@ def _(patch):
     original = Copies.of.__func__
 
     def of(cls, x, routing, experts):
-        if routing.taken is not None and not _alone():
-            weights = routing.weights * routing.taken
+        if routing.accepted is not None and not _alone():
+            weights = routing.weights * routing.accepted
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-9)
             routing = routing._replace(weights=weights)
         return original(cls, x, routing, experts)
@@ -425,7 +425,7 @@ def _(patch):
 def _(patch):
     def count(self, number, routing):
         row = self._chosen.setdefault(number, self._empty(self.mixtures[number]))
-        row += torch.bincount(routing.experts[routing.taken], minlength=len(row))
+        row += torch.bincount(routing.experts[routing.accepted], minlength=len(row))
 
     patch.setattr(ChoiceStates, "_count", count)
 
@@ -439,7 +439,7 @@ def _(patch):
     def add(self, x, routing, terms):
         routing = self._drop(routing, len(x))
         lost = routing._replace(
-            experts=torch.where(routing.taken, routing.experts, routing.experts[:, :1])
+            experts=torch.where(routing.accepted, routing.experts, routing.experts[:, :1])
         )
         return original(self, x, routing if _alone() else lost, terms)
 

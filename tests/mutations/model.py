@@ -31,7 +31,7 @@ GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 def _registry(patch, change):
     """`change(info)` -> what the registry says of a parameter instead."""
     original = apply.shard
-    patch.setattr(apply, "shard", lambda *args: change(original(*args)))
+    patch.setattr(apply, "shard", lambda *args, **more: change(original(*args, **more)))
 
 
 @MODEL("sequence parallel: norm weights are not summed over tp", tp=2)
@@ -83,7 +83,7 @@ def _(patch):
 def _(patch):
     def forward(self, x, serial=None, documents=None, rope=None, rows=None):
         x = x + self.attn_out(self.attend(x, serial, documents, rope) + self.attn.out_bias)
-        return x + self.mlp_out(self.mix(x, rows) + self.mlp.out_bias)
+        return x + self.mlp_out(self.feed_forward(x, rows) + self.mlp.out_bias)
 
     patch.setattr(Block, "forward", forward)
 
@@ -202,7 +202,7 @@ DROPPED = tiny_model(dropout=0.1)
 
 @MODEL("every shard of a sequence draws dropout for the first shard", tp=2, model=DROPPED)
 def _(patch):
-    patch.setattr(tensor.SequenceShard, "forward", lambda self, x: x.chunk(self.parts, dim=1)[0])
+    patch.setattr(tensor.SequenceShard, "forward", lambda self, x: x.chunk(self.ranks, dim=1)[0])
 
 
 @MODEL("attention dropout counts heads from zero on each tp rank", tp=2, model=DROPPED)

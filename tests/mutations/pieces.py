@@ -284,7 +284,7 @@ def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
             expected = twin.step(
                 expected, naive.clipped(grads, plan.job.train.clip_grad_norm), 1e-2
             )
-    for piece in run.pieces(own=False):
+    for piece in run.state_pieces(to_write=False):
         if piece.kind == "master":
             wanted = expected[piece.info.name].flatten()
             torch.testing.assert_close(piece.data, wanted, rtol=1e-5, atol=1e-6)
@@ -605,9 +605,9 @@ def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
         start_rotate = ring.start_rotate
         forward = block.forward
 
-        def noting_rotate(*args):
+        def noting_rotate(*args, **more):
             seen.append("send")
-            arrived = start_rotate(*args)
+            arrived = start_rotate(*args, **more)
 
             def wait():
                 seen.append("wait")

@@ -20,14 +20,16 @@ MUON = {"optim_kind": "muon"}
 
 @mutations("whole matrices: each rank orthogonalises its own rows", dp=2, zero=3, **MUON)
 def rows_alone(patch):
-    patch.setattr(muon, "on_whole", lambda parts, cuts, counter, of: [of(part) for part in parts])
+    patch.setattr(
+        muon, "map_whole_matrices", lambda parts, cuts, counter, of: [of(part) for part in parts]
+    )
 
 
 @mutations("whole matrices: an owner sends every rank the first rows", dp=2, zero=3, **MUON)
 def first_rows(patch):
     patch.setattr(
         owners.Cut,
-        "of_rank",
+        "slice_of",
         lambda self, whole, rank: whole.narrow(self.dim, 0, self.length(rank)),
     )
 
@@ -39,7 +41,7 @@ def first_rows(patch):
     **MUON,
 )
 def copies_twice(patch):
-    patch.setattr(owners.Cut, "given", lambda self, rank: self.length(rank))
+    patch.setattr(owners.Cut, "sent_length", lambda self, rank: self.length(rank))
 
 
 @mutations(
@@ -49,7 +51,7 @@ def copies_twice(patch):
     **MUON,
 )
 def local_shape(patch):
-    found = owners.on_whole
+    found = owners.map_whole_matrices
 
     def scaled(parts, cuts, counter, of):
         whole = found(parts, cuts, counter, of)
@@ -61,7 +63,7 @@ def local_shape(patch):
             for one, shape in zip(whole, shapes, strict=True)
         ]
 
-    patch.setattr(muon, "on_whole", scaled)
+    patch.setattr(muon, "map_whole_matrices", scaled)
 
 
 WIDE = {"model": tiny_model(layers=2, hidden=64, head_dim=32, ffn_hidden=128)}

@@ -133,8 +133,8 @@ def _(patch):
 def _(patch):
     original = apply.shard
 
-    def alike(name, *more):
-        info = original(name, *more)
+    def alike(name, *args, **more):
+        info = original(name, *args, **more)
         return replace(info, sums=()) if "norm_token" in name else info
 
     patch.setattr(apply, "shard", alike)

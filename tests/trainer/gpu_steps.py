@@ -196,7 +196,7 @@ def background_copy() -> dict[str, Any]:
     one = torch.ones((), dtype=torch.float64, device=device)
     engine.update(one, LR)
     snapshots = Snapshots()
-    pieces = list(engine.pieces(own=True))
+    pieces = list(engine.state_pieces(to_write=True))
     snapshots.take(pieces)
     with fakegpu.recording() as found:
         snapshots.take(pieces)

@@ -67,11 +67,15 @@ def saved_and_resumed(
         _, norm = engine.gradients(*step_batches(first, engine.mesh.coord, 0))
         engine.update(norm, learning_rate(1, first.job.optim, first.job.train.steps))
         engine.buckets.wait_params()
-        opened(folder, 0, rank, first).save(list(engine.pieces(own=True)), 1, 4, engine.scalars())
+        opened(folder, 0, rank, first).save(
+            list(engine.state_pieces(to_write=True)), 1, 4, engine.scalars()
+        )
 
     def resume(rank: int) -> None:
         engine = engine_of(second, rank, FP64)
-        found = checkpoints(folder, 1, rank, second).resume(lambda: list(engine.pieces(own=False)))
+        found = checkpoints(folder, 1, rank, second).resume(
+            lambda: list(engine.state_pieces(to_write=False))
+        )
         engine.resumed(found.step, found.scalars)
         _, norm = engine.gradients(*step_batches(second, engine.mesh.coord, 4))
         engine.update(norm, learning_rate(2, second.job.optim, second.job.train.steps))

@@ -39,7 +39,7 @@ def test_shards_are_equal_aligned_and_cover_each_element_once(sizes, shards, buc
         assert [low for low, _ in ranges] == [i * bucket.numel // shards for i in range(shards)]
         assert ranges[-1][1] == bucket.numel and (bucket.numel // shards) % SHARD_ALIGN == 0
         for index in range(shards):
-            for slot, start, stop in bucket.pieces(index, shards):
+            for slot, start, stop in bucket.param_ranges(index, shards):
                 assert (
                     ranges[index][0] <= slot.start + start < slot.start + stop <= ranges[index][1]
                 )
@@ -84,13 +84,13 @@ def test_nonsense_is_refused(shards, numel, size):
 
 @given(SIZES, SHARDS, BUCKET)
 def test_what_is_whole_lies_in_one_shard_and_shards_are_balanced(sizes, shards, bucket_numel):
-    items = [Item(index, numel, key, whole=True) for index, (numel, key) in enumerate(sizes)]
+    items = [Item(index, numel, key, one_shard=True) for index, (numel, key) in enumerate(sizes)]
     held = []
     for bucket in make_layout(items, shards, bucket_numel):
         loads = []
         end = 0
         for index in range(shards):
-            parts = bucket.pieces(index, shards)
+            parts = bucket.param_ranges(index, shards)
             assert all((start, stop) == (0, slot.numel) for slot, start, stop in parts)
             held += [slot.index for slot, _, _ in parts]
             loads.append(sum(slot.numel for slot, _, _ in parts))

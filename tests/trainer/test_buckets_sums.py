@@ -80,8 +80,8 @@ def launches(
     seen = []
     for name in names:
         params[name].grad = torch.ones_like(params[name])
-        buckets.on_grad(params[name])
-        seen.append(buckets.launched)
+        buckets.accumulate_grad(params[name])
+        seen.append(buckets.started)
     return seen
 
 
@@ -185,7 +185,7 @@ def test_ranks_that_get_gradients_in_different_orders_get_the_same_sums(zero):
                 params[name].grad = torch.full(
                     (64,), 1.0 + rank + 10 * "abc".index(name), dtype=F64
                 )
-                buckets.on_grad(params[name])
+                buckets.accumulate_grad(params[name])
             buckets.finish()
         return {name: grad.unique() for name, grad in buckets.full_grads().items()}
 

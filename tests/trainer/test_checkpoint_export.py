@@ -40,7 +40,7 @@ def save_some(rank: int, plan: object, folder: object) -> None:
     torch.manual_seed(rank)
     engine = engine_of(plan, rank)
     manager = opened(folder, rank=rank, plan=plan)
-    manager.save(list(engine.pieces(own=True)), 3, 12, engine.scalars())
+    manager.save(list(engine.state_pieces(to_write=True)), 3, 12, engine.scalars())
 
 
 @pytest.mark.process

@@ -86,7 +86,7 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
     result = {
         f"param {name}": param.detach().clone() for name, param, _ in engine.part.parameters()
     }
-    for piece in engine.pieces(own=False):
+    for piece in engine.state_pieces(to_write=False):
         result[f"{piece.kind} {piece.info.name} {piece.offset}"] = piece.data.clone()
     return result
 
@@ -96,14 +96,16 @@ def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> lis
     whole = engine_of(plan, rank)
     advance(whole, plan, 1)
     opened(folder, 0, rank, plan).save(
-        list(whole.pieces(own=True)), step=1, samples=plan.parallel.global_batch_samples
+        list(whole.state_pieces(to_write=True)), step=1, samples=plan.parallel.global_batch_samples
     )
     saved = state(whole)
     advance(whole, plan, 2)
 
     resumed = engine_of(other, rank)
     fresh = state(resumed)
-    found = checkpoints(folder, 1, rank, plan).resume(lambda: list(resumed.pieces(own=False)))
+    found = checkpoints(folder, 1, rank, plan).resume(
+        lambda: list(resumed.state_pieces(to_write=False))
+    )
     resumed.resumed(found.step)
     loaded = state(resumed)
     assert any(not torch.equal(fresh[key], loaded[key]) for key in fresh), (
@@ -141,13 +143,21 @@ def test_another_precision_starts_from_the_same_master_weights(tmp_path, saved, 
     first = engine(saved, 1)
     second = engine(resumed, 2)
     advance(first, first.plan, 1)
-    opened(tmp_path, plan=make_plan()).save(list(first.pieces(own=True)), 1, 2, first.scalars())
+    opened(tmp_path, plan=make_plan()).save(
+        list(first.state_pieces(to_write=True)), 1, 2, first.scalars()
+    )
     found = checkpoints(tmp_path, 1, plan=make_plan()).resume(
-        lambda: list(second.pieces(own=False))
+        lambda: list(second.state_pieces(to_write=False))
     )
     second.resumed(found.step, found.scalars)
-    pieces = zip(first.pieces(own=False), second.pieces(own=False), strict=True)
+    pieces = zip(
+        first.state_pieces(to_write=False), second.state_pieces(to_write=False), strict=True
+    )
     assert all(torch.equal(one.data, other.data) for one, other in pieces)
-    master = {one.info.name: one.data for one in second.pieces(own=False) if one.kind == "master"}
+    master = {
+        one.info.name: one.data
+        for one in second.state_pieces(to_write=False)
+        if one.kind == "master"
+    }
     for name, param, _ in second.part.parameters():
         assert torch.equal(param.detach().view(-1), master[name].to(param.dtype))

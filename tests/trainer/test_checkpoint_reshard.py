@@ -86,12 +86,15 @@ class Trained:
     def save(self, folder: Path, epoch: int = 0) -> None:
         manager = opened(folder, epoch, self.rank, self.plan)
         manager.save(
-            list(self.engine.pieces(own=True)), SAVED, SAVED * BATCH, self.engine.scalars()
+            list(self.engine.state_pieces(to_write=True)),
+            SAVED,
+            SAVED * BATCH,
+            self.engine.scalars(),
         )
 
     def resume(self, folder: Path, epoch: int) -> None:
         found = checkpoints(folder, epoch, self.rank, self.plan).resume(
-            lambda: list(self.engine.pieces(own=False))
+            lambda: list(self.engine.state_pieces(to_write=False))
         )
         assert (found.step, found.samples) == (SAVED, SAVED * BATCH)
         self.engine.resumed(found.step, found.scalars)
@@ -143,7 +146,7 @@ def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, agai
     losses = {}
     for at, (name, save) in enumerate(saves.items()):
         run.resume(save.folder, epoch=number + 1)
-        pieces = list(run.engine.pieces(own=False))
+        pieces = list(run.engine.state_pieces(to_write=False))
         wrong += [
             f"{one.kind} {one.info.name} of {name}" for one in pieces if not as_stored(one, save)
         ]

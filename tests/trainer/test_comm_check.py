@@ -33,7 +33,7 @@ def test_the_plans_own_seats_agree():
         (
             1,
             {"assigned_plan": "f" * 64},
-            ["rank 1 on 'node0'", "told plan ffffffffffff", PLAN.hash[:12]],
+            ["rank 1 on 'node0'", "assigned plan ffffffffffff", PLAN.hash[:12]],
         ),
         (
             2,
@@ -76,7 +76,7 @@ def test_a_rank_that_cannot_join_says_so_alone():
         ({1: {"node": "node1"}}, "rank 1 runs on 'node1'"),
         ({0: {"local_rank": 1}, 1: {"local_rank": 0}}, "rank 0 runs on 'node0' as local rank 1"),
         ({1: {"node": "node1"}, 3: {"node": "node0"}}, "rank 1 runs on 'node1'"),
-        ({2: {"plan_hash": "0" * 64}}, "rank 2 on 'node1' was told plan 000000000000"),
+        ({2: {"plan_hash": "0" * 64}}, "rank 2 on 'node1' was assigned plan 000000000000"),
         ({2: {"epoch": 7}}, "rank 2 on 'node1' is of plan epoch 7"),
         ({2: {"node": "\x01" * 5000}}, "rank 2 runs on"),
         ({2: {"node": "nöde\n$(x)"}}, "rank 2 runs on 'nöde\\n$(x)'"),

@@ -62,7 +62,7 @@ def test_only_groups_that_the_plan_uses_are_made(monkeypatch):
         "dp alone sums nothing here, and equal members share a communicator"
     )
     with pytest.raises(KeyError, match=r"dp: not among the groups of this plan"):
-        monkeypatch.setattr(mesh, "split_group", lambda *_: object())
+        monkeypatch.setattr(mesh, "split_group", lambda *_, **__: object())
         Mesh.from_plan(plan, 0, split=True).group("dp")
     assert set(groups_used(make_plan(ep=2, dp=2))) >= {"experts", "expert_grad", "expert_model"}
 

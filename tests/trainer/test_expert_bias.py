@@ -133,7 +133,9 @@ def test_an_export_has_them_in_fp32(tmp_path, capsys, dtype):
     states = {
         info.name: state.copy_(torch.arange(5) / 1000) for info, state in engine.part.states()
     }
-    opened(tmp_path / "run", 0, 0, plan).save(list(engine.pieces(own=True)), 1, 2, engine.scalars())
+    opened(tmp_path / "run", 0, 0, plan).save(
+        list(engine.state_pieces(to_write=True)), 1, 2, engine.scalars()
+    )
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", dtype]) == Exit.DONE
     said = json.loads(capsys.readouterr().out)
     found = load_file(said["file"])

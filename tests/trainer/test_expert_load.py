@@ -48,7 +48,7 @@ def told_by(rank, plan):
         result = StepResult(engine, [loss], True, engine.expert_loads())
         result.wait()
         found.append(
-            meter.loads(result.table()) if result.table() and engine.tells_expert_loads else {}
+            meter.loads(result.table()) if result.table() and engine.reports_expert_loads else {}
         )
     assert found[0] == {}
     return to_builtins(found[1])

@@ -70,7 +70,7 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
             "steps": engine.optimizer.step_count,
         }
         record.append(entry | {"norm": float(norm), "grads": grads, "weights": after})
-    for one in engine.pieces(own=False):
+    for one in engine.state_pieces(to_write=False):
         if one.kind == "master":
             record[-1].setdefault("master", []).append([one.info.name, one.offset, one.data])
     return record

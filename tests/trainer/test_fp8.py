@@ -22,8 +22,8 @@ from trainer.model.fp8 import (
     TensorOp,
     from_blocks,
     in_blocks,
-    narrowed,
     round_to,
+    to_float8,
 )
 from trainer.parallel import fp8
 from trainer.precision import FP64
@@ -64,14 +64,16 @@ def test_fp64_is_rounded_once():
         (halfway * (1 + 1e-12), 1.125),
         (-halfway * (1 + 1e-12), -1.125),
     ):
-        assert narrowed(x, DTYPES["e4m3"]).double().item() == wanted
+        assert to_float8(x, DTYPES["e4m3"]).double().item() == wanted
         assert plain_fp8.nearest(x, "e4m3").item() == wanted
-    assert narrowed(torch.tensor([0.0, -0.0, 448.0]).double(), DTYPES["e4m3"]).float().tolist() == [
+    assert to_float8(
+        torch.tensor([0.0, -0.0, 448.0]).double(), DTYPES["e4m3"]
+    ).float().tolist() == [
         0.0,
         0.0,
         448.0,
     ]
-    assert narrowed(torch.tensor([torch.nan]).double(), DTYPES["e4m3"]).isnan().all()
+    assert to_float8(torch.tensor([torch.nan]).double(), DTYPES["e4m3"]).isnan().all()
 
 
 def test_a_tensor_of_zeros_or_of_tiny_numbers_has_a_scale():

@@ -156,7 +156,14 @@ def run_rank(rank, plan, expected):
     classes = (DENSE, EXPERT)
     if zero == 3:
         buckets = FullyShardedParameters(
-            [toy], table, mesh, FP64, counter, torch.device("cpu"), False, classes
+            [toy],
+            table,
+            mesh,
+            recipe=FP64,
+            counter=counter,
+            device=torch.device("cpu"),
+            interleaved=False,
+            classes=classes,
         )
     else:
         kind = ShardedGradBuckets if zero == 2 else GradBuckets
@@ -223,4 +230,12 @@ def test_zero3_refuses_a_class_without_ranks_to_shard_over():
     mesh = Mesh.alone(make_plan())
     table = {name: whole(name, tuple(param.shape)) for name, param in toy.named_parameters()}
     with pytest.raises(LayoutError, match="no ranks to shard parameters of the class 'dense' over"):
-        FullyShardedParameters([toy], table, mesh, FP64, CommCounter(), torch.device("cpu"), False)
+        FullyShardedParameters(
+            [toy],
+            table,
+            mesh,
+            recipe=FP64,
+            counter=CommCounter(),
+            device=torch.device("cpu"),
+            interleaved=False,
+        )

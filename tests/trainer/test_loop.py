@@ -474,7 +474,7 @@ def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | N
 @pytest.mark.parametrize(
     ("layout", "paths", "words", "changes"),
     [
-        ({"dp": 2}, None, "was told plan 000000000000", {1: {"plan_hash": "0" * 64}}),
+        ({"dp": 2}, None, "was assigned plan 000000000000", {1: {"plan_hash": "0" * 64}}),
         (
             {"dp": 2, "nodes": 2},
             None,

@@ -76,12 +76,16 @@ def save(rank, plan, folder):
     batches, tokens = step_batches(plan, engine.mesh.coord, 0)
     _, norm = engine.gradients(batches, tokens)
     engine.update(norm, 1e-3)
-    opened(folder, 0, rank, plan).save(list(engine.pieces(own=True)), 1, 2, engine.scalars())
+    opened(folder, 0, rank, plan).save(
+        list(engine.state_pieces(to_write=True)), 1, 2, engine.scalars()
+    )
 
 
 def resume(rank, plan, folder, epoch):
     engine = engine_of(plan, rank)
-    found = checkpoints(folder, epoch, rank, plan).resume(lambda: list(engine.pieces(own=False)))
+    found = checkpoints(folder, epoch, rank, plan).resume(
+        lambda: list(engine.state_pieces(to_write=False))
+    )
     assert found.step == 1
     engine.resumed(found.step, found.scalars)
     states = list(engine.part.states())
@@ -131,7 +135,7 @@ def test_a_save_that_misses_a_part_of_the_state_is_refused(tmp_path):
     engine = engine_of(plan, 0)
     pieces = [
         replace(one, data=one.data[:-1]) if one.info.name == "head_amax" else one
-        for one in engine.pieces(True)
+        for one in engine.state_pieces(True)
     ]
     with pytest.raises(SaveError, match="state of head_amax: nobody holds 3 to 4"):
         opened(tmp_path, 0, 0, plan).save(pieces, 1, 2, engine.scalars())

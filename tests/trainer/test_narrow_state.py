@@ -110,7 +110,15 @@ def test_bytes_of_an_update_are_those_that_predictions_take():
     for form, planned in NARROW_STATE.items():
         piece = whole("x", (512, 512)), 0, count, 0
         state = {
-            kind: narrow_state(form, kind, [piece], count, torch.float32, torch.device("cpu"), 1)
+            kind: narrow_state(
+                form,
+                kind,
+                [piece],
+                numel=count,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                seed=1,
+            )
             for kind in rule.kinds
         }
         with Kernels() as counted:

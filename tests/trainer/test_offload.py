@@ -28,7 +28,7 @@ from trainer.host.file import Requests, StateFile
 from trainer.host.memory import HostMemory
 from trainer.metrics.memory import StepMemory
 from trainer.optim import sharded
-from trainer.optim.sharded import give_back
+from trainer.optim.sharded import copy_weights_to_device
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
@@ -65,7 +65,7 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
     """Weights, and every kind of state of a parameter as this rank holds it, in one piece."""
     engine.buckets.wait_params()
     found: dict[str, list[StatePiece]] = {}
-    for piece in engine.pieces(own=False):
+    for piece in engine.state_pieces(to_write=False):
         found.setdefault(f"{piece.kind} {piece.info.name}", []).append(piece)
     whole = {
         name: torch.cat([one.data for one in sorted(some, key=lambda one: one.offset)])
@@ -79,7 +79,7 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
 def start_rounded(engine: Engine) -> None:
     """Begin with the weights that others begin with, where shards are the master copy and begin
     unrounded."""
-    for piece in engine.pieces(own=False):
+    for piece in engine.state_pieces(to_write=False):
         if piece.kind == "master":
             piece.data.copy_(piece.data.to(engine.recipe.param))
 
@@ -93,8 +93,8 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
     train(device, range(2))
     train(away, range(2))
     resumed = engine_of(plan_of(layout, offload), rank)
-    pieces = {(p.kind, p.info.name, p.offset): p.data for p in away.pieces(own=False)}
-    for piece in resumed.pieces(own=False):
+    pieces = {(p.kind, p.info.name, p.offset): p.data for p in away.state_pieces(to_write=False)}
+    for piece in resumed.state_pieces(to_write=False):
         piece.data.copy_(pieces[piece.kind, piece.info.name, piece.offset])
     resumed.resumed(2, away.scalars())
     train(device, range(2, 3))
@@ -156,13 +156,13 @@ def streamed(rank: int) -> list[int]:
     train(engine, range(1))
     buckets = engine.buckets
     counts = list[int]()
-    launch = buckets._launch
+    launch = buckets._start_reduction
 
     def counting() -> None:
         launch()
-        counts.append(sum(bucket.taken for bucket in buckets.buckets))
+        counts.append(sum(bucket.copies_to_host for bucket in buckets.buckets))
 
-    buckets._launch = counting
+    buckets._start_reduction = counting
     train(engine, range(1, 2))
     return counts
 
@@ -174,7 +174,7 @@ def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
     master = torch.arange(8.0) / 7
     gradient = torch.full((8,), -1.0)
     bucket = SimpleNamespace(param_shard=torch.zeros(8, dtype=dtype), host_grad=gradient)
-    give_back(bucket, master)
+    copy_weights_to_device(bucket, master)
     assert torch.equal(bucket.param_shard, master.to(dtype))
     room = gradient.view(torch.uint8)[: bucket.param_shard.nbytes].view(dtype)
     assert torch.equal(room, bucket.param_shard) == (dtype == torch.bfloat16)
@@ -184,10 +184,10 @@ def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_a_narrow_gradient_in_pieces_is_the_whole_one(monkeypatch, factor):
     """To the bit, and the last piece is shorter."""
-    monkeypatch.setattr(sharded, "PIECE", 1 << 10)
+    monkeypatch.setattr(sharded, "WIDENED_ELEMENTS", 1 << 10)
     gradient = torch.randn(5000).bfloat16()
     weights = torch.randn(5000)
-    kind = SimpleNamespace(whole=False, decay=True, narrow=False)
+    kind = SimpleNamespace(whole_matrix=False, decay=True, narrow=False)
     rules = sharded.rules_of(plan_of("dp2", None).job.optim)
     found = []
     for host in (None, HostMemory(torch.device("cpu"))):

@@ -17,7 +17,7 @@ from trainer.comm.mesh import Mesh
 from trainer.compat import foreach_norms
 from trainer.independent.findings import ALLOWED, rounding
 from trainer.optim.clip import ROW, SMALL, TOGETHER, squared_norm
-from trainer.optim.sharded import ShardedOptimizer, pieces, rules_of
+from trainer.optim.sharded import ShardedOptimizer, param_ranges, rules_of
 from trainer.parallel.data.buckets import GradBuckets
 from trainer.parallel.data.flat_bucket import FlatBucket, Kind
 from trainer.parallel.data.layout import Item, make_layout
@@ -124,9 +124,15 @@ def test_pieces_are_the_elements_that_they_say(shards):
         replaced = dataclasses.replace(layout, key=Kind(torch.float32, False, False, ()))
         members = [Parameter(values[at].clone()) for at in ordered]
         bucket = FlatBucket(
-            replaced, members, [infos[at] for at in ordered], shards, index, torch.float32, False
+            replaced,
+            members,
+            [infos[at] for at in ordered],
+            shards=shards,
+            shard_index=index,
+            reduce_dtype=torch.float32,
+            allocate_grads=False,
         )
-        for info, start, stop, at in pieces(bucket):
+        for info, start, stop, at in param_ranges(bucket):
             piece = bucket.param_shard[at : at + stop - start]
             assert piece.numel() == stop - start
             seen[info.name][start:stop] += piece

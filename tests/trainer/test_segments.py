@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.model.mlp import ACTIVATIONS
-from trainer.model.permutation import Places, copied, inverse, permuted, summed
+from trainer.model.permutation import CopyPositions, copied, inverse, permuted, summed
 from trainer.model.segments import segmented
 
 COUNTS = [3, 0, 5, 1]
@@ -97,9 +97,9 @@ def test_copies_and_their_sums(n, k):
     copies = random(n * k, 4)
     weights = random(n * k)
     pairs = [
-        (copied(x, source, Places(places.view(n, k))), x[source], x),
+        (copied(x, source, CopyPositions(places.view(n, k))), x[source], x),
         (
-            summed(copies, source, Places(places.view(n, k))),
+            summed(copies, source, CopyPositions(places.view(n, k))),
             copies[places].view(n, k, 4).sum(1),
             copies,
         ),

@@ -53,7 +53,7 @@ def test_owners_hold_every_element_once_and_replicas_agree(tp, kv, vocabulary, s
     )
     for name, shape in shapes(model).items():
         full = torch.arange(float(torch.Size(shape).numel())).view(shape) + 1
-        infos = [shard(name, shape, model, tp, index, sp) for index in range(tp)]
+        infos = [shard(name, shape, model, tp=tp, index=index, sp=sp) for index in range(tp)]
         covered = torch.zeros(shape)
         for index, info in enumerate(infos):
             local = info.take(full)
@@ -149,7 +149,7 @@ def test_lookups_of_all_shards_sum_to_the_lookup(tp, vocabulary):
     tokens = torch.arange(vocabulary)[None]
     total = torch.zeros(1, vocabulary, 4)
     for index in range(tp):
-        info = shard("embed.weight", (vocabulary, 4), model, tp, index, False)
+        info = shard("embed.weight", (vocabulary, 4), model, tp=tp, index=index, sp=False)
         total += ShardedLookup(*info.along(0))(tokens, info.take(table))
     assert torch.equal(total[0], table)
 

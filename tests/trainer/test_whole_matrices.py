@@ -15,7 +15,7 @@ from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.optim.adamw import AdamW
-from trainer.optim.owners import on_whole, rounds
+from trainer.optim.owners import map_whole_matrices, rounds
 from trainer.optim.rule import Rules
 from trainer.precision import FP64
 from trainer.verify.compare import LIMIT, STEPS, run_rank
@@ -34,7 +34,9 @@ class Normalised:
         for some in rounds([matrix.cuts for matrix in matrices]):
             these = [matrices[at] for at in some]
             momenta = [0.9 * one.state["momentum"] + one.grad for one in these]
-            moved = on_whole(momenta, [one.cuts for one in these], counter, self.normalised)
+            moved = map_whole_matrices(
+                momenta, [one.cuts for one in these], counter, self.normalised
+            )
             for matrix, momentum, direction in zip(these, momenta, moved, strict=True):
                 update.set(matrix.state["momentum"], momentum)
                 update.set(matrix.master, matrix.master - update.lr * direction)

@@ -188,7 +188,7 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
         key = f"{stored.kind}/{stored.info.name}{part}@{stored.offset}"
         tensors[key] = stored.data
         dtypes[dtype_key(stored.kind, stored.info.name)] = DTYPES[stored.data.dtype]
-        whole |= {stored.info.name} if stored.info.whole or stored.info.narrow else set()
+        whole |= {stored.info.name} if stored.info.whole_matrix or stored.info.narrow else set()
         (states if stored.kind == "state" else shapes)[stored.info.name] = list(
             stored.info.global_shape
         )

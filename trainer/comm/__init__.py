@@ -1,2 +1,2 @@
-"""Everything that talks to other ranks: process groups, collectives and what they cost, small
-control messages."""
+"""Communication with other ranks: process groups, collectives and their cost, small control
+messages."""

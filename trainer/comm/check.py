@@ -1,10 +1,10 @@
-"""Checks before step 0 that every worker has loaded the same plan and runs on the node and GPU that
-the plan says.
+"""Checks before step 0 that every worker has loaded the same plan and runs on its planned node and
+GPU.
 
 A worker on the wrong node trains correctly but slowly (its tensor-parallel group crosses the
 network), and a worker with another plan trains wrongly; neither fails by itself. So rank 0 gathers
-the identities of all, checks the whole table with a pure function, and all raise the same error
-(exit code 65).
+the identities of all ranks and checks the whole table with a pure function, and all ranks raise the
+same error (exit code 65).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .control import WORLD, ControlPath
 
 
 class WorkerIdentity(Struct, frozen=True, kw_only=True):
-    """One worker. `assigned_plan`: plan hash given by its agent; `loaded_plan`: that of the plan
-    file it has read."""
+    """The identity of one worker. `assigned_plan`: the plan hash from its agent; `loaded_plan`:
+    that of the plan file that the worker has read."""
 
     rank: int
     node: str
@@ -31,12 +31,20 @@ class WorkerIdentity(Struct, frozen=True, kw_only=True):
 
 
 def identity_of(plan: Plan, env: WorkerEnv) -> WorkerIdentity:
-    same = {name: getattr(env, name) for name in ("rank", "node", "local_rank", "epoch")}
-    return WorkerIdentity(**same, assigned_plan=env.plan_hash, loaded_plan=plan.hash)
+    """Returns the identity of this worker."""
+    return WorkerIdentity(
+        rank=env.rank,
+        node=env.node,
+        local_rank=env.local_rank,
+        epoch=env.epoch,
+        assigned_plan=env.plan_hash,
+        loaded_plan=plan.hash,
+    )
 
 
 def check_env(plan: Plan, env: WorkerEnv) -> None:
-    """Check this rank and world size before joining any group. Raises PlanMismatch."""
+    """Checks this rank and the world size before the worker joins any group. Raises
+    PlanMismatch."""
     world = plan.parallel.world_size
     if env.world_size != world:
         raise PlanMismatch(
@@ -49,45 +57,51 @@ def check_env(plan: Plan, env: WorkerEnv) -> None:
 
 
 def check_peers(plan: Plan, env: WorkerEnv, control: ControlPath = WORLD) -> None:
-    """Gather all identities on rank 0 and check them there. Collective; all ranks raise
-    PlanMismatch or none."""
+    """Gathers all identities on rank 0 and checks them there. Collective; either all ranks raise
+    PlanMismatch or none does."""
 
-    def verdict(everyone: list[bytes]) -> str:
-        return (
-            find_mismatch(plan, [json.decode(raw, type=WorkerIdentity) for raw in everyone]) or ""
-        )
+    def verdict(identities: list[bytes]) -> str:
+        workers = [json.decode(identity, type=WorkerIdentity) for identity in identities]
+        return find_mismatch(plan, workers) or ""
 
     if problem := control.judge(json.encode(identity_of(plan, env)), verdict):
         raise PlanMismatch(problem)
 
 
 def find_mismatch(plan: Plan, workers: list[WorkerIdentity]) -> str | None:
-    """None, or one line naming the first rank that contradicts the plan or its peers. Pure."""
+    """Returns one line that names the first rank that contradicts the plan or its peers, or None.
+    Pure."""
     first = workers[0]
     for index, worker in enumerate(workers):
-        who = f"rank {index} on {worker.node!r}"
+        worker_name = f"rank {index} on {worker.node!r}"
         if worker.rank != index:
-            return f"{who} calls itself rank {worker.rank}"
+            return f"{worker_name} calls itself rank {worker.rank}"
         if worker.epoch != first.epoch:
             return (
-                f"{who} is of plan epoch {worker.epoch}, rank 0 on {first.node!r} of {first.epoch}"
+                f"{worker_name} is of plan epoch {worker.epoch},"
+                f" rank 0 on {first.node!r} of {first.epoch}"
             )
         if worker.assigned_plan != worker.loaded_plan:
             assigned = worker.assigned_plan[:12] or "(none)"
-            return f"{who} was told plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
+            return (
+                f"{worker_name} was assigned plan {assigned},"
+                f" its plan file is {worker.loaded_plan[:12]}"
+            )
         if worker.loaded_plan != first.loaded_plan:
             return (
-                f"{who} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
+                f"{worker_name} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
                 f" {first.loaded_plan[:12]}"
             )
     occupant = {(rank.node, rank.gpu): rank.rank for rank in plan.ranks}
     for worker, planned in zip(workers, plan.ranks, strict=True):
         if (worker.node, worker.local_rank) != (planned.node, planned.gpu):
-            meant = occupant.get((worker.node, worker.local_rank))
-            whose = "no rank's place" if meant is None else f"rank {meant}'s place"
+            planned_rank = occupant.get((worker.node, worker.local_rank))
+            planned_for = (
+                "no rank's place" if planned_rank is None else f"rank {planned_rank}'s place"
+            )
             return (
                 f"rank {worker.rank} runs on {worker.node!r} as local rank {worker.local_rank},"
-                f" which is {whose}: the plan puts it on {planned.node!r} as local rank"
+                f" which is {planned_for}: the plan puts it on {planned.node!r} as local rank"
                 f" {planned.gpu}"
             )
     return None

@@ -1,10 +1,10 @@
 """Collectives on the hot path, with counters of bytes and exposed time.
 
-Every call names the axis it serves and the counter that records it; a group of None (one member)
-costs nothing and returns its input. Bytes are what one rank sends with ring algorithms (Patarasuk &
-Yuan 2009; NCCL's rings): all-reduce 2(n-1)/n B, reduce-scatter and all-gather (n-1)/n B with B the
-size of the whole buffer, point-to-point B. Seconds are exposed time: how long the caller's thread
-(CPU) or stream (CUDA) waited.
+Every call names the axis it serves and the counter that records it; with a group of None (one
+member) a collective costs nothing and returns its input. Bytes are those that one rank sends with
+ring algorithms (Patarasuk & Yuan 2009; NCCL's rings): all-reduce 2(n-1)/n B, reduce-scatter and
+all-gather (n-1)/n B with B the size of the whole buffer, point-to-point B. Seconds are exposed
+time: how long the caller's thread (CPU) or stream (CUDA) waited.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from . import gloo
 
-#: By what a rank reaches the experts of another: inside an NVLink domain, or between two.
+#: The links by which a rank reaches the experts of another: within an NVLink domain, or between
+#: two.
 LEVELS = ("nvlink", "network")
 
 
 class TransferTrace(Protocol):
-    """Where transfers are recorded (`trainer.metrics.trace.StepTrace`)."""
+    """A recorder of transfers (`trainer.metrics.trace.StepTrace`)."""
 
     def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None: ...
 
-    def receive(
-        self, axis: str, size: int, ranks: Sequence[int]
-    ) -> None: ...  # ranks: sender and receiver
+    def receive(self, axis: str, size: int, ranks: Sequence[int]) -> None:
+        """Records a receive; `ranks`: the sender and the receiver."""
 
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]: ...
 
@@ -43,49 +43,48 @@ class CommCounter:
     """Bytes sent, exposed seconds and calls, by axis, since the last `take`."""
 
     gloo: bool = True  # on CPUs; False: on GPUs, with the collectives of NCCL
-    measuring: bool = True  # on CUDA, by two events a wait; on a CPU always
-    trace: TransferTrace | None = None  # records the transfers of the steps that are traced
-    subject: str = ""  # what is sent now, for display
+    measuring: bool = True  # on CUDA, by two events per wait; on a CPU always
+    trace: TransferTrace | None = None  # records the transfers of traced steps
+    subject: str = ""  # of the transfers that follow, for display
     started: int = 0  # transfers since the start
     waiting_in: tuple[str, str] | None = None  # (transfer, axis) that the caller's thread waits for
     last: str = ""  # the latest transfer
-    before_wait: Callable[[], None] = lambda: (
-        None
-    )  # other work of this rank may go on meanwhile (`pipeline.turns`)
+    #: Called before a wait, in which other work of this rank may run (`pipeline.turns`).
+    before_wait: Callable[[], None] = lambda: None
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    levels: dict[str, int] = field(
-        default_factory=lambda: defaultdict(int)
-    )  # bytes to experts, by level
+    #: Bytes to experts, by level.
+    levels: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def count_sent(
         self,
-        what: str,
+        operation: str,
         axis: str,
         size: int,
         group: dist.ProcessGroup,
         calls: int = 1,
         to: int | None = None,
     ) -> None:
-        """`to`: the global rank that a message goes to; None for a collective."""
+        """Counts a transfer. `to`: the global rank that receives a message; None for a
+        collective."""
         self.bytes[axis] += size
         self.calls[axis] += calls
         self.started += 1
-        self.last = f"{what} {self.subject}" if self.subject else what
+        self.last = f"{operation} {self.subject}" if self.subject else operation
         if self.trace is not None:
             ranks = dist.get_process_group_ranks(group) if to is None else (dist.get_rank(), to)
             self.trace.transfer(self.last, axis, size, ranks)
 
     def on_arrival(self, work: dist.Work | None = None) -> Callable[[], None]:
-        """The function to call when the latest transfer has arrived."""
+        """Returns the function to call when the latest transfer has arrived."""
         return self.trace.on_arrival(work) if self.trace is not None else _nothing
 
-    def waiting(self, axis: str, tensor: Tensor, what: str = "") -> _Stopwatch:
-        """Context manager that times a wait for `what` (default: the latest transfer). On CUDA it
-        records events and does not block the host."""
-        return _Stopwatch(self, axis, tensor.is_cuda, what or self.last)
+    def waiting(self, axis: str, tensor: Tensor, operation: str = "") -> _Stopwatch:
+        """Context manager that times a wait for `operation` (default: the latest transfer). On CUDA
+        it records events and does not block the host."""
+        return _Stopwatch(self, axis, tensor.is_cuda, operation or self.last)
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
@@ -98,40 +97,43 @@ class CommCounter:
             self.waiting_in = None
 
     def close(self) -> CommAccount:
-        """The account since the last call; a new one begins."""
-        closed = CommAccount(dict(self.bytes), dict(self._seconds), self._events, dict(self.levels))
+        """Returns the account since the last call, and begins a new one."""
+        closed = CommAccount(
+            bytes=dict(self.bytes),
+            waited=dict(self._seconds),
+            events=self._events,
+            levels=dict(self.levels),
+        )
         self._events = []
         for account in (self.bytes, self.calls, self._seconds, self.levels):
             account.clear()
         return closed
 
     def take(self) -> tuple[dict[str, int], dict[str, float]]:
-        """(bytes, seconds) by axis since the last call; resets both. On CUDA this waits for the
-        recorded events."""
+        """Returns (bytes, seconds) by axis since the last call, and resets both. On CUDA it waits
+        for the recorded events."""
         closed = self.close()
         return closed.bytes, closed.seconds()
 
 
 @dataclass(frozen=True)
 class CommAccount:
-    """What a step sent and waited for, by axis."""
+    """The bytes that a step sent and the seconds that it waited, by axis."""
 
     bytes: dict[str, int]
     waited: dict[str, float]  # seconds of the host
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
-    levels: dict[
-        str, int
-    ]  # of the bytes, those to experts on other ranks, by level: "nvlink", "network"
+    levels: dict[str, int]  # bytes to experts on other ranks, by level: "nvlink", "network"
 
     def seconds(self) -> dict[str, float]:
-        """Exposed seconds by axis, and by level of what goes to experts. On CUDA it waits for
-        events that have not happened yet."""
-        found = defaultdict(float, self.waited)
+        """Returns exposed seconds by axis, and by level for transfers to experts. On CUDA it waits
+        for events that have not happened yet."""
+        seconds = defaultdict(float, self.waited)
         for axis, begin, end in self.events:
             if not end.query():
                 end.synchronize()
-            found[axis] += begin.elapsed_time(end) / 1e3
-        return dict(found)
+            seconds[axis] += begin.elapsed_time(end) / 1e3
+        return dict(seconds)
 
 
 def _nothing() -> None:
@@ -143,11 +145,11 @@ class _Stopwatch:
 
     begin: Any  # a CUDA event, or seconds of perf_counter
 
-    def __init__(self, counter: CommCounter, axis: str, cuda: bool, what: str):
+    def __init__(self, counter: CommCounter, axis: str, cuda: bool, operation: str):
         self.counter = counter
         self.axis = axis
         self.cuda = cuda
-        self.what = what
+        self.what = operation
 
     def __enter__(self) -> None:
         self.counter.waiting_in = self.what, self.axis
@@ -183,7 +185,7 @@ class Handle:
         axis: str,
         counter: CommCounter,
         finish: Callable[[], object] | None = None,
-        what: str = "",
+        operation: str = "",
     ):
         self._result = result
         self._work = work
@@ -191,28 +193,30 @@ class Handle:
         self._counter = counter
         self._finish = finish
         self._arrived = counter.on_arrival(work)
-        self._what = what or counter.last
+        self._what = operation or counter.last
 
     def done(self) -> bool:
+        """Whether the collective has ended."""
         return self._work is None or self._work.is_completed()
 
     @property
     def work(self) -> dist.Work | None:
-        """torch's own handle, for callers that wait themselves. Raises RuntimeError if there is a
-        `finish` to run."""
+        """torch's own handle, for callers that wait themselves. Raises RuntimeError if a `finish`
+        has to run."""
         if self._finish is not None:
             raise RuntimeError("this collective has a finish step: use wait()")
         return self._work
 
-    def pass_on(self) -> None:
-        """On CUDA: let the current stream wait, on which a transfer follows and no computation; not
-        timed."""
+    def wait_on_stream(self) -> None:
+        """Makes the current CUDA stream wait, untimed: the stream of a following transfer, without
+        computation."""
         if self._work is not None:
             self._work.wait()
             self._arrived()
             self._work = None
 
     def wait(self) -> Tensor:
+        """Waits for the result, and returns it."""
         if self._work is not None:
             self._counter.before_wait()
             with self._counter.waiting(self._axis, self._result, self._what):
@@ -235,7 +239,7 @@ def start_all_reduce(
     counter: CommCounter,
     op: Any = dist.ReduceOp.SUM,
 ) -> Handle:
-    """In place; any contiguous shape."""
+    """Starts to sum `tensor` of any contiguous shape over the group, in place."""
     if group is None:
         return Handle(tensor, None, axis, counter)
     n = group.size()
@@ -252,8 +256,8 @@ def start_reduce_scatter(
     counter: CommCounter,
     out: Tensor | None = None,
 ) -> Handle:
-    """[n*k, ...] -> [k, ...]: the sum over the group of this rank's slice of dimension 0 (a view
-    without a group)."""
+    """[n*k, ...] -> [k, ...]: starts to sum over the group this rank's slice of dimension 0 (a view
+    if there is no group)."""
     if group is None:
         return Handle(tensor if out is None else out.copy_(tensor), None, axis, counter)
     n = group.size()
@@ -262,14 +266,10 @@ def start_reduce_scatter(
     counter.count_sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n, group)
     with counter.waiting(axis, tensor):
         if not counter.gloo:
-            return Handle(
-                out,
-                dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True),
-                axis,
-                counter,
-            )
-        under_way = gloo.ReduceScatter(tensor, group, out)
-    return Handle(out, under_way.work, axis, counter, under_way.finish)
+            work = dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
+            return Handle(out, work, axis, counter)
+        reduction = gloo.ReduceScatter(tensor, group, out)
+    return Handle(out, reduction.work, axis, counter, reduction.finish)
 
 
 def start_all_gather(
@@ -279,7 +279,7 @@ def start_all_gather(
     counter: CommCounter,
     out: Tensor | None = None,
 ) -> Handle:
-    """[k, ...] -> [n*k, ...]: the group's tensors along dimension 0."""
+    """[k, ...] -> [n*k, ...]: starts to join the group's tensors along dimension 0."""
     if group is None:
         return Handle(tensor if out is None else out.copy_(tensor), None, axis, counter)
     n = group.size()
@@ -295,9 +295,9 @@ def start_all_gather(
 
 
 class Message(NamedTuple):
-    """A tensor to the global rank `peer`, or the memory for one from it, whose shape is known from
-    the plan. A sent tensor must not change before the wait. `tag`: equal on both sides; gloo
-    matches messages by it, NCCL by order."""
+    """A tensor to send to the global rank `peer`, or the memory for a tensor from it, whose shape
+    is known from the plan. A sent tensor must not change before the wait. `tag` is equal on both
+    sides; gloo matches messages by tag, NCCL by order."""
 
     tensor: Tensor
     peer: int
@@ -308,25 +308,37 @@ class Message(NamedTuple):
 def start_messages(
     messages: Sequence[Message], group: dist.ProcessGroup, axis: str, counter: CommCounter
 ) -> list[Handle]:
-    """Start all messages together, which NCCL runs as one kernel; a handle for each, in the same
-    order."""
+    """Starts all messages together, which NCCL runs as one kernel. Returns a handle for each, in
+    the same order."""
     operations = [
-        dist.P2POp(dist.irecv if one.receives else dist.isend, one.tensor, one.peer, group, one.tag)
-        for one in messages
+        dist.P2POp(
+            dist.irecv if message.receives else dist.isend,
+            message.tensor,
+            message.peer,
+            group,
+            message.tag,
+        )
+        for message in messages
     ]
     first = messages[0]
-    what = f"receive from rank {first.peer}" if first.receives else "send"
-    with counter.waiting(axis, first.tensor, what):
+    with counter.waiting(axis, first.tensor, _description(first) or "send"):
         works = dist.batch_isend_irecv(operations)
+    if len(works) == 1:  # NCCL returns one work for the whole batch
+        works = works * len(messages)
     handles = []
-    for one, work in zip(messages, works if len(works) > 1 else works * len(messages), strict=True):
-        if not one.receives:
-            counter.count_sent("send", axis, one.tensor.nbytes, group, to=one.peer)
+    for message, work in zip(messages, works, strict=True):
+        size = message.tensor.nbytes
+        if not message.receives:
+            counter.count_sent("send", axis, size, group, to=message.peer)
         elif counter.trace is not None:
-            counter.trace.receive(axis, one.tensor.nbytes, (one.peer, dist.get_rank()))
-        what = f"receive from rank {one.peer}" if one.receives else ""
-        handles.append(Handle(one.tensor, work, axis, counter, what=what))
+            counter.trace.receive(axis, size, (message.peer, dist.get_rank()))
+        operation = _description(message)
+        handles.append(Handle(message.tensor, work, axis, counter, operation=operation))
     return handles
+
+
+def _description(message: Message) -> str:
+    return f"receive from rank {message.peer}" if message.receives else ""
 
 
 def start_rotate(
@@ -337,16 +349,16 @@ def start_rotate(
     axis: str,
     counter: CommCounter,
 ) -> Callable[[], list[Tensor]]:
-    """Send `tensors` to the global rank `to` and receive as many of the same shapes from `source`.
+    """Sends `tensors` to the global rank `to` and receives as many of the same shapes from
+    `source`.
 
     The returned function waits and returns the received tensors. All members of the group must call
     `start_rotate`. On CUDA all transfers start as one batch, since NCCL may deadlock on a ring of
     single sends.
     """
     arrived = [torch.empty_like(tensor) for tensor in tensors]
-    counter.count_sent(
-        "rotate", axis, sum(tensor.nbytes for tensor in tensors), group, len(tensors), to
-    )
+    size = sum(tensor.nbytes for tensor in tensors)
+    counter.count_sent("rotate", axis, size, group, calls=len(tensors), to=to)
     ended = counter.on_arrival()
     with counter.waiting(axis, tensors[0]):
         if not counter.gloo:
@@ -354,10 +366,11 @@ def start_rotate(
             operations += [dist.P2POp(dist.irecv, out, source, group) for out in arrived]
             works = dist.batch_isend_irecv(operations)
         else:
-            ends = dist.get_group_rank(group, to), dist.get_group_rank(group, source)
+            group_to = dist.get_group_rank(group, to)
+            group_source = dist.get_group_rank(group, source)
             works = [
-                gloo.start_exchange(*pair, *ends, group)
-                for pair in zip(tensors, arrived, strict=True)
+                gloo.start_exchange(tensor, out, group_to, group_source, group)
+                for tensor, out in zip(tensors, arrived, strict=True)
             ]
 
     def wait() -> list[Tensor]:
@@ -382,7 +395,7 @@ def all_reduce(
     counter: CommCounter,
     op: Any = dist.ReduceOp.SUM,
 ) -> Tensor:
-    """In place."""
+    """Sums `tensor` over the group, in place."""
     return start_all_reduce(tensor, group, axis, counter, op).wait()
 
 
@@ -393,6 +406,7 @@ def reduce_scatter(
     counter: CommCounter,
     out: Tensor | None = None,
 ) -> Tensor:
+    """[n*k, ...] -> [k, ...]: the sum over the group of this rank's slice of dimension 0."""
     return start_reduce_scatter(tensor, group, axis, counter, out).wait()
 
 
@@ -403,14 +417,15 @@ def all_gather(
     counter: CommCounter,
     out: Tensor | None = None,
 ) -> Tensor:
+    """[k, ...] -> [n*k, ...]: the group's tensors along dimension 0."""
     return start_all_gather(tensor, group, axis, counter, out).wait()
 
 
 def all_to_all(
     tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter
 ) -> Tensor:
-    """[n, ...] -> [n, ...]: piece i goes to the i-th rank of the group, piece i of the result came
-    from it."""
+    """[n, ...] -> [n, ...]: sends piece i to the i-th rank of the group; piece i of the result is
+    that rank's."""
     if group is None:
         return tensor
     n = group.size()

@@ -1,9 +1,10 @@
 """Small messages between all ranks of a run: checks, outcomes, manifests, step counts.
 
-They climb a tree and descend again: the ranks of a node talk to the first of them, first ranks talk
-in groups of `FAN_OUT`, and so on up to rank 0. So a rank has at most `FAN_OUT` connections a level
-and a message makes 2 log(ranks) hops, where a group of all ranks would need a connection to each
-rank or a hop over each. Tensors are on the CPU, hence gloo, whatever the training groups use.
+Messages go up a tree and down: the ranks of a node send to the first of them, first ranks
+communicate in groups of `FAN_OUT`, and so on up to rank 0. So a rank has at most `FAN_OUT`
+connections per level, and a message makes 2 log(ranks) hops; a group of all ranks would need a
+connection to every rank, or a hop through every rank. Tensors are on the CPU, so the groups are
+gloo's, whatever the training groups use.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Most members of a group above the nodes: a level multiplies the ranks by this and adds two hops.
+#: Maximum number of members of a group above the nodes: each level multiplies the ranks by this
+#: number, and adds two hops.
 FAN_OUT = 16
 
 
 class Group(Protocol):
-    """What is used of a group of gloo."""
+    """The methods of a gloo group that are used here."""
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> dist.Work: ...
 
@@ -51,15 +53,15 @@ class Level:
         return f"{self.stride}/{self.first}"
 
     def covers(self, world: int) -> bool:
-        """Whether all ranks are below its members: it is the topmost."""
+        """Whether all ranks are below its members, so that it is the topmost level."""
         return self.size * self.stride >= world
 
 
 def levels_of(rank: int, world: int, node: int, fan_out: int = FAN_OUT) -> list[Level]:
-    """The levels that `rank` takes part in, lowest first: it leads all but the last. Empty for a
-    world of one rank.
+    """Returns the levels that `rank` takes part in, lowest first; it leads all but the last. Empty
+    for a world of one rank.
 
-    `node`: ranks on a node, the members of the lowest groups.
+    `node`: the number of ranks per node, the members of the lowest groups.
     """
     levels = list[Level]()
     stride = 1
@@ -76,13 +78,13 @@ def levels_of(rank: int, world: int, node: int, fan_out: int = FAN_OUT) -> list[
 
 
 class ControlPath:
-    """Control messages of one rank. Every method is collective: all ranks call the same in the same
-    order."""
+    """The control messages of one rank. Every method is collective: all ranks call the same methods
+    in the same order."""
 
     def __init__(
         self, rank: int = 0, world: int = 1, tree: Sequence[tuple[Level, Group]] | None = None
     ):
-        """Without a `tree`: one group, torch's default one, and no messages where there is none."""
+        """Without a `tree`, messages use torch's default group; without that, there are none."""
         self._rank = rank
         self._world = world
         self._tree = tree
@@ -97,12 +99,13 @@ class ControlPath:
         timeout: timedelta,
         fan_out: int = FAN_OUT,
     ) -> ControlPath:
-        """This rank's part of the tree. Connections are made when they are first used, if gloo is
-        told so (`connect`)."""
+        """Returns this rank's part of the tree. Connections are made when they are first used, if
+        gloo is configured so (`connect`)."""
         tree = list[tuple[Level, Group]]()
-        for at in levels_of(rank, world, node, fan_out):
-            own = dist.PrefixStore(f"control/{at.name}", store)
-            tree.append((at, cast(Group, dist.ProcessGroupGloo(own, at.index, at.size, timeout))))
+        for level in levels_of(rank, world, node, fan_out):
+            level_store = dist.PrefixStore(f"control/{level.name}", store)
+            group = dist.ProcessGroupGloo(level_store, level.index, level.size, timeout)
+            tree.append((level, cast(Group, group)))
         return cls(rank, world, tree)
 
     @property
@@ -112,71 +115,84 @@ class ControlPath:
         return self._world
 
     def sum_ints(self, values: Sequence[int]) -> list[int]:
-        """Element-wise sums over all ranks."""
-        return self._reduced(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM).tolist()
+        """Returns element-wise sums over all ranks."""
+        sums = torch.tensor(values, dtype=torch.int64)
+        return self._reduced(sums, dist.ReduceOp.SUM).tolist()
 
     def maximum(self, value: float) -> float:
+        """Returns the largest `value` of all ranks."""
         return float(self._reduced(torch.tensor([value], dtype=torch.float64), dist.ReduceOp.MAX))
 
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Returns when all ranks have called it."""
         self.sum_ints([0])
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, by rank, on rank 0; an empty list on the others. Lengths may
+        """Returns every rank's `data`, by rank, on rank 0; an empty list on the others. Lengths may
         differ."""
-        mine = [data]  # of this rank and those below it: consecutive ranks
-        for at, group in self._levels():
-            packed = msgspec.msgpack.encode(mine)
-            sizes = torch.zeros(at.size, dtype=torch.int64)
-            sizes[at.index] = len(packed)
+        messages = [data]  # of this rank and the ranks below it, which are consecutive
+        for level, group in self._levels():
+            packed = msgspec.msgpack.encode(messages)
+            sizes = torch.zeros(level.size, dtype=torch.int64)
+            sizes[level.index] = len(packed)
             options = dist.ReduceOptions()
             group.reduce([sizes], options).wait()
-            if at.index:
+            if level.index:
                 group.send([_tensor(packed)], 0, 0).wait()
                 return []
             arrived = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
-            works = [group.recv([arrived[index]], index, 0) for index in range(1, at.size)]
+            works = [group.recv([arrived[index]], index, 0) for index in range(1, level.size)]
             for index, work in enumerate(works, 1):
                 work.wait()
-                mine += msgspec.msgpack.decode(arrived[index].numpy().tobytes(), type=list[bytes])
-        return mine
+                messages += msgspec.msgpack.decode(
+                    arrived[index].numpy().tobytes(), type=list[bytes]
+                )
+        return messages
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, by rank, on every rank."""
+        """Returns every rank's `data`, by rank, on every rank."""
         table = self.broadcast_bytes(msgspec.msgpack.encode(self.gather_bytes(data)))
         return msgspec.msgpack.decode(table, type=list[bytes])
 
     def judge(self, data: bytes, verdict: Callable[[list[bytes]], str]) -> str:
-        """`verdict` of every rank's `data`, by rank; computed on rank 0 and returned on all."""
-        everyone = self.gather_bytes(data)
-        return self.broadcast_bytes(verdict(everyone).encode() if everyone else b"").decode()
+        """Returns `verdict` of every rank's `data`, by rank: rank 0 computes it, all ranks return
+        it."""
+        table = self.gather_bytes(data)
+        answer = verdict(table) if table else ""
+        return self.broadcast_bytes(answer.encode()).decode()
 
     def broadcast_bytes(self, data: bytes, src: int = 0) -> bytes:
-        """The `data` of rank `src` on every rank; what the others pass is ignored."""
+        """Returns the `data` of rank `src` on every rank; that of the others is ignored."""
         levels = self._levels()
-        for at, group in levels if src else ():  # first to rank 0, from leader to leader
-            carrier = (src - at.first) // at.stride
-            if not 0 < carrier < at.size:
-                continue
-            if at.index == carrier:
-                group.send([torch.tensor([len(data)])], 0, 0).wait()
-                group.send([_tensor(data)], 0, 0).wait()
-            elif at.index == 0:
-                size = torch.zeros(1, dtype=torch.int64)
-                group.recv([size], carrier, 0).wait()
-                row = torch.empty(max(int(size), 1), dtype=torch.uint8)
-                group.recv([row], carrier, 0).wait()
-                data = row.numpy().tobytes()[: int(size)]
+        if src:
+            data = self._send_to_rank_0(data, src)
         size = torch.tensor([len(data)])
         for _, group in reversed(levels):
             group.broadcast([size], dist.BroadcastOptions()).wait()
         row = torch.empty(max(int(size), 1), dtype=torch.uint8)
-        if not levels or all(at.index == 0 for at, _ in levels):
+        if not levels or all(level.index == 0 for level, _ in levels):
             row = _tensor(data)
         for _, group in reversed(levels):
             group.broadcast([row], dist.BroadcastOptions()).wait()
         return row.numpy().tobytes()[: int(size)]
+
+    def _send_to_rank_0(self, data: bytes, src: int) -> bytes:
+        """Sends the `data` of rank `src` from leader to leader. Returns it on the leaders, and the
+        own `data` on the other ranks."""
+        for level, group in self._levels():
+            sender = (src - level.first) // level.stride
+            if not 0 < sender < level.size:
+                continue
+            if level.index == sender:
+                group.send([torch.tensor([len(data)])], 0, 0).wait()
+                group.send([_tensor(data)], 0, 0).wait()
+            elif level.index == 0:
+                size = torch.zeros(1, dtype=torch.int64)
+                group.recv([size], sender, 0).wait()
+                row = torch.empty(max(int(size), 1), dtype=torch.uint8)
+                group.recv([row], sender, 0).wait()
+                data = row.numpy().tobytes()[: int(size)]
+        return data
 
     def _levels(self) -> Sequence[tuple[Level, Group]]:
         if self._tree is not None:
@@ -188,29 +204,34 @@ class ControlPath:
         return [(Level(0, 1, world, dist.get_rank()), dist.group.WORLD)]
 
     def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """`values` reduced over all ranks, in place: up to the topmost group, and down again."""
+        """Reduces `values` over all ranks, in place: up to the topmost group, and down to all
+        ranks."""
         levels = self._levels()
         upwards = dist.ReduceOptions()
-        whole = dist.AllreduceOptions()
-        upwards.reduceOp = whole.reduceOp = operation
+        both_ways = dist.AllreduceOptions()
+        upwards.reduceOp = operation
+        both_ways.reduceOp = operation
         topmost = levels[-1:] if levels and levels[-1][0].covers(self.world_size) else ()
         below = levels[: len(levels) - len(topmost)]
         for _, group in below:
             group.reduce([values], upwards).wait()
         for _, group in topmost:
-            group.allreduce([values], whole).wait()
+            group.allreduce([values], both_ways).wait()
         for _, group in reversed(below):
             group.broadcast([values], dist.BroadcastOptions()).wait()
         return values
 
 
 def first_problem(problems: list[bytes]) -> str:
-    """A verdict for `ControlPath.judge`: the problem of the lowest rank that has one, with its
-    rank; "" for none."""
-    return next((f"rank {rank}: {one.decode()}" for rank, one in enumerate(problems) if one), "")
+    """Returns the problem of the lowest rank that has one, with its rank, or "": a verdict for
+    `ControlPath.judge`."""
+    for rank, problem in enumerate(problems):
+        if problem:
+            return f"rank {rank}: {problem.decode()}"
+    return ""
 
 
-#: The control path over torch's default group: for a few ranks, or none.
+#: The control path over torch's default group, for few ranks or one.
 WORLD = ControlPath()
 
 

@@ -1,11 +1,10 @@
-"""All-gather, reduce-scatter and ring exchange for gloo (CPU), built from operations that gloo does
-fast.
+"""All-gather, reduce-scatter and ring exchange for gloo (CPU), built from gloo's fast operations.
 
 gloo's own all-gather copies through buffers of the whole size; its reduce-scatter is an all-reduce
 and a slice, twice the bytes of a ring; its sends block the caller. `python -m
 benchmarks.collectives` compares these with gloo's own.
 
-Order matters as in any collective: all members of a group start these calls in the same order.
+As with any collective, all members of a group start these calls in the same order.
 """
 
 from __future__ import annotations
@@ -36,31 +35,33 @@ class CombinedWork(dist.Work):
 
 
 def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> dist.Work:
-    """Every rank broadcasts its piece into its slot of `out` [n*k, ...]; a `tensor` that already
-    lies there is not copied."""
+    """Starts to broadcast every rank's piece into its slot of `out` [n*k, ...]. A `tensor` that is
+    already in its slot is not copied."""
     pieces = out.view(group.size(), *tensor.shape)
-    mine = pieces[group.rank()]
-    if storage_key(mine.untyped_storage()) != storage_key(tensor.untyped_storage()) or (
-        mine.storage_offset() != tensor.storage_offset()
-    ):
-        mine.copy_(tensor)
-    return CombinedWork(
-        [
-            dist.broadcast(piece, group=group, group_src=i, async_op=True)
-            for i, piece in enumerate(pieces)
-        ]
+    own_piece = pieces[group.rank()]
+    in_place = (
+        storage_key(own_piece.untyped_storage()) == storage_key(tensor.untyped_storage())
+        and own_piece.storage_offset() == tensor.storage_offset()
     )
+    if not in_place:
+        own_piece.copy_(tensor)
+    works = [
+        dist.broadcast(piece, group=group, group_src=rank, async_op=True)
+        for rank, piece in enumerate(pieces)
+    ]
+    return CombinedWork(works)
 
 
 def start_exchange(
     tensor: Tensor, out: Tensor, to: int, source: int, group: dist.ProcessGroup
 ) -> dist.Work:
-    """Send `tensor` to the group's rank `to` and receive `out` from its rank `source`: an
-    all-to-all whose other pieces are empty. All members must call it.
+    """Starts to send `tensor` to the group's rank `to` and to receive `out` from its rank `source`:
+    an all-to-all whose other pieces are empty. All members must call it.
     """
     send = [0] * group.size()
+    send[to] = tensor.numel()
     receive = [0] * group.size()
-    send[to], receive[source] = tensor.numel(), out.numel()
+    receive[source] = out.numel()
     work = dist.all_to_all_single(
         out.view(-1), tensor.view(-1), receive, send, group=group, async_op=True
     )
@@ -78,24 +79,25 @@ class ReduceScatter:
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, out: Tensor):
         n = group.size()
-        me = group.rank()
+        rank = group.rank()
         pieces = tensor.view(n, *out.shape)
         self.out = out
-        if (
-            n == 2
-        ):  # the own piece is not sent; `out` may be its memory, which is read before it is written
-            self.mine: Tensor | None = pieces[me]
+        self.own_piece: Tensor | None = None
+        self.work: dist.Work | None
+        if n == 2:
+            # The own piece is not sent. `out` may be its memory, which is read before it is
+            # written.
+            peer = 1 - rank
+            self.own_piece = pieces[rank]
             self.arrived = torch.empty_like(out, memory_format=torch.contiguous_format)
-            self.work: dist.Work | None = start_exchange(
-                pieces[1 - me], self.arrived, 1 - me, 1 - me, group
-            )
+            self.work = start_exchange(pieces[peer], self.arrived, peer, peer, group)
         else:
-            self.mine = None
             self.arrived = torch.empty_like(pieces)
             self.work = dist.all_to_all_single(self.arrived, pieces, group=group, async_op=True)
 
     def finish(self) -> None:
-        if self.mine is not None:
-            torch.add(self.mine, self.arrived, out=self.out)
+        """Sums the pieces into `out`."""
+        if self.own_piece is not None:
+            torch.add(self.own_piece, self.arrived, out=self.out)
         else:
             torch.sum(self.arrived, dim=0, out=self.out)

@@ -24,9 +24,9 @@ from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import copies_of
 from trainer.compat import bound_to_device, split_group
 
-#: Order of creation, equal on every rank; a group comes behind its parent. "kv": tp ranks that
-#: share one key/value head. "shard": ranks of "grad" that together hold one copy of the
-#: ZeRO-sharded state; "replica": those of "grad" with the same shard (hybrid sharding).
+#: The order of creation, equal on every rank; a group follows its parent. "kv": tp ranks that share
+#: one key/value head. "shard": ranks of "grad" that together hold one copy of the ZeRO-sharded
+#: state; "replica": ranks of "grad" with the same shard (hybrid sharding).
 DENSE_GROUPS = (
     "tp",
     "cp",
@@ -40,15 +40,15 @@ DENSE_GROUPS = (
     "shard",
     "replica",
 )
-#: The same for experts, of which the ranks of "experts" hold different ones; those of "etp" cut the
-#: same ones.
+#: The groups of experts: the ranks of "experts" hold different ones, those of "etp" cut the same
+#: ones.
 EXPERT_GROUPS = ("experts", "etp", "expert_grad", "expert_model", "expert_shard", "expert_replica")
-#: Ranks of "experts" in one NVLink domain, and those in equal places of all domains
+#: Ranks of "experts" in one NVLink domain, and those with equal positions in all domains
 #: (`plan.hierarchy`).
 DOMAIN_GROUPS = ("experts_inside", "experts_across")
 GROUPS: tuple[str, ...] = (*DENSE_GROUPS, *EXPERT_GROUPS, *DOMAIN_GROUPS)
 
-#: Which group a group is split from, in place of the world: fewer ranks then take part.
+#: The group from which a group is split in place of the world: fewer ranks then take part.
 PARENTS = {"embedding": "pp", "kv": "tp", "shard": "grad", "replica": "grad"}
 PARENTS |= {
     "etp": "tp",
@@ -57,21 +57,20 @@ PARENTS |= {
     "expert_replica": "expert_grad",
 }
 PARENTS |= dict.fromkeys(DOMAIN_GROUPS, "experts")
-#: Groups that compute waits for at once: their kernels go before those that only have to end with
-#: the step.
+#: Groups for which computation waits at once: their kernels run before those that only have to end
+#: with the step.
 URGENT = frozenset({"tp", "cp", "ep", "kv", "pp", "experts", "etp", *DOMAIN_GROUPS})
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's coordinates and groups. A group of one member is None: every collective then does
+    """One rank's coordinates and groups. A group of one member is None: collectives over it do
     nothing."""
 
     rank: int
     coord: Coord
-    members: Mapping[
-        str, tuple[int, ...]
-    ]  # axis or composite -> global ranks of this rank's group, ascending
+    #: Axis or composite -> global ranks of this rank's group, ascending.
+    members: Mapping[str, tuple[int, ...]]
     groups: Mapping[str, dist.ProcessGroup | None]
     domains: tuple[int, ...] = ()  # the NVLink domain of each rank of the plan
 
@@ -79,13 +78,13 @@ class Mesh:
     def from_plan(
         cls, plan: Plan, rank: int, timeout: timedelta | None = None, split: bool | None = None
     ) -> Mesh:
-        """Create this rank's process groups, in the same order on all ranks of the plan.
+        """Creates this rank's process groups, in the same order on all ranks of the plan.
         Collective.
 
         With `split` (default: if the default group is bound to a device, as NCCL's is) a group is
-        split from a larger one, which all members of that one take part in: NCCL then starts once
-        for the world, and not for each group. Otherwise only a group's members synchronise to
-        create it. Neither connects anybody: NCCL and gloo do that when a group is first used.
+        split from a larger group, all of whose members take part: NCCL then starts once for the
+        world, and not once per group. Otherwise only a group's members synchronise to create it.
+        Neither connects ranks: NCCL and gloo do that when a group is first used.
 
         Groups with equal members share one communicator, except "pp": its point-to-point transfers
         are asynchronous and must not queue behind collectives.
@@ -93,78 +92,95 @@ class Mesh:
         if split is None:
             split = bound_to_device()
         members = {name: members_of(plan, name, rank) for name in GROUPS}
-        made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        created: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
         groups: dict[str, dist.ProcessGroup | None] = {}
         for name in groups_used(plan):
             ranks = members[name]
-            key = (name == "pp", members[name])
-            outside = (
-                name == "embedding" and not ranks
-            )  # a middle stage: in no group, but there while it is made
-            if len(ranks) > 1 or outside:
-                if key not in made:
-                    parent = groups.get(PARENTS.get(name, "")) if split else None
-                    everyone = ranks if not outside else _ends(members["pp"])
-                    made[key] = _make(name, everyone, rank, parent, split, timeout)
-                groups[name] = made[key]
-        found = MappingProxyType(members), MappingProxyType(groups)
-        return cls(rank, plan.ranks[rank].coord, *found, tuple(nvlink_domain_of(plan)))
+            key = (name == "pp", ranks)
+            # A middle stage is in no embedding group, but takes part in its creation.
+            outside = name == "embedding" and not ranks
+            if len(ranks) <= 1 and not outside:
+                continue
+            if key not in created:
+                parent = groups.get(PARENTS.get(name, "")) if split else None
+                group_ranks = _ends(members["pp"]) if outside else ranks
+                created[key] = _make(
+                    name, group_ranks, rank, parent=parent, split=split, timeout=timeout
+                )
+            groups[name] = created[key]
+        return cls._of(plan, rank, members, groups)
 
     @classmethod
     def alone(cls, plan: Plan, rank: int = 0) -> Mesh:
-        """The same coordinates without process groups: for one process, dry runs and tests of pure
-        code."""
+        """Returns the same coordinates without process groups: for one process, dry runs and tests
+        of pure code."""
         members = {name: members_of(plan, name, rank) for name in GROUPS}
-        found = MappingProxyType(members), MappingProxyType(dict.fromkeys(GROUPS))
-        return cls(rank, plan.ranks[rank].coord, *found, tuple(nvlink_domain_of(plan)))
+        return cls._of(plan, rank, members, dict.fromkeys(GROUPS))
+
+    @classmethod
+    def _of(
+        cls,
+        plan: Plan,
+        rank: int,
+        members: dict[str, tuple[int, ...]],
+        groups: dict[str, dist.ProcessGroup | None],
+    ) -> Mesh:
+        return cls(
+            rank,
+            plan.ranks[rank].coord,
+            members=MappingProxyType(members),
+            groups=MappingProxyType(groups),
+            domains=tuple(nvlink_domain_of(plan)),
+        )
 
     def size(self, axis: str) -> int:
+        """Returns the number of members of this rank's group."""
         return max(1, len(self.members[axis]))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """None for one member. Raises KeyError for a group that the plan does not use
-        (`groups_used`)."""
+        """Returns this rank's group, or None if it has one member. Raises KeyError for a group that
+        the plan does not use (`groups_used`)."""
         if axis not in self.groups and self.size(axis) > 1 and self.groups:
             raise KeyError(f"{axis}: not among the groups of this plan, {', '.join(self.groups)}")
         return self.groups.get(axis)
 
     def required_group(self, axis: str) -> dist.ProcessGroup:
-        """The group of an axis that is known to have several members."""
+        """Returns the group of an axis that is known to have several members."""
         group = self.group(axis)
         assert group is not None, axis
         return group
 
     def ranks(self, axis: str) -> tuple[int, ...]:
-        """Global ranks of this rank's group; empty where it has none ("embedding" on a middle
-        stage)."""
+        """Returns the global ranks of this rank's group; empty if it has none ("embedding" on a
+        middle stage)."""
         return self.members[axis]
 
     def levels(self, axis: str) -> tuple[str, ...]:
-        """By what this rank reaches each rank of its group, itself among them: "nvlink" or
-        "network"."""
-        mine = self.domains[self.rank]
+        """Returns the links by which this rank reaches the ranks of its group, including itself:
+        "nvlink" or "network"."""
+        own_domain = self.domains[self.rank]
         return tuple(
-            "nvlink" if self.domains[rank] == mine else "network" for rank in self.members[axis]
+            "nvlink" if self.domains[rank] == own_domain else "network"
+            for rank in self.members[axis]
         )
 
     def index(self, axis: str) -> int:
-        """This rank's position in its group."""
+        """Returns this rank's position in its group."""
         return self.members[axis].index(self.rank) if self.members[axis] else 0
 
 
 def groups_used(plan: Plan) -> tuple[str, ...]:
-    """The groups that ranks of this plan communicate in, in the order in which they are made. Dense
-    weights are summed over "grad", experts over "expert_grad"; "embedding" serves a table at both
-    ends."""
+    """Returns the groups in which ranks of this plan communicate, in the order of their creation.
+    Gradients of dense weights are summed over "grad", those of experts over "expert_grad", those of
+    a table at both ends of the model over "embedding"."""
     mesh = expert_mesh(plan.parallel)
     unused = {"ep", "dp"}
     if not is_hierarchical(plan):
         unused |= {*DOMAIN_GROUPS}
     if mesh.ep == 1:
         unused |= {*EXPERT_GROUPS}
-    elif (
-        spread(plan.parallel) == 1
-    ):  # within tp alone: experts are summed and sharded as dense weights
+    elif spread(plan.parallel) == 1:
+        # Experts are spread within tp alone: they are summed and sharded like dense weights.
         unused |= {*EXPERT_GROUPS} - {"experts", "etp"}
     if not embeds_at_both_ends(plan.model):
         unused.add("embedding")
@@ -172,20 +188,24 @@ def groups_used(plan: Plan) -> tuple[str, ...]:
 
 
 def _make(
-    name: str, ranks: tuple[int, ...], rank: int, parent: dist.ProcessGroup | None, split: bool,
+    name: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    *,
+    parent: dist.ProcessGroup | None,
+    split: bool,
     timeout: timedelta | None,
-) -> dist.ProcessGroup | None:  # fmt: skip
-    """The group of `ranks`; None on a rank that is not among them but in its parent."""
+) -> dist.ProcessGroup | None:
+    """Creates the group of `ranks`. Returns None on a rank of the parent that is not a member."""
     if split:
-        return split_group(parent, ranks, name, timeout, name in URGENT)
-    if (
-        rank not in ranks
-    ):  # torch names a group by the number of groups created before: all must create equally many
+        return split_group(parent, ranks, name, timeout, urgent=name in URGENT)
+    # torch names a group by the number of earlier groups, so all ranks must create equally many.
+    if rank not in ranks:
         ranks = (rank,)
-    made = dist.new_group(
+    group = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
     )
-    return made if isinstance(made, dist.ProcessGroup) and len(ranks) > 1 else None
+    return group if isinstance(group, dist.ProcessGroup) and len(ranks) > 1 else None
 
 
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
@@ -193,9 +213,10 @@ def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """Global ranks of the group of `rank` on an axis or composite; empty if it is in none.
+    """Returns the global ranks of the group of `rank` on an axis or composite; empty if it has
+    none.
 
-    Ascending, since torch numbers the members of a group so whatever order it is given; with dp
+    The ranks are ascending, since torch numbers the members of a group in ascending order; with dp
     nested inside cp, the plan's own order (cp fastest) differs.
     """
     if name == "kv":
@@ -203,11 +224,9 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     if name in ("shard", "replica"):
         return _hybrid(members_of(plan, "grad", rank), plan.parallel.zero_group, name, rank)
     if name in DOMAIN_GROUPS:
-        return (
-            getattr(hierarchy(plan, rank), name.removeprefix("experts_"))
-            if is_hierarchical(plan)
-            else ()
-        )
+        if not is_hierarchical(plan):
+            return ()
+        return getattr(hierarchy(plan, rank), name.removeprefix("experts_"))
     if name in EXPERT_GROUPS:
         return _of_experts(plan, name, rank)
     if name in ("grad", "model", "embedding") and copies_of(plan.parallel) > 1:
@@ -216,7 +235,8 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
 
 
 def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
-    """With fewer key/value heads than tp ranks, tp/kv_heads neighbours hold the same head."""
+    """Returns the tp/kv_heads neighbours that hold the same key/value head, if there are fewer
+    heads than tp ranks."""
     share = max(1, plan.parallel.tp // plan.model.kv_heads)
     tp_ranks = members_of(plan, "tp", rank)
     first = tp_ranks.index(rank) // share * share
@@ -224,61 +244,71 @@ def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """As the dense groups, of the ranks that hold the same experts; "expert_model" has all experts
-    once."""
+    """Returns a group of experts: the counterpart of a dense group among the ranks that hold the
+    same experts. The ranks of "expert_model" together hold all experts once."""
     par = plan.parallel
-    mine = plan.ranks[rank].coord
+    coord = plan.ranks[rank].coord
     etp = tensor_ranks(par)
     if name == "etp":
         tp_ranks = members_of(plan, "tp", rank)
         return tuple(
-            peer for peer in tp_ranks if plan.ranks[peer].coord.tp // etp == mine.tp // etp
+            peer for peer in tp_ranks if plan.ranks[peer].coord.tp // etp == coord.tp // etp
         )
     if name == "experts":
-        found = _along(plan, axes(par), rank)
-        return tuple(peer for peer in found if plan.ranks[peer].coord.tp % etp == mine.tp % etp)
+        peers = _along(plan, axes(par), rank)
+        return tuple(peer for peer in peers if plan.ranks[peer].coord.tp % etp == coord.tp % etp)
     if name == "expert_model":
         outside_tp = _along(plan, tuple(axis for axis in axes(par) if axis != "tp"), rank)
-        return tuple(sorted(one for peer in outside_tp for one in members_of(plan, "model", peer)))
-    here = position(par, mine)
-    same = tuple(
-        p for p in members_of(plan, "grad", rank) if position(par, plan.ranks[p].coord) == here
+        return tuple(
+            sorted(
+                model_rank for peer in outside_tp for model_rank in members_of(plan, "model", peer)
+            )
+        )
+    expert_position = position(par, coord)
+    with_same_experts = tuple(
+        p
+        for p in members_of(plan, "grad", rank)
+        if position(par, plan.ranks[p].coord) == expert_position
     )
     if name == "expert_grad":
-        return same
-    return _hybrid(same, par.zero_group // spread(par), name.removeprefix("expert_"), rank)
+        return with_same_experts
+    return _hybrid(
+        with_same_experts, par.zero_group // spread(par), name.removeprefix("expert_"), rank
+    )
 
 
 def _along(plan: Plan, over: tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """Ranks that differ from `rank` in these axes alone, itself among them."""
-    found = {rank}
+    """Returns the ranks that differ from `rank` only in these axes, including `rank`."""
+    peers = {rank}
     for axis in over:
-        found = {peer for one in found for peer in members_of(plan, axis, one)}
-    return tuple(sorted(found))
+        peers = {peer for member in peers for peer in members_of(plan, axis, member)}
+    return tuple(sorted(peers))
 
 
 def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:
-    """Ranks cut into runs of `size` neighbours (0: one run): a run shards, equal positions in the
-    runs hold equal shards."""
+    """Returns a hybrid-sharding group of `rank`. `ranks` are cut into runs of `size` neighbours (0:
+    one run): a run is a "shard" group, and ranks with equal positions in their runs are "replica"
+    groups."""
     size = size or len(ranks)
     run, position = divmod(ranks.index(rank), size)
     return ranks[run * size : (run + 1) * size] if name == "shard" else ranks[position::size]
 
 
 def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """A bidirectional pipeline holds the model twice: ranks r and pp - 1 - r have the same stages.
+    """Returns a group in a bidirectional pipeline, which holds the model twice: ranks r and pp - 1
+    - r have the same stages.
 
-    They sum their gradients, so "grad" spans both; each half of the pipeline is one copy, so
-    "model" is a half.
+    These ranks sum their gradients, so "grad" contains both; each half of the pipeline is one copy
+    of the model, so "model" contains a half.
     """
-    mine = plan.ranks[rank].coord.pp
-    if name == "embedding":  # both ends of the model are on each outer rank: nothing to sum
+    stage = plan.ranks[rank].coord.pp
+    if name == "embedding":  # each outer rank holds both ends of the model: nothing to sum
         return (rank,)
     if name == "model":
         half = plan.parallel.pp // 2
         ranks = next(sorted(group) for group in plan.groups["model"] if rank in group)
-        return tuple(
-            other for other in ranks if (plan.ranks[other].coord.pp < half) == (mine < half)
-        )
-    own = next(group for group in plan.groups["grad"] if rank in group)
-    return tuple(sorted(own + [members_of(plan, "pp", other)[-1 - mine] for other in own]))
+        return tuple(peer for peer in ranks if (plan.ranks[peer].coord.pp < half) == (stage < half))
+    grad_ranks = next(group for group in plan.groups["grad"] if rank in group)
+    return tuple(
+        sorted(grad_ranks + [members_of(plan, "pp", peer)[-1 - stage] for peer in grad_ranks])
+    )

@@ -1,7 +1,7 @@
-"""What CUDA, its libraries and torch read from the environment or a global switch, and only before
-they start.
+"""Settings that CUDA, its libraries and torch read from the environment or a global switch, and
+only before they start.
 
-A variable that the user has set stays as it is.
+A variable that the user has set stays unchanged.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ import torch
 
 from orchestrator.plan import Plan
 
-#: Hardware queues of a device. With fewer than streams, work of one stream waits behind another's.
+#: Hardware queues of a device. With fewer queues than streams, work of one stream waits for
+#: another's.
 MANY_QUEUES = 32
 
 
 def settings(plan: Plan) -> dict[str, str]:
-    """Environment variables of a worker of `plan`. Pure.
+    """Returns the environment variables of a worker of `plan`. Pure.
 
-    PYTORCH_CUDA_ALLOC_CONF      segments that grow: a step's blocks of many sizes leave no holes
-        that none fits.
-    CUDA_DEVICE_MAX_CONNECTIONS  1 where the only communication beside computation is that of tensor
-        parallelism and of
-                                 gradient buckets: kernels then begin in the order in which the host
-                                 enqueues them, a
-                                 collective before the product that covers it (as in Megatron-LM).
-                                 Else many: a stream
-                                 that waits for another rank would hold up all others.
-    and for a deterministic run  one cuBLAS workspace a stream, and sums in rings and trees, whose
-    order is fixed, but
-                                 not in switches.
+    PYTORCH_CUDA_ALLOC_CONF      Segments grow: a step's blocks of many sizes leave no holes that no
+                                 block fits.
+    CUDA_DEVICE_MAX_CONNECTIONS  1 if the only communication during computation is that of tensor
+                                 parallelism and of gradient buckets: kernels then begin in the
+                                 order in which the host enqueues them, a collective before the
+                                 product that covers it (as in Megatron-LM). Otherwise many: a
+                                 stream that waits for another rank would hold up all others.
+    CUBLAS_WORKSPACE_CONFIG      For a deterministic run: one cuBLAS workspace per stream.
+    NCCL_ALGO                    For a deterministic run: sums in rings and trees, whose order is
+                                 fixed, but not in switches.
     """
     if plan.cluster.device == "cpu":
         return {}
     par = plan.parallel
     in_order = par.tp > 1 and par.pp == par.cp == par.ep == 1 and par.zero < 3
-    found = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if in_order else str(MANY_QUEUES)
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if in_order else str(MANY_QUEUES)
     if plan.job.train.deterministic is True:
-        found |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
-    return found
+        variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
+    return variables
 
 
 def apply_settings(plan: Plan, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Before the first use of a device in this process."""
+    """Applies the settings. Call it before the first use of a device in this process."""
     for name, value in settings(plan).items():
         environ.setdefault(name, value)
     if plan.job.train.deterministic is True:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is written first
+        # All memory is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -27,12 +27,12 @@ class PhaseTimer:
         self._inner: list[float] = []  # seconds already charged to phases inside each open one
         self.now = ""  # the innermost phase that is open
         self.entered = 0  # phases since the start
-        self.spans: list[tuple[str, float, float]] | None = (
-            None  # (phase, start, end), recorded if a list
-        )
+        #: (phase, start, end) of each phase, recorded if this is a list.
+        self.spans: list[tuple[str, float, float]] | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Context manager around a phase."""
         start = self._now()
         self._inner.append(0.0)
         outer = self.now
@@ -51,11 +51,11 @@ class PhaseTimer:
                 self._inner[-1] += spent
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere."""
+        """Adds seconds that were measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
+        """Returns the seconds by phase since the last call, and resets them."""
         seconds = self._seconds
         self._seconds = {}
         return seconds

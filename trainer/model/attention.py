@@ -18,8 +18,8 @@ from .linear import Linear, apply_linears
 from .norm import RMSNorm
 from .rope import Rope, rotate
 
-#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], packed documents or None) -> [b,
-#: s, heads, d]; `serial`, the tokens' numbers in the run, may be None without dropout
+#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], token_index [b, s], packed documents or None)
+#: -> [b, s, heads, d]; `token_index`, the tokens' numbers in the run, may be None without dropout
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Documents | None], Tensor]
 
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
     `attn_out`.
 
     Head counts follow from the weights' shapes, so a rank with a slice of the heads runs the same
-    code. `core` is replaceable: context parallelism puts its own there.
+    code. Context parallelism replaces `core`.
     """
 
     def __init__(self, model: Model):
@@ -41,7 +41,8 @@ class Attention(nn.Module):
         self.wv = Linear(model.hidden, keys, model.bias)
         self.wo = Linear(queries, model.hidden)
         if model.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_eps) for _ in range(2))
+            self.q_norm = RMSNorm(model.head_dim, model.norm_eps)
+            self.k_norm = RMSNorm(model.head_dim, model.norm_eps)
         self.qk_norm = bool(model.qk_norm)
         self.out_bias = nn.Parameter(torch.empty(model.hidden)) if model.bias else None
         self.apply_linears = apply_linears
@@ -49,7 +50,7 @@ class Attention(nn.Module):
         self.core: Core = SDPA(model.causal, self.drop)
 
     def forward(
-        self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None
+        self, x: Tensor, token_index: Tensor | None, documents: Documents | None, rope: Rope | None
     ) -> Tensor:
         q, k, v = self.apply_linears(x, (self.wq, self.wk, self.wv))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
@@ -59,30 +60,36 @@ class Attention(nn.Module):
         if rope is not None:
             q = rotate(q, rope)
             k = rotate(k, rope)
-        return self.wo(self.core(q, k, v, serial, documents).flatten(-2))
+        return self.wo(self.core(q, k, v, token_index, documents).flatten(-2))
 
 
 class SDPA:
-    """The whole sequence on one rank. Tokens of different packed documents do not see each
-    other."""
+    """Attention over the whole sequence on one rank. Tokens of different packed documents do not
+    see each other."""
 
     def __init__(self, causal: bool, drop: AttentionDropout | None = None):
         self.causal = causal
         self.drop = drop
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         if documents is not None and self.knows_documents(q):
-            flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-            return segment_attention(
-                *flat, documents.whole(), self.causal, q.shape[-1] ** -0.5
-            ).view_as(q)
+            flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+            scale = q.shape[-1] ** -0.5
+            segments = documents.whole()
+            out = segment_attention(flat_q, flat_k, flat_v, segments, self.causal, scale=scale)
+            return out.view_as(q)
         mask = None if documents is None else self._mask(documents.numbers)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.drop is not None:
-            assert serial is not None
-            return self._dropped(q, k, v, serial, mask, self.drop).transpose(1, 2)
+            assert token_index is not None
+            return self._dropped(q, k, v, token_index, mask=mask, drop=self.drop).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -94,7 +101,7 @@ class SDPA:
         return out.transpose(1, 2)
 
     def knows_documents(self, q: Tensor) -> bool:
-        """Whether packed documents need no mask here."""
+        """Whether a kernel keeps packed documents apart, so that no mask is needed."""
         return self.drop is None and has_flash(q)
 
     def _dropped(
@@ -102,39 +109,40 @@ class SDPA:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        serial: Tensor,
+        token_index: Tensor,
+        *,
         mask: Tensor | None,
         drop: AttentionDropout,
     ) -> Tensor:
-        """Attention with explicit probabilities, since the fused kernels draw masks of their
-        own."""
-        scores = grouped_product(q, k.transpose(-1, -2)).to(
-            torch.promote_types(q.dtype, torch.float32)
-        )
+        """Computes attention with explicit probabilities, since the fused kernels draw masks of
+        their own."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = grouped_product(q, k.transpose(-1, -2)).to(dtype)
         scores = scores * q.shape[-1] ** -0.5
         if self.causal and mask is None:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        weights = scores.softmax(dim=-1).masked_fill(~drop.kept(serial, serial, q.shape[1]), 0.0)
+        mask_of_kept = drop.kept(token_index, token_index, q.shape[1])
+        weights = scores.softmax(dim=-1).masked_fill(~mask_of_kept, 0.0)
         return grouped_product((weights * drop.scale).to(v.dtype), v)
 
     def _mask(self, documents: Tensor) -> Tensor:
-        """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal,
-        not the future. Where there is no kernel for documents: with dropout, and in fp32 on a
-        GPU."""
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        return same.tril() if self.causal else same
+        """Returns bool [b, 1, s, s], True where attention is allowed: within a document and, when
+        causal, not to later tokens. It is used where no kernel knows documents: with dropout, and
+        in fp32 on a GPU."""
+        same_document = documents[:, None, :, None] == documents[:, None, None, :]
+        return same_document.tril() if self.causal else same_document
 
 
 def folded(x: Tensor, kv_heads: int) -> Tensor:
-    """[b, heads, s, n] -> [b, kv_heads, heads / kv_heads * s, n]: rows of the query heads that
-    share a key head."""
+    """[b, heads, s, n] -> [b, kv_heads, heads / kv_heads * s, n]: joins the rows of the query heads
+    that share a key head."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
-    """[b, heads, s, n] @ [b, kv_heads, n, m] -> [b, heads, s, m]; what query heads share is not
-    repeated for each."""
+    """[b, heads, s, n] @ [b, kv_heads, n, m] -> [b, heads, s, m], without repeating the factor that
+    query heads share."""
     product = folded(rows, shared.shape[1]) @ shared
     return product.unflatten(2, (-1, rows.shape[2])).flatten(1, 2)

@@ -1,9 +1,9 @@
 """One pre-norm decoder block.
 
 Attention and MLP are each a region between two modules that are identities here: `attn_in` and
-`attn_out`, `mlp_in` and `mlp_out`. Tensor parallelism replaces them: the first make the input of
-column-parallel linears, the second sum the partial results of row-parallel ones. Output biases are
-added after that, else tp ranks would add them tp times.
+`attn_out`, `mlp_in` and `mlp_out`. Tensor parallelism replaces them: the first module makes the
+input of column-parallel linears, the second sums the partial results of row-parallel ones. Output
+biases are added after the sum, otherwise tp ranks would add them tp times.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Block(nn.Module):
     whole sequences."""
 
     def __init__(self, model: Model, layer: int):
-        """`layer`: its number in the model, since the first layers of a mixture of experts may be
-        dense."""
+        """`layer`: the block's number in the model, since the first layers of a mixture of experts
+        may be dense."""
         super().__init__()
         moe = layer_moe(model, layer)
         self.norm1 = make_norm(model)
@@ -44,30 +44,37 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        serial: Tensor | None = None,
+        token_index: Tensor | None = None,
         documents: Documents | None = None,
         rope: Rope | None = None,
-        rows: Tensor | None = None,
+        shard_index: Tensor | None = None,
     ) -> Tensor:
-        """`serial` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in
-        `x`; for dropout."""
-        # No name for attention's output: it would live as long as the MLP runs.
+        """`token_index` [b, s]: the numbers of the tokens that attention sees; `shard_index`: those
+        of the tokens in `x`. Dropout reads them."""
+        # The halves' outputs have no names here: a name would keep them alive while the MLP runs.
         x = x + self.drop_attn(
-            _biased(self.attn_out(self.attend(x, serial, documents, rope)), self.attn.out_bias),
-            rows,
+            _biased(
+                self.attn_out(self.attend(x, token_index, documents, rope)), self.attn.out_bias
+            ),
+            shard_index,
         )
-        return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x, rows)), self.mlp.out_bias), rows)
+        return x + self.drop_mlp(
+            _biased(self.mlp_out(self.feed_forward(x, shard_index)), self.mlp.out_bias),
+            shard_index,
+        )
 
-    # The two halves up to their partial sums are methods, so that recomputation can wrap each.
+    # The two halves, up to their partial sums, are methods, so that recomputation can wrap each.
 
     def attend(
-        self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None
+        self, x: Tensor, token_index: Tensor | None, documents: Documents | None, rope: Rope | None
     ) -> Tensor:
-        return self.attn(self.attn_in(self.norm1(x)), serial, documents, rope)
+        return self.attn(self.attn_in(self.norm1(x)), token_index, documents, rope)
 
-    def mix(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+    def feed_forward(self, x: Tensor, shard_index: Tensor | None = None) -> Tensor:
         x = self.mlp_in(self.norm2(x))
-        return self.mlp(x) if isinstance(self.mlp, MLP) else self.mlp(x, rows)
+        if isinstance(self.mlp, MLP):
+            return self.mlp(x)
+        return self.mlp(x, shard_index)
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

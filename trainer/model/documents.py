@@ -1,9 +1,9 @@
 """Packed documents of a micro-batch, and attention that keeps them apart without a mask.
 
-Where documents begin is known on the host, where batches are made, so no length is ever read from a
-device. Attention of packed documents is that of pairs of runs, queries of one document and its
+The host knows where documents begin, since it makes the batches, so no length is ever read from a
+device. Attention of packed documents is that of pairs of runs, the queries of one document and its
 keys, laid end to end (variable-length attention: FlashAttention, arXiv 2205.14135): work and memory
-follow the documents, not the square of the sequence.
+grow with the documents, not with the square of the sequence.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from torch import Tensor
 
 from trainer.compat import Segments
 
-#: Ascending ranges of positions in the whole sequence: what a block of attention has of each
-#: sample, end to end.
+#: Ascending ranges of positions in the whole sequence: those of each sample that a block of
+#: attention holds, end to end.
 Ranges = tuple[range, ...]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """`numbers`: int64 [b, s], of the document that a token belongs to, ascending; under context
-    parallelism those of a rank's tokens. `lengths`: of each document of each sample, over the whole
-    sequence, on the host."""
+    """The documents of a micro-batch.
+
+    `numbers`: int64 [b, s], the number of each token's document, ascending; under context
+    parallelism those of a rank's tokens. `lengths`: the length of each document of each sample,
+    over the whole sequence, on the host.
+    """
 
     numbers: Tensor
     lengths: tuple[tuple[int, ...], ...]
@@ -34,24 +37,22 @@ class Documents:
 
     @classmethod
     def of(cls, numbers: Tensor) -> Documents:
-        """From `numbers` on the host."""
-        return cls(
-            numbers,
-            tuple(tuple(row.unique_consecutive(return_counts=True)[1].tolist()) for row in numbers),
-        )
+        """Counts the lengths of documents, given `numbers` on the host."""
+        counts = [row.unique_consecutive(return_counts=True)[1] for row in numbers]
+        return cls(numbers, tuple(tuple(row.tolist()) for row in counts))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Documents:
-        """The same documents with `change` applied to the tokens' numbers."""
+        """Returns the same documents with `change` applied to the tokens' numbers."""
         return Documents(change(self.numbers), self.lengths)
 
     def whole(self) -> Segments:
-        """Every sample, its queries and its keys."""
+        """Returns the runs of whole samples."""
         everything = (range(sum(self.lengths[0])),)
         return self.segments(everything, everything)
 
     def segments(self, queries: Ranges, keys: Ranges) -> Segments:
-        """Runs of the tokens at `queries` of all samples, and of those at `keys`, that are of one
-        document: on the device of `numbers`, made once."""
+        """Returns the pairs of runs of one document at `queries` and at `keys` of all samples, on
+        the device of `numbers`. Each is made once."""
         if (queries, keys) not in self._segments:
             runs = tuple(pairs(self.lengths, queries, keys))
             self._segments[queries, keys] = Segments.of(runs, self.numbers.device)
@@ -59,20 +60,25 @@ class Documents:
 
 
 def pairs(lengths: Sequence[Sequence[int]], queries: Ranges, keys: Ranges) -> list[tuple[int, int]]:
-    """(queries, keys) of each document in turn; neighbours that have none of the one are joined."""
-    found = list[tuple[int, int]]()
+    """Returns the lengths (queries, keys) of each document in turn; neighbouring documents that
+    both have no queries, or no keys, are joined."""
+    runs = list[tuple[int, int]]()
     for sample in lengths:
         start = 0
         for length in sample:
-            mine = _within(queries, start, start + length), _within(keys, start, start + length)
-            start += length
-            last = found[-1] if found else (0, 0)
-            if any(one == before == 0 for one, before in zip(mine, last, strict=True)):
-                found[len(found) - 1 :] = [(last[0] + mine[0], last[1] + mine[1])]
-            elif any(mine):
-                found.append(mine)
-    return [one for one in found if any(one)]
+            stop = start + length
+            run = (_within(queries, start, stop), _within(keys, start, stop))
+            start = stop
+            last = runs[-1] if runs else (0, 0)
+            if run[0] == last[0] == 0 or run[1] == last[1] == 0:
+                runs[len(runs) - 1 :] = [(last[0] + run[0], last[1] + run[1])]
+            elif any(run):
+                runs.append(run)
+    return [run for run in runs if any(run)]
 
 
 def _within(ranges: Ranges, start: int, stop: int) -> int:
-    return sum(max(0, min(one.stop, stop) - max(one.start, start)) for one in ranges)
+    """The number of positions of `ranges` in [start, stop)."""
+    return sum(
+        max(0, min(positions.stop, stop) - max(positions.start, start)) for positions in ranges
+    )

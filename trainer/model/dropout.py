@@ -1,9 +1,9 @@
-"""Dropout (Srivastava et al. 2014) and jitter, alike on every layout: a counter-based generator
+"""Dropout (Srivastava et al. 2014) and jitter, equal on every layout: a counter-based generator
 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module,
 token, feature).
 
-A token's `serial` is its number in the run's data order, different for every step, sample and
-position; shards of a sequence carry the serials of their tokens. So any rank draws the same mask
+A token's `token_index` is its number in the run's data order, different for every step, sample and
+position; shards of a sequence carry the numbers of their tokens. So any rank draws the same mask
 for its elements as a single process, and so do recomputation and a resumed run. No generator has a
 state.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
 
-_BITS = 24  # of a random number of jitter: as many as fp32 has
+_BITS = 24  # of a random number of jitter: the precision of fp32
 
 
 def _signed(value: int) -> int:
@@ -31,46 +31,47 @@ _STEP, _FIRST, _SECOND = (
 )
 
 
-def salt_of(text: str) -> int:
-    """A random int64 that the text decides."""
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
-    )
+def salt_of(name: str) -> int:
+    """Returns a random int64 that is a function of `name`."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def spread(x: Tensor) -> Tensor:
-    """Counters far from each other, for `mix`."""
+    """Moves counters far from each other, for `mix`."""
     return x * _STEP
 
 
 def mix(x: Tensor) -> Tensor:
-    """Scatter int64 counters over all 64 bits; a bijection. Products wrap around."""
+    """Scatters int64 counters over all 64 bits; a bijection. Products wrap around."""
     x = (x ^ _shifted(x, 32)) * _FIRST
     x = (x ^ _shifted(x, 29)) * _SECOND
     return x ^ _shifted(x, 32)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right: torch's keeps the sign."""
+    """Shifts right and fills with zeros; torch's shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """bool of the broadcast shape, True with probability 1 - rate; both are mixed.
+    """Returns bool of the broadcast shape of `rows` and `columns`, which are mixed: True with
+    probability 1 - rate.
 
-    Multiplicative hashing (Dietzfelbinger et al. 1997): a mixed number times an odd mixed one, of
-    whose 64 bits the highest decide. Two kernels over the broadcast shape.
+    Multiplicative hashing (Dietzfelbinger et al. 1997): of the product of a mixed number and an odd
+    mixed number the highest of 64 bits decide. It takes two kernels over the broadcast shape.
     """
     return rows * (columns | 1) >= int(rate * 2.0**64) - (1 << 63)
 
 
 def mixed_counters(count: int, device: torch.device | str) -> Tensor:
-    """Mixed int64 numbers 0, 1, ... of features or heads."""
+    """Returns the mixed int64 numbers 0, 1, ... of features or heads."""
     return mix(torch.arange(count, device=device) * _STEP)
 
 
 class Seeded(nn.Module):
-    """`width`: how many features or heads the whole model has there."""
+    """A module whose random numbers are a function of the seed. `width`: the features or heads of
+    the whole model at this module."""
 
     def __init__(self, rate: float, width: int):
         super().__init__()
@@ -78,7 +79,8 @@ class Seeded(nn.Module):
         self.width = width
         self.scale = 1.0 / (1.0 - rate)
         self.salt: Tensor  # int64 scalar, set by `seed_dropout`
-        # int64 [width], set there too: to a compiler their products would look like indices
+        # int64 [width], set by `seed_dropout`: to a compiler a product of `arange` looks like
+        # indices
         self.counters: Tensor
 
     def extra_repr(self) -> str:
@@ -86,19 +88,20 @@ class Seeded(nn.Module):
 
 
 class Dropout(Seeded):
-    """[b, s, h] -> the same with elements zeroed, the others scaled by 1 / (1 - rate)."""
+    """[b, s, h] -> the same with some elements zeroed, the others scaled by 1 / (1 - rate)."""
 
-    def forward(self, x: Tensor, serial: Tensor | None) -> Tensor:
-        """`serial` int64 [b, s]: of the tokens in `x`. Not looked at when the rate is 0."""
+    def forward(self, x: Tensor, token_index: Tensor | None) -> Tensor:
+        """`token_index` int64 [b, s]: the numbers of the tokens in `x`; not read when the rate is
+        0."""
         if not self.rate:
             return x
-        assert serial is not None
-        keep = kept(mix(serial * _STEP + self.salt)[..., None], self.counters, self.rate)
+        assert token_index is not None
+        keep = kept(mix(token_index * _STEP + self.salt)[..., None], self.counters, self.rate)
         return _Masked.apply(x, keep, self.scale)
 
 
 class _Masked(torch.autograd.Function):
-    """x * keep * scale, one kernel on CUDA each way; keeps the mask alone."""
+    """x * keep * scale, with one kernel on CUDA in each direction; saves only the mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -113,16 +116,16 @@ class _Masked(torch.autograd.Function):
 
 
 class AttentionDropout(Seeded):
-    """Which attention probabilities stay. `first_head`: number, in the whole model, of the first
-    head asked for."""
+    """Dropout of attention probabilities. `first_head`: the number of this rank's first head in the
+    whole model."""
 
     def __init__(self, rate: float, heads: int):
         super().__init__(rate, heads)
         self.first_head = 0
 
     def kept(self, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
-        """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by
-        `scale`."""
+        """Token numbers int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; the caller
+        multiplies the kept probabilities by `scale`."""
         head = self.counters[self.first_head : self.first_head + heads]
         rows = mix(queries * _STEP + self.salt)[:, None, :, None]
         columns = mix(keys[:, None, :] * _STEP + head[:, None])[:, :, None, :]
@@ -130,17 +133,19 @@ class AttentionDropout(Seeded):
 
 
 class Jitter(Seeded):
-    """[n, hidden] -> the same, each number times a random one between 1 - `rate` and 1 + `rate`:
-    what routers read, so that experts of nearly equal score are tried (Switch, arXiv 2101.03961,
-    table 11). A number a token is kept for backward."""
+    """[n, hidden] -> the same, each number times a random one between 1 - `rate` and 1 + `rate`.
+    The
+    input of routers is jittered so that experts of nearly equal score are all tried (Switch, arXiv
+    2101.03961, table 11). Backward needs one saved number per token."""
 
-    def forward(self, x: Tensor, serial: Tensor) -> Tensor:
-        """`serial` int64 [n]: of the tokens in `x`."""
-        return _Jittered.apply(x, mix(spread(serial) + self.salt), self.counters, self.rate)
+    def forward(self, x: Tensor, token_index: Tensor) -> Tensor:
+        """`token_index` int64 [n]: the numbers of the tokens in `x`."""
+        return _Jittered.apply(x, mix(spread(token_index) + self.salt), self.counters, self.rate)
 
 
 def jitter_noise(rows: Tensor, columns: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
-    """[n, hidden] of mixed int64 [n] and [hidden], by multiplicative hashing as `dropout.kept`."""
+    """Returns the random factors [n, hidden] of mixed int64 [n] and [hidden], by multiplicative
+    hashing as in `kept`."""
     bits = (rows[:, None] * (columns | 1)) >> (64 - _BITS) & ((1 << _BITS) - 1)
     return bits.to(dtype).mul_(2 * rate / (1 << _BITS)).add_(1 - rate)
 
@@ -159,14 +164,13 @@ class _Jittered(torch.autograd.Function):
 
 
 def draws(model: Model) -> bool:
-    """Whether the model draws random numbers for each token, which then has to know its serial
-    number."""
+    """Whether the model draws random numbers per token, so that it needs the tokens' numbers."""
     return model.dropout > 0 or bool(model.moe and model.moe.jitter)
 
 
 def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Salt every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` is the same on
-    every layout."""
+    """Salts every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` draws the
+    same numbers on every layout."""
     counters: dict[int, Tensor] = {}
     for name, module in stage.named_modules():
         if isinstance(module, Seeded) and module.rate:

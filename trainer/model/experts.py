@@ -2,10 +2,10 @@
 layer itself.
 
 Nothing is padded, and without `moe.capacity_factor` no token is dropped: copies of tokens are
-sorted by expert, each expert multiplies its segment (MegaBlocks, arXiv 2211.15841), and a token
-sums what its experts returned. The weight of a choice multiplies at the expert, before the last
-matrix: the result is the same, and the expert's outputs need not be kept for backward (`segments`
-multiplies them where they are narrower).
+sorted by expert, each expert multiplies its segment (MegaBlocks, arXiv 2211.15841), and the results
+are summed per token. The expert multiplies by the weight of a choice before its last matrix: the
+result is the same, and its outputs need not be kept for backward (`segments` multiplies the outputs
+where they are narrower).
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from .capacity import first_choices
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
-from .permutation import Places, copied, counted, counted_by_row, inverse, permuted, summed
+from .permutation import CopyPositions, copied, counted, counted_by_row, inverse, permuted, summed
 from .router import Router, Routing
 from .segments import segmented
 
-#: What is computed while tokens are on their way to experts of other ranks.
+#: A computation that overlaps with the transfer of tokens to experts of other ranks.
 Meanwhile = Callable[[], Tensor | None]
-#: (x [n, hidden], routing, experts, meanwhile) -> [n, hidden], and what `meanwhile` returns
+#: (x [n, hidden], routing, experts, meanwhile) -> [n, hidden], and the result of `meanwhile`
 Dispatch = Callable[[Tensor, Routing, "Experts", Meanwhile], tuple[Tensor, Tensor | None]]
-#: (x [b, s, hidden], routing of its tokens) -> the same of the tokens that this rank's experts
-#: shall see
+#: (x [b, s, hidden], routing of its tokens) -> x and routing of the tokens that this rank's experts
+#: compute
 Enter = Callable[[Tensor, Routing], tuple[Tensor, Routing]]
-#: (rows [b, s, k] of this rank's tokens, a function of those of whole sequences) -> what it returns
-#: for this rank's
+#: (rows [b, s, k] of this rank's tokens, a function of rows of whole sequences) -> the function's
+#: result for this rank's tokens
 OfSequences = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
-#: Terms of the loss.
+#: Names of terms of the loss.
 BALANCE = "expert_balance"
 Z = "router_z"
 
 
 class GroupedLinear(nn.Module):
-    """x [n, in] in segments that end at `ends` int32 [experts] -> [n, out]: a segment times its own
-    matrix [out, in], all in one kernel of a GPU."""
+    """x [n, in] in segments that end at `ends` int32 [experts] -> [n, out]: each segment times its
+    own matrix [out, in], all in one kernel of a GPU."""
 
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
@@ -68,39 +68,41 @@ class Experts(nn.Module):
         self.up = GroupedLinear(*shape)
         self.down = GroupedLinear(moe.experts, moe.ffn_hidden, model.hidden)
         self.activation = model.activation
-        self.in_one_kernel = False  # as on a GPU, wherever tensors are
+        self.in_one_kernel = False  # whether to use the GPU's kernel on any device
 
     @property
     def count(self) -> int:
-        """Experts on this rank."""
+        """The number of experts on this rank."""
         return self.up.weight.shape[0]
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        if (
-            not (self.in_one_kernel or x.is_cuda) or x.dtype != torch.bfloat16
-        ):  # what `GroupedLinear`'s kernel is for
-            gate = None if self.gate is None else self.gate.weight
+        has_kernel = (self.in_one_kernel or x.is_cuda) and x.dtype == torch.bfloat16
+        if not has_kernel:
             return segmented(
-                x, weights, counts.tolist(), gate, self.up.weight, self.down.weight, self.activation
+                x,
+                weights,
+                counts.tolist(),
+                gate=None if self.gate is None else self.gate.weight,
+                up=self.up.weight,
+                down=self.down.weight,
+                activation=self.activation,
             )
         ends = counts.cumsum(0).to(torch.int32)
         up = self.up(x, ends)
-        activation = self.activation
-        inner = (
-            ACTIVATIONS[activation](up)
-            if self.gate is None
-            else gated(self.gate(x, ends), up, activation)
-        )
+        if self.gate is None:
+            inner = ACTIVATIONS[self.activation](up)
+        else:
+            inner = gated(self.gate(x, ends), up, self.activation)
         return self.down((inner * weights[:, None]).to(x.dtype), ends)
 
 
 class MixtureOfExperts(nn.Module):
-    """[b, s, hidden], and numbers of its tokens [b, s] -> [b, s, hidden]: stands in a block where a
-    dense layer has its MLP.
+    """[b, s, hidden], and numbers of its tokens [b, s] -> [b, s, hidden]: replaces the MLP of a
+    dense layer.
 
-    `enter`, `sum_counts`, `of_sequences`, `dispatch`, `shared_in` and `shared_out` are replaceable:
-    parallelism puts its communication there. `terms`, where they are set, get the terms that
-    balance the experts.
+    Parallelism replaces `enter`, `sum_counts`, `of_sequences`, `dispatch`, `shared_in` and
+    `shared_out` by its communication. If `terms` is set, the layer adds the terms that balance its
+    experts.
     """
 
     def __init__(self, model: Model, moe: Moe):
@@ -112,13 +114,15 @@ class MixtureOfExperts(nn.Module):
         self.enter: Enter = _enter
         self.shared_in, self.shared_out = identities(2)
         self.dispatch: Dispatch = dispatch
-        # Over ranks that hold parts of the same sequences:
+        # Replaced where several ranks hold parts of the same sequences:
         self.sum_counts: Callable[[Tensor], Tensor] = _alone
         self.of_sequences: OfSequences = _of_whole
         self.terms: LossTerms | None = None
 
-    def forward(self, x: Tensor, serial: Tensor | None = None) -> Tensor:
-        routing = self.router(x.flatten(0, -2), None if serial is None else serial.flatten())
+    def forward(self, x: Tensor, token_index: Tensor | None = None) -> Tensor:
+        routing = self.router(
+            x.flatten(0, -2), None if token_index is None else token_index.flatten()
+        )
         if self.terms is not None:
             x = self._add_terms(x, routing, self.terms)
         if self.router.moe.capacity_factor is not UNSET:
@@ -128,52 +132,43 @@ class MixtureOfExperts(nn.Module):
         def shared() -> Tensor | None:
             return None if self.shared is None else self.shared_out(self.shared(self.shared_in(x)))
 
-        out, beside = self.dispatch(x.flatten(0, -2), routing, self.experts, shared)
-        return out.view_as(x) if beside is None else out.view_as(x) + beside
+        out, shared_out = self.dispatch(x.flatten(0, -2), routing, self.experts, shared)
+        return out.view_as(x) if shared_out is None else out.view_as(x) + shared_out
 
     def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
         moe = self.router.moe
         if self.router.load is not None:
-            x = terms.add(
-                BALANCE,
-                x,
-                moe.balance_loss * batch_balance(routing, self.router.load),
-                divisor=terms.tokens,
-            )
+            balance = moe.balance_loss * batch_balance(routing, self.router.load)
+            x = terms.add(BALANCE, x, balance, divisor=terms.tokens)
         elif moe.balance_loss:
             chosen = routing.experts.reshape(len(x), -1)
             counts = self.sum_counts(counted_by_row(chosen, moe.experts))
-            x = terms.add(
-                BALANCE,
-                x,
-                moe.balance_loss * sequence_balance(routing, counts),
-                divisor=terms.samples,
-            )
+            balance = moe.balance_loss * sequence_balance(routing, counts)
+            x = terms.add(BALANCE, x, balance, divisor=terms.samples)
         if moe.z_loss:
             x = terms.add(Z, x, moe.z_loss * z_sum(routing), divisor=terms.tokens)
         return x
 
     def _drop(self, routing: Routing, sequences: int) -> Routing:
-        """Each expert takes its first tokens of each sequence."""
+        """Returns the routing in which each expert accepts its first tokens of each sequence."""
         moe = self.router.moe
         chosen = routing.experts.view(sequences, -1, self.router.moe.top_k)
 
-        def taken(chosen: Tensor) -> Tensor:
+        def choose_first(chosen: Tensor) -> Tensor:
             capacity = expert_capacity(moe, chosen.shape[1])
             assert capacity is not None, "else nothing is dropped"
             return first_choices(chosen, moe.experts, capacity)
 
-        return routing._replace(taken=self.of_sequences(chosen, taken).flatten(0, 1))
+        return routing._replace(accepted=self.of_sequences(chosen, choose_first).flatten(0, 1))
 
 
 def term_names(model: Model) -> list[str]:
-    """The terms that a model's experts add to the loss."""
+    """Returns the terms that a model's experts add to the loss."""
     moe = model.moe
-    return (
-        [name for name, weight in ((BALANCE, moe.balance_loss), (Z, moe.z_loss)) if weight]
-        if moe
-        else []
-    )
+    if not moe:
+        return []
+    weights = {BALANCE: moe.balance_loss, Z: moe.z_loss}
+    return [name for name, weight in weights.items() if weight]
 
 
 def _enter(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
@@ -189,51 +184,47 @@ def _of_whole(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Copies(NamedTuple):
-    """A copy of a token for each of its choices that is taken, sorted by expert; m = n * k where
-    all are."""
+    """One copy of a token per accepted choice, sorted by expert; m = n * k if all are accepted."""
 
     rows: Tensor  # [m, hidden]
     weights: Tensor  # [m]
     counts: Tensor  # int64 [experts of the layer]
-    token: Tensor  # int64 [m]: which token each copy is of
-    places: Places  # where the copies of each token are
+    token: Tensor  # int64 [m]: the token of each copy
+    positions: CopyPositions  # those of each token's copies
 
     @classmethod
     def of(cls, x: Tensor, routing: Routing, experts: int) -> Copies:
-        """Of tokens [n, hidden] for a layer of so many experts."""
+        """Copies tokens [n, hidden] for a layer of `experts` experts."""
         chosen = routing.experts.flatten()
-        taken = routing.taken
-        if taken is not None:
-            chosen = chosen.masked_fill(
-                ~taken.flatten(), experts
-            )  # dropped ones go behind the last expert
+        accepted = routing.accepted
+        if accepted is not None:  # dropped choices go behind the last expert
+            chosen = chosen.masked_fill(~accepted.flatten(), experts)
         order = chosen.argsort(stable=True)
-        place = inverse(order)
-        weights = permuted(routing.weights.flatten(), order, place)
-        if taken is None:
-            places = Places(place.view_as(routing.experts))
+        position = inverse(order)
+        weights = permuted(routing.weights.flatten(), order, position)
+        if accepted is None:
+            positions = CopyPositions(position.view_as(routing.experts))
             counts = counted(chosen, experts)
         else:
-            places = Places.unequal(place[taken.flatten()], taken.sum(-1))
+            positions = CopyPositions.unequal(position[accepted.flatten()], accepted.sum(-1))
             counts = counted(chosen, experts + 1)[:-1]
-            weights = weights[: len(places.of_copies)]
-            order = order[: len(places.of_copies)]
+            weights = weights[: len(positions.of_copies)]
+            order = order[: len(positions.of_copies)]
         token = order // routing.experts.shape[-1]
-        return cls(copied(x, token, places), weights, counts, token, places)
+        return cls(copied(x, token, positions), weights, counts, token, positions)
 
     def summed(self, out: Tensor) -> Tensor:
-        """What experts returned for the copies, [m, hidden], summed over each token's -> [n,
-        hidden]."""
-        return summed(out, self.token, self.places)
+        """Sums the experts' results for the copies, [m, hidden], per token -> [n, hidden]."""
+        return summed(out, self.token, self.positions)
 
 
 def dispatch(
     x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
 ) -> tuple[Tensor, Tensor | None]:
-    """All experts on this rank."""
+    """Computes a layer whose experts are all on this rank."""
     copies = Copies.of(x, routing, experts.count)
     return copies.summed(experts(copies.rows, copies.counts, copies.weights)), meanwhile()
 
 
 def nothing() -> None:
-    """A `Meanwhile`."""
+    """Computes nothing, as a `Meanwhile`."""

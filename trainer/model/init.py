@@ -1,5 +1,5 @@
-"""Initial weights that depend on (seed, parameter name) and nothing else: every layout starts from
-the same model."""
+"""Initial weights, which are a function of (seed, parameter name): every layout starts from the
+same model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 4096
 
 
 class Slice(Protocol):
-    """Where a local tensor lies in its global one (`trainer.parallel.params.ParamInfo`)."""
+    """The position of a local tensor in its global one (`trainer.parallel.params.ParamInfo`)."""
 
     @property
     def global_shape(self) -> tuple[int, ...]: ...
@@ -33,28 +33,24 @@ class Slice(Protocol):
 def init_stage(
     stage: Stage, model: Model, seed: int, table: Mapping[str, Slice] | None = None
 ) -> None:
-    """Fill every parameter in place; `table` says which slice of the full tensor a parameter holds
-    (default: all).
+    """Fills every parameter in place. `table` gives the slice of the full tensor that a parameter
+    holds (default: all).
 
-    Draws are made in fp32 and then rounded, so all precisions start from the same numbers. They
-    come from the device that holds the parameter: CPU and CUDA differ.
+    Numbers are drawn in fp32 and then rounded, so all precisions start from the same numbers. The
+    device of the parameter draws them: CPU and CUDA differ.
     """
     for name, param in stage.named_parameters():
         if param.is_meta:  # a dry build: shapes only
             continue
+        shape = tuple(param.shape)
         if table is None:
-            fill(
-                param,
-                name,
-                tuple(param.shape),
-                tuple(slice(0, size) for size in param.shape),
-                model,
-                seed,
-            )
+            slices = tuple(slice(0, size) for size in shape)
+            fill(param, name, shape, slices, model=model, seed=seed)
         else:
             info = table[name]
             param.zero_()  # padding stays zero: its gradient is zero and weight decay keeps it zero
-            fill(info.valid(param), name, info.global_shape, info.global_slices, model, seed)
+            local = info.valid(param)
+            fill(local, name, info.global_shape, info.global_slices, model=model, seed=seed)
 
 
 def fill(
@@ -65,20 +61,18 @@ def fill(
     model: Model,
     seed: int,
 ) -> None:
-    """Write full_tensor(name)[where] into `out`, drawing no more than the rows that are asked
-    for."""
-    if len(shape) == 1:
-        nn.init.constant_(
-            out, 1.0 if name.endswith("weight") else 0.0
-        )  # norms begin as identity, biases at zero
+    """Writes full_tensor(name)[where] into `out`, drawing only the blocks of rows that it needs."""
+    if len(shape) == 1:  # norms begin as identity, biases at zero
+        nn.init.constant_(out, 1.0 if name.endswith("weight") else 0.0)
         return
-    if len(shape) == 3:  # one matrix an expert, each drawn by its number
-        for index in range(where[0].start, where[0].stop):
-            fill(out[index - where[0].start], f"{name}/{index}", shape[1:], where[1:], model, seed)
+    rows = where[0]
+    if len(shape) == 3:  # one matrix per expert, drawn by the expert's number
+        for index in range(rows.start, rows.stop):
+            expert = f"{name}/{index}"
+            local = out[index - rows.start]
+            fill(local, expert, shape[1:], where[1:], model=model, seed=seed)
         return
     deviation = std(name, model)
-    rows = where[0]
-    rest = where[1:]
     for block in range(rows.start // ROWS, -(-rows.stop // ROWS)):
         low = block * ROWS
         high = min((block + 1) * ROWS, shape[0])
@@ -89,14 +83,14 @@ def fill(
         generator = torch.Generator(out.device).manual_seed(_seed(seed, name, block))
         drawn = torch.empty(high - low, *shape[1:], dtype=torch.float32, device=out.device)
         drawn.normal_(0.0, deviation, generator=generator)
-        out[first - rows.start : stop - rows.start].copy_(
-            drawn[first - low : stop - low][(slice(None), *rest)]
-        )
+        needed = drawn[first - low : stop - low][(slice(None), *where[1:])]
+        out[first - rows.start : stop - rows.start].copy_(needed)
 
 
 def std(name: str, model: Model) -> float:
-    """sqrt(2 / 5h) (Nguyen & Salazar 2019, arXiv 1910.05895: 0.02 at h = 1000), and for matrices
-    that write into the residual stream that over sqrt(2 layers) (GPT-2, section 2.3).
+    """Returns the standard deviation of a matrix: sqrt(2 / 5h) (Nguyen & Salazar 2019, arXiv
+    1910.05895: 0.02 at h = 1000), divided by sqrt(2 layers) for matrices that write into the
+    residual stream (GPT-2, section 2.3).
     """
     base = (2.0 / (5.0 * model.hidden)) ** 0.5
     writes = name.partition("/")[0].endswith((".wo.weight", ".down.weight"))

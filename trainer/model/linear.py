@@ -1,9 +1,9 @@
-"""The two modules that hold matrices, and the arithmetic of one of them.
+"""The two modules that hold matrices, and the arithmetic of linears.
 
-`Linear.op` is the product and its two gradients. Low precision, adapters and offloaded weights
-replace it, and no more: plain linears, column-parallel ones and split backward all compute with it.
-`Linear.run` says how autograd sees the product; split backward replaces that. The model knows none
-of them.
+`Linear.op` computes the product and its two gradients. Low precision, adapters and offloaded
+weights replace only `op`: plain linears, column-parallel ones and split backward all compute with
+it. `Linear.run` decides how autograd sees the product; split backward replaces it. The model does
+not know the replacements.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 
 class LinearOp:
-    """A product x [..., in] by a weight [out, in] and its gradients: x @ weight.T (+ bias) here.
+    """The product of x [..., in] and a weight [out, in], and its gradients: here x @ weight.T
+    (+ bias).
 
-    Autograd never looks inside. A rank calls it with its own slices: column-parallel weights hold
-    some of the outputs, row-parallel ones some of the inputs. Row-parallel linears have no bias.
-    Results are new tensors. Biases are added in `forward`; their gradient, the sum of `grad`, is
-    not the op's business.
+    Autograd does not see inside. A rank calls the op with its own slices: column-parallel weights
+    hold some of the outputs, row-parallel ones some of the inputs. Row-parallel linears have no
+    bias. Results are new tensors. `forward` adds the bias; callers compute its gradient, the sum of
+    `grad`.
     """
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -30,8 +31,8 @@ class LinearOp:
         return F.linear(x, weight, bias)
 
     def saved(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What is kept of the input for the weight's gradient; low precision keeps less than
-        `x`."""
+        """Returns the tensors of the input that the weight's gradient needs; low precision keeps
+        less than `x`."""
         return (x,)
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
@@ -39,10 +40,10 @@ class LinearOp:
         return grad @ weight
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        """[..., out] and what `saved` gave -> [out, in], summed over the leading dimensions."""
+        """[..., out] and the result of `saved` -> [out, in], summed over the leading dimensions."""
         return grad.flatten(0, -2).T @ saved[0].flatten(0, -2)
 
-    # The same, added to what is there. An op without a kernel for that inherits these.
+    # The gradients, added to a total. An op without a kernel for the sum inherits these.
 
     def add_input_grad(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
         total.add_(self.input_grad(grad, weight))
@@ -52,7 +53,7 @@ class LinearOp:
 
 
 class PlainOp(LinearOp):
-    """The op of a model without any technique: sums are part of the matrix product."""
+    """The op of an unmodified model: sums are part of the matrix product."""
 
     def add_input_grad(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
         total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)
@@ -73,14 +74,14 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.op: LinearOp = PLAIN
         self.run: Callable[[Linear, Tensor], Tensor] = run
-        self.reused = False  # whether one forward of the model uses it several times
+        self.reused = False  # whether one forward of the model uses this linear several times
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)
 
 
 def run(linear: Linear, x: Tensor) -> Tensor:
-    """The product with both gradients in one backward."""
+    """Computes the product, with both gradients in one backward."""
     if linear.op is PLAIN:
         return F.linear(x, linear.weight, linear.bias)
     return _Product.apply(x, linear.weight, linear.bias, linear.op)
@@ -96,18 +97,16 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        return (
-            ctx.op.input_grad(grad, weight) if needs[0] else None,
-            ctx.op.weight_grad(grad, saved) if needs[1] else None,
-            grad.flatten(0, -2).sum(0) if needs[2] else None,
-            None,
-        )
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = ctx.op.input_grad(grad, weight) if needs_x else None
+        grad_weight = ctx.op.weight_grad(grad, saved) if needs_weight else None
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def apply_linears(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
-    """Outputs of linears that share an input. Replaceable too: tensor parallelism runs them as one
-    operation."""
+    """Returns the outputs of linears that share an input. Tensor parallelism replaces this
+    function, to run the linears as one operation."""
     return [linear(x) for linear in linears]
 
 
@@ -124,5 +123,5 @@ class Embedding(nn.Module):
 
 
 def identities(count: int) -> list[nn.Module]:
-    """Modules that parallelism may replace."""
+    """Returns modules that parallelism may replace."""
     return [nn.Identity() for _ in range(count)]

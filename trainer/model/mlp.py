@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": partial(F.gelu, approximate="tanh"),
 }
-#: (gradient of the output, input, keyword grad_input: where the result goes)
+#: (gradient of the output, input, grad_input=the tensor to write) -> gradient of the input
 GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "silu": torch.ops.aten.silu_backward.grad_input,
     "gelu": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
@@ -50,14 +50,14 @@ class MLP(nn.Module):
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up"""
+    """Returns activation(gate) * up."""
     if torch.compiler.is_compiling():  # one kernel, and one of its backward
         return ACTIVATIONS[activation](gate) * up
     return _Gated.apply(gate, up, activation)
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps its two inputs alone: backward takes the activation again."""
+    """A product that saves only its two inputs: backward recomputes the activation."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -68,7 +68,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        of_up = ACTIVATIONS[ctx.activation](gate).mul_(grad)
-        of_gate = grad * up
-        GRADIENTS[ctx.activation](of_gate, gate, grad_input=of_gate)
-        return of_gate, of_up, None
+        grad_up = ACTIVATIONS[ctx.activation](gate).mul_(grad)
+        grad_gate = grad * up
+        GRADIENTS[ctx.activation](grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, grad_up, None

@@ -1,7 +1,7 @@
-"""Rows copied into another order, and copies summed: each is the backward of the other.
+"""Copies of rows in another order, and sums of copies: each is the backward of the other.
 
-Autograd's own backward of `x[index]` adds row after row to zeros, and sorts on CUDA so as to be
-deterministic. Here the places of a row's copies are known, so backward reads each copy once and
+Autograd's own backward of `x[index]` adds row after row to zeros, and sorts on CUDA in order to be
+deterministic. Here the positions of a row's copies are known, so backward reads each copy once and
 writes each sum once.
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Of a permutation, int64 [n]: where each number stands in it."""
+    """Returns the inverse of a permutation int64 [n]: the position of each number in `order`."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def counted(numbers: Tensor, count: int) -> Tensor:
-    """int64 [count]: how often each of 0 to count - 1 is among `numbers`. `bincount` would wait for
-    the device."""
+    """Returns int64 [count]: how often each of 0 to count - 1 is among `numbers`. `bincount` would
+    wait for the device."""
     return counted_by_row(numbers.reshape(1, -1), count)[0]
 
 
@@ -33,40 +33,42 @@ def counted_by_row(numbers: Tensor, count: int) -> Tensor:
     )
 
 
-class Places(NamedTuple):
-    """Where the copies of each of n rows are."""
+class CopyPositions(NamedTuple):
+    """The positions of the copies of each of n rows."""
 
-    of_copies: Tensor  # int64 [n, k]; or int64 [m], row after row, where rows have unequally many
-    starts: Tensor | None = None  # then int64 [n]: where those of each row begin in `of_copies`
+    of_copies: Tensor  # int64 [n, k]; or int64 [m], row after row, if rows have unequal numbers
+    starts: Tensor | None = None  # if unequal: int64 [n], where each row begins in `of_copies`
 
     @classmethod
-    def unequal(cls, of_copies: Tensor, many: Tensor) -> Places:
-        """`many` int64 [n]: how many copies each row has."""
-        return cls(of_copies, many.cumsum(0) - many)
+    def unequal(cls, of_copies: Tensor, counts: Tensor) -> CopyPositions:
+        """`counts` int64 [n]: the number of copies of each row."""
+        return cls(of_copies, counts.cumsum(0) - counts)
 
 
-def copied(x: Tensor, source: Tensor, places: Places) -> Tensor:
-    """[n, h] -> [m, h]: row i is row `source[i]` of `x`, whose copies are at `places`."""
-    return _Copied.apply(x, source, *places)
+def copied(x: Tensor, source: Tensor, positions: CopyPositions) -> Tensor:
+    """[n, h] -> [m, h]: row i is a copy of row `source[i]` of `x`, whose copies are at
+    `positions`."""
+    return _Copied.apply(x, source, *positions)
 
 
-def summed(copies: Tensor, source: Tensor, places: Places) -> Tensor:
-    """[m, h] -> [n, h]: the sum of the copies of each row, as `copied` made them; zeros for a row
-    without copies."""
-    return _Summed.apply(copies, source, *places)
+def summed(copies: Tensor, source: Tensor, positions: CopyPositions) -> Tensor:
+    """[m, h] -> [n, h]: sums the copies of each row that `copied` made; a row without copies is
+    zero."""
+    return _Summed.apply(copies, source, *positions)
 
 
-def permuted(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Row i is row `order[i]` of `x` [n, ...]; `places` is the inverse of `order`."""
-    return _Copied.apply(x, order, places[:, None], None)
+def permuted(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """Permutes rows: row i is row `order[i]` of `x` [n, ...]; `positions` is the inverse of
+    `order`."""
+    return _Copied.apply(x, order, positions[:, None], None)
 
 
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, source: Tensor, places: Tensor, starts: Tensor | None
+        ctx: Any, x: Tensor, source: Tensor, positions: Tensor, starts: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(places, starts)
+        ctx.save_for_backward(positions, starts)
         return x.index_select(0, source)
 
     @staticmethod
@@ -77,19 +79,18 @@ class _Copied(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, copies: Tensor, source: Tensor, places: Tensor, starts: Tensor | None
+        ctx: Any, copies: Tensor, source: Tensor, positions: Tensor, starts: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(source)
-        return _sum(copies, places, starts)
+        return _sum(copies, positions, starts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
-def _sum(copies: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
-    if starts is None and places.shape[1] == 1:
-        return copies.index_select(0, places[:, 0])
-    return F.embedding_bag(
-        places, copies, starts, mode="sum"
-    )  # gathers and adds in one pass, in the same order always
+def _sum(copies: Tensor, positions: Tensor, starts: Tensor | None) -> Tensor:
+    if starts is None and positions.shape[1] == 1:
+        return copies.index_select(0, positions[:, 0])
+    # This gathers and adds in one pass, always in the same order.
+    return F.embedding_bag(positions, copies, starts, mode="sum")

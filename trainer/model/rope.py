@@ -15,46 +15,40 @@ Rope = tuple[Tensor, Tensor]  # cos, sin: [b, s, 1, head_dim / 2]
 
 
 def rope_tables(positions: Tensor, model: Model, dtype: torch.dtype) -> Rope:
-    """Angles of int64 positions [b, s]. Never below fp32: at position 8191 a bf16 angle is off by
-    whole turns."""
+    """Returns cosines and sines of the angles at int64 positions [b, s], in at least fp32: at
+    position 8191 a bf16 angle is off by whole turns."""
     dtype = torch.promote_types(dtype, torch.float32)
     head_dim = model.mla.qk_rope_head_dim if model.mla else model.head_dim
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
     speeds = model.rope_theta**-steps
     if model.yarn:
-        speeds = speeds * _stretch(model.yarn, head_dim, model.rope_theta, positions.device).to(
-            dtype
-        )
+        stretch = _stretch(model.yarn, head_dim, model.rope_theta, positions.device)
+        speeds = speeds * stretch.to(dtype)
     angles = positions.to(dtype)[:, :, None, None] * speeds
     return angles.cos(), angles.sin()
 
 
 def _stretch(yarn: Yarn, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """float64 [head_dim / 2]: by what YaRN multiplies each rotary frequency, from 1 (fast) to 1 /
-    factor (slow).
-
-    It is made on the device: for a copy of it the host would wait.
-    """
+    """Returns the factors by which YaRN multiplies the rotary frequencies, float64 [head_dim / 2]:
+    from 1 (fast) to 1 / factor (slow). They are made on the device, since the host would wait for a
+    copy."""
 
     def dimension(turns: float) -> float:
-        """Index of the dimension that turns that often over the original length."""
-        return (
-            head_dim
-            * math.log(yarn.original_seq_len / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        """Returns the index of the dimension that makes this many turns over the original
+        length."""
+        wavelength = yarn.original_seq_len / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
     first = max(0, math.floor(dimension(yarn.beta_fast)))
     last = min(head_dim - 1, math.ceil(dimension(yarn.beta_slow)))
-    slow = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - first) / max(
-        last - first, 0.001
-    )
+    dimensions = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
+    slow = (dimensions - first) / max(last - first, 0.001)
     return 1.0 + slow.clamp(0.0, 1.0) * (1.0 / yarn.factor - 1.0)
 
 
 def attention_scale(model: Model) -> float:
-    """By what YaRN multiplies attention scores (arXiv 2309.00071, section 3.4; DeepSeek-V3's
-    released weights)."""
+    """Returns the factor by which YaRN multiplies attention scores (arXiv 2309.00071, section 3.4;
+    DeepSeek-V3's released weights)."""
     yarn = model.yarn
     if not yarn or yarn.factor <= 1:
         return 1.0
@@ -62,16 +56,17 @@ def attention_scale(model: Model) -> float:
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """x [b, s, heads, head_dim], dimension i turned together with i + head_dim / 2."""
+    """Rotates x [b, s, heads, head_dim]: dimension i turns together with i + head_dim / 2."""
     cos, sin = rope
-    if torch.compiler.is_compiling():  # one kernel of this, and of its backward
+    if torch.compiler.is_compiling():  # one kernel in each direction
         low, high = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
     return _Rotate.apply(x, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
-    """The same in three kernels that move five times x; backward turns by the opposite angle."""
+    """The rotation in three kernels that move five times x; backward turns by the opposite
+    angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

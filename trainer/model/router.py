@@ -1,12 +1,12 @@
-"""Which experts a token goes to, and with what weight.
+"""The choice of experts for each token, and the weights of the choices.
 
 Soft-max routers (Mixtral, arXiv 2401.04088; Qwen3, arXiv 2505.09388) score by soft-max over all
 experts; sigmoid routers (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) score each expert by itself,
 add a balancing bias to the scores for the choice alone, and may limit a token to experts of few
 groups (nodes).
 
-Scores are never below fp32: bf16 has 8 bits, and neighbours among 256 experts differ by less. Equal
-scores go to the expert with the lower number, so that every layout breaks ties alike.
+Scores are at least fp32: bf16 has 8 bits, and neighbours among 256 experts differ by less. Of equal
+scores the expert with the lower number is chosen, so that every layout breaks ties alike.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from orchestrator.plan.document import Model, Moe
 from .dropout import Jitter
 from .state import State, add_state
 
-#: How the name of a router's bias ends, among the state of a model.
+#: The suffix of the names of routers' biases among a model's state.
 BIAS = "router.bias"
 
 
 class Routing(NamedTuple):
-    """Choices of n tokens among e experts, k each."""
+    """The choices of n tokens among e experts, k per token."""
 
     experts: Tensor  # int64 [n, k], best first
-    weights: Tensor  # fp32 or float64 [n, k]: by how much each expert's output counts
-    scores: Tensor  # [n, e], differentiable, as `balance` wants them: they sum to 1
+    weights: Tensor  # fp32 or float64 [n, k], factors of the experts' outputs
+    scores: Tensor  # [n, e], differentiable, for `balance`: they sum to 1
     logits: Tensor  # [n, e]
-    taken: Tensor | None = None  # bool [n, k]: choices that their expert takes; None: all
+    accepted: Tensor | None = None  # bool [n, k]: choices that their expert accepts; None: all
 
 
 class Router(nn.Module):
-    """[n, hidden], and numbers of the tokens [n] where `jitter` needs them -> `Routing`. Without
-    gradient, and changed by each step: `bias` fp32 [experts], where the plan has it, moves the
-    choice alone (`balance.bias_change`); `load` fp32 [experts], where the load of the whole batch
-    is balanced, is how often the step before chose each expert, over the mean.
+    """[n, hidden], and numbers of the tokens [n] if `jitter` needs them -> `Routing`.
+
+    Its state without gradient changes with each step. `bias` fp32 [experts], if the plan has one,
+    changes only the choice (`balance.bias_change`). `load` fp32 [experts], if the load of the whole
+    batch is balanced, is how often the previous step chose each expert, divided by the mean.
     """
 
     def __init__(self, model: Model, moe: Moe):
@@ -58,30 +59,31 @@ class Router(nn.Module):
         if moe.balance_over == "batch" and moe.balance_loss:
             add_state(self, "load", State((moe.experts,), start=1.0))
 
-    def forward(self, x: Tensor, serial: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, token_index: Tensor | None = None) -> Routing:
         moe = self.moe
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x = x.to(wide)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = x.to(dtype)
         if self.jitter is not None:
-            assert serial is not None, "jitter is of a token's number"
-            x = self.jitter(x, serial)
-        logits = F.linear(x, self.weight.to(wide))
+            assert token_index is not None, "jitter is a function of the token's number"
+            x = self.jitter(x, token_index)
+        logits = F.linear(x, self.weight.to(dtype))
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())
         weights = scores.gather(-1, chosen)
         if moe.norm_topk:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
         if moe.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         return Routing(chosen, weights * moe.routed_scale, scores, logits)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """int64 [n, k], of scores [n, e] without gradient; a twin has its own
-        (`trainer.twin.choices`)."""
+        """Returns the choices int64 [n, k], given scores [n, e] without gradient; the digital twin
+        replaces this method (`trainer.twin.choices`)."""
         return best(self._choosable(scores), self.moe.top_k)
 
     def _choosable(self, scores: Tensor) -> Tensor:
-        """Scores for the choice: with the balancing bias, -inf outside of the best groups."""
+        """Returns the scores for the choice: with the balancing bias, -inf outside the best
+        groups."""
         moe = self.moe
         if self.bias is not None:
             scores = scores + self.bias
@@ -90,16 +92,14 @@ class Router(nn.Module):
         grouped = scores.unflatten(-1, (moe.groups, -1))
         # DeepSeek-V3 ranks groups by their two best experts, DeepSeek-V2 (soft-max) by the best
         # one.
-        value = grouped.topk(min(2, grouped.shape[-1]) if moe.score == "sigmoid" else 1).values.sum(
-            -1
-        )
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(
-            -1, best(value, moe.top_groups), True
-        )
-        return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        count = min(2, grouped.shape[-1]) if moe.score == "sigmoid" else 1
+        group_scores = grouped.topk(count).values.sum(-1)
+        in_best_groups = torch.zeros_like(group_scores, dtype=torch.bool)
+        in_best_groups.scatter_(-1, best(group_scores, moe.top_groups), True)
+        return grouped.masked_fill(~in_best_groups[..., None], -torch.inf).flatten(-2)
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Indices [..., count] of the highest scores [..., e], the lower index first where they are
-    equal."""
+    """Returns the indices [..., count] of the highest scores [..., e]; of equal scores the lower
+    index comes first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()

@@ -1,5 +1,5 @@
-"""Consecutive layers of the decoder: what one pipeline stage computes. With all layers it is the
-whole model."""
+"""Consecutive layers of the decoder, which one pipeline stage computes. With all layers a stage is
+the whole model."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ class Batch(Protocol):
     @property
     def tokens(self) -> Tensor: ...
     @property
-    def positions(self) -> Tensor: ...  # counted from the start of each document
+    def positions(self) -> Tensor:
+        """The tokens' positions, counted from the start of each document."""
+        ...
+
     @property
-    def documents(
-        self,
-    ) -> Documents | None: ...  # that are packed into samples, where they are kept apart
+    def documents(self) -> Documents | None:
+        """The documents that are packed into samples, if they are kept apart."""
+        ...
+
     @property
-    def serial(
-        self,
-    ) -> (
-        Tensor | None
-    ): ...  # number of the token in the data order; read where random numbers are drawn
+    def serial(self) -> Tensor | None:
+        """The tokens' numbers in the data order, read where random numbers are drawn."""
+        ...
+
     # For a model that predicts further tokens, [b, s, depth]: at depth k, from 1, the token k
-    # places on and its target.
+    # positions ahead and its target.
     @property
     def next_tokens(self) -> Tensor | None: ...
     @property
@@ -48,16 +51,18 @@ class Batch(Protocol):
 
 
 class Stage(nn.Module):
-    """Blocks `layers` of the model, with the embedding if `first` and the final norm and head if
-    `last`.
+    """The blocks `layers` of the model, with the embedding if `first`, and with the final norm and
+    head if `last`.
 
-    Parameters carry global names (`layers.17.attn.wq.weight`), so a name means the same tensor on
-    every layout. With tied embeddings the head's weight is `embed.weight`; a last stage that is not
-    also the first holds its own copy under that name, and one that predicts further tokens does,
-    too. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and
-    `head_in` are replaced by tensor parallelism like those of a block; `rows` selects the part of
-    the sequence in hidden states. `before` is called with the name of each of `parts` before it
-    computes. `terms`, where they are set, get the loss of further tokens, by `token_loss`.
+    Parameters have global names (`layers.17.attn.wq.weight`), so a name means the same tensor on
+    every layout. With tied embeddings the head's weight is `embed.weight`. A last stage that is not
+    also the first holds its own copy under that name, and so does one that predicts further tokens.
+    Build under `torch.device("meta")` to allocate nothing.
+
+    Tensor parallelism replaces `embed_out`, `positions_out` and `head_in` like the modules of a
+    block; `rows` selects this rank's part of the sequence. `before` is called with the name of each
+    of `parts` before it computes. `terms`, if they are set, get the loss of further tokens, which
+    `token_loss` computes.
     """
 
     def __init__(self, model: Model, layers: range, first: bool, last: bool):
@@ -87,13 +92,13 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> dict[int, Block]:
-        """The blocks by their number in the model, in order; those that predict further tokens
-        follow."""
+        """The blocks by their number in the model, in order; those that predict further tokens come
+        last."""
         return {int(name): cast(Block, block) for name, block in self.layers.items()}
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The modules whose weights each part of a forward reads, in the order in which they
-        compute."""
+        """Returns the modules whose weights each part of a forward reads, in the order in which the
+        parts compute."""
         embeddings: list[nn.Module] = [self.embed] if self.embeds else []
         if self.learned_positions:
             embeddings.append(self.embed_positions)
@@ -107,45 +112,52 @@ class Stage(nn.Module):
         }
 
     def tie(self) -> None:
-        """Make head and embedding one parameter again, after something replaced the embedding's
-        weight."""
+        """Makes head and embedding one parameter, after the embedding's weight was replaced."""
         if self.last and self.model.tied_embeddings:
             self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s,
         vocab] if last."""
-        serial = batch.serial if self.model.dropout else None
-        rows = self.rows(batch.serial) if draws(self.model) and batch.serial is not None else None
+        token_index = batch.serial if self.model.dropout else None
+        shard_index = None
+        if draws(self.model) and batch.serial is not None:
+            shard_index = self.rows(batch.serial)
         if self.embeds:
             self.before("embed")
         if self.first:
             x = self.embed_out(self.embed(batch.tokens))
             if self.learned_positions:
                 x = x + self.positions_out(self.embed_positions(batch.positions))
-            x = self.drop_embed(x, rows)
+            x = self.drop_embed(x, shard_index)
         assert x is not None, "only the first stage starts from tokens"
         rope = None
         if self.model.position == "rope":
             rope = rope_tables(batch.positions, self.model, x.dtype)
         for name in list(self.layers)[: len(self.layers) - len(self.ahead)]:
             self.before(name)
-            x = self.layers[name](x, serial, batch.documents, rope, rows)
+            x = self.layers[name](x, token_index, batch.documents, rope, shard_index)
         if not self.last:
             return x
         self.before("head")
         x = self.norm(x)
         if self.ahead and self.terms is not None:
-            x = self.terms.add(MTP, x, self._look_ahead(x, batch, serial, rope, rows))
+            loss = self._look_ahead(x, batch, token_index, rope, shard_index)
+            x = self.terms.add(MTP, x, loss)
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.head_in(x))
 
     def _look_ahead(
-        self, x: Tensor, batch: Batch, serial: Tensor | None, rope: Rope | None, rows: Tensor | None
+        self,
+        x: Tensor,
+        batch: Batch,
+        token_index: Tensor | None,
+        rope: Rope | None,
+        shard_index: Tensor | None,
     ) -> Tensor:
-        """The loss of the tokens after the next one; `x`: what the head reads."""
+        """Returns the loss of the tokens after the next one; `x`: the state that the head reads."""
         tokens = batch.next_tokens
         targets = batch.next_targets
         mtp = self.model.mtp
@@ -154,18 +166,27 @@ class Stage(nn.Module):
         def step(k: int, state: Tensor) -> Tensor:
             self.before(self.ahead[k])
             token = self.embed_out(self.embed(tokens[..., k]))
-            return self.layers[self.ahead[k]](state, token, serial, batch.documents, rope, rows)
+            block = self.layers[self.ahead[k]]
+            return block(
+                state,
+                token,
+                token_index=token_index,
+                documents=batch.documents,
+                rope=rope,
+                shard_index=shard_index,
+            )
 
-        def loss(state: Tensor, goal: Tensor) -> Tensor:
-            return self.token_loss(self._logits(state), goal)
+        def loss(state: Tensor, target: Tensor) -> Tensor:
+            return self.token_loss(self._logits(state), target)
 
         return prediction_loss(mtp, x, targets, step, loss)
 
 
 def term_names(model: Model) -> list[str]:
-    """The terms that a model's modules add to the loss."""
-    return [*expert_terms(model), *([MTP] if model.mtp else [])]
+    """Returns the terms that a model's modules add to the loss."""
+    names = expert_terms(model)
+    return [*names, MTP] if model.mtp else names
 
 
-def nothing(part: str) -> None:
-    """What a stage does before its parts compute, unless something replaces it."""
+def nothing(name: str) -> None:
+    """Does nothing: the default of `Stage.before`."""

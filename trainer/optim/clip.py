@@ -12,40 +12,38 @@ from trainer.comm.collectives import all_reduce
 from trainer.compat import foreach_norms
 from trainer.parallel.data.buckets import Sharding
 
-#: Elements summed in fp32 at a time. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU;
-#: rows of this length, added in fp64, are exact to 3e-7 at the same speed.
+#: Elements per fp32 sum. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU; rows of this
+#: length, added in fp64, are exact to 3e-7 at the same speed.
 ROW = 512
-#: A tensor with fewer elements is copied beside others, up to so many: 291 kernels take longer than
-#: the copy.
+#: Tensors with fewer elements than SMALL are copied into one of about TOGETHER elements: for 291
+#: tensors the kernels of each would take longer than the copy.
 SMALL = 1 << 15
 TOGETHER = 1 << 20
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of 1-D tensors of one dtype and device, as a 0-d float64 tensor on the
+    """Returns the sum of squares of 1-D tensors of one dtype and device, 0-d float64 on the
     device."""
     dtype = _at_least_fp32(tensors[0].dtype)
-    if tensors[0].is_cuda:  # its kernel adds no more than 128 squares in a row, in fp32
+    if tensors[0].is_cuda:  # the kernel adds at most 128 squares in a row in fp32
         norms = foreach_norms(list(tensors), dtype)
         return torch.stack(norms).double().square().sum()
-    parts = [part for flat in _together(tensors) for part in _rows(flat)]
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype).double() for part in parts]
-    return (
-        torch.cat(norms).square().sum()
-        if norms
-        else torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    )
+    blocks = [block for flat in _together(tensors) for block in _rows(flat)]
+    norms = [torch.linalg.vector_norm(block, dim=1, dtype=dtype).double() for block in blocks]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    return torch.cat(norms).square().sum()
 
 
 def _rows(flat: Tensor) -> list[Tensor]:
-    """A 1-D tensor as rows of `ROW`, and the rest."""
+    """Views a 1-D tensor as rows of `ROW` elements and one row of the rest."""
     rows = flat.numel() // ROW * ROW
-    parts = [flat[:rows].view(-1, ROW)] if rows else []
-    return parts if rows == flat.numel() else [*parts, flat[rows:].view(1, -1)]
+    blocks = [flat[:rows].view(-1, ROW)] if rows else []
+    return blocks if rows == flat.numel() else [*blocks, flat[rows:].view(1, -1)]
 
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The same elements in fewer tensors: small ones are joined."""
+    """Yields the same elements in fewer tensors: small ones are joined."""
     joined = list[Tensor]()
     size = 0
     for tensor in tensors:
@@ -63,12 +61,13 @@ def _together(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
-    """The 2-norm of the whole model's gradient after `finish`: 0-d float64 on `device`, the same on
-    every rank, also on one without parameters (a middle stage without layers).
+    """Returns the 2-norm of the whole model's gradient after `finish`: 0-d float64 on `device`,
+    equal on every rank, including one without parameters (a middle stage without layers).
 
-    Each element counts once: a bucket replicated over tp on its owner only, tied copies on the
-    first stage only. Sums over the shards of data-parallel ranks (ZeRO) and over the model's ranks
-    (tp, pp), for each class of parameters over its own. Does not synchronise the host.
+    Each element counts once: a bucket that is replicated over tp on its owner only, tied copies on
+    the first stage only. The squares are summed over the shards of data-parallel ranks (ZeRO) and
+    over the model's ranks (tp, pp), for each class of parameters over the class's own groups. The
+    host does not wait.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups in buckets.classes:
@@ -85,8 +84,8 @@ def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that limits the gradients' norm to `max_norm` (0 = no clipping), finite whatever
-    the norm is: padding is multiplied by it too, and no later gradient overwrites that.
+    """Returns the factor that limits the gradients' norm to `max_norm` (0 = no clipping). It is
+    finite for any norm, since it also multiplies padding, which no later gradient overwrites.
 
     The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, so that torch in one process gives the
     same weights.

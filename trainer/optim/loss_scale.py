@@ -1,12 +1,11 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
-Gradients below 2^-24 are zero in fp16. So the loss is multiplied by a scale before backward and the
-gradient divided by it, in fp32, before it is used. A scale too large makes infinities: that step is
-skipped and the scale halved; after `GROWTH_INTERVAL` steps without one it is doubled. The numbers
-are torch.amp.GradScaler's.
+Gradients below 2^-24 are zero in fp16. So the loss is multiplied by a scale before backward, and
+the gradient is divided by it in fp32 before it is used. Too large a scale makes infinities: that
+step is skipped and the scale halved. After `GROWTH_INTERVAL` steps without infinities the scale is
+doubled. The numbers are torch.amp.GradScaler's.
 
-The scale lives on the device, which decides about it: the host enqueues the next step without
-knowing it.
+The scale lives on the device, which updates it: the host enqueues the next step without knowing it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from torch import Tensor
 
 INITIAL = 2.0**16
 GROWTH_INTERVAL = 2000
-#: At this scale a gradient that overflows is not finite for another reason than the scale.
+#: At this scale a gradient that is not finite has another cause than the scale.
 LOWEST = 2.0**-14
 
 
 class LossScale:
-    """The scale of the coming step, and the steps since it last changed. All ranks see the same
-    gradient norm, so all hold the same scale."""
+    """The scale of the next step, and the number of steps since its last change. All ranks see the
+    same gradient norm, so all hold the same scale."""
 
     def __init__(
         self,
@@ -33,13 +32,13 @@ class LossScale:
         growth_interval: int = GROWTH_INTERVAL,
     ):
         self.growth_interval = growth_interval
-        #: 0-d float64, replaced and never changed: who holds it keeps the scale of a step.
+        #: 0-d float64; updates replace the tensor, so a reference keeps the scale of its step.
         self.current = torch.full((), initial, dtype=torch.float64, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def scale(self) -> float:
-        """Waits for the device."""
+        """The current scale as a number. Waits for the device."""
         return float(self.current)
 
     @scale.setter
@@ -47,22 +46,21 @@ class LossScale:
         self.current = torch.full_like(self.current, value)
 
     def update(self, finite: Tensor) -> None:
-        """After a step whose gradient norm was `finite` (it was applied) or not (it was skipped):
-        0-d bool."""
-        good = (self._good_steps + 1) * finite
-        grows = good == self.growth_interval
+        """Updates the scale after a step. `finite`, 0-d bool: whether the gradient norm was finite
+        and the gradient applied; otherwise the step was skipped."""
+        good_steps = (self._good_steps + 1) * finite
+        grows = good_steps == self.growth_interval
         halved = (self.current / 2).clamp(min=LOWEST)
-        self.current = torch.where(
-            finite, torch.where(grows, self.current * 2, self.current), halved
-        )
-        self._good_steps = good * ~grows
+        grown = torch.where(grows, self.current * 2, self.current)
+        self.current = torch.where(finite, grown, halved)
+        self._good_steps = good_steps * ~grows
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, beside other scalars. Waits for the device."""
+        """Returns the scalars that a checkpoint keeps. Waits for the device."""
         return {"loss_scale": self.scale, "loss_scale_good_steps": float(self._good_steps)}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """From the scalars of a checkpoint; one that was written without loss scaling leaves
-        everything as it is."""
+        """Restores the scale from the scalars of a checkpoint. A checkpoint that was written
+        without loss scaling changes nothing."""
         self.scale = scalars.get("loss_scale", self.scale)
         self._good_steps.fill_(int(scalars.get("loss_scale_good_steps", float(self._good_steps))))

@@ -1,18 +1,17 @@
-"""State of an optimizer in fewer bits than its master weights have: widened for an update a chunk
-at a time.
+"""Optimizer state in fewer bits than the master weights have, widened for an update one chunk at a
+time.
 
     8bit   one of 256 numbers times the largest value of a block of 64 elements of a row (Dettmers
-    et al., arXiv
-           2110.02861, section 2). The numbers are of a dynamic exponent: 3 % apart at the upper
-               end, and down to 10^-7
-           of it. Matrices alone: norms and biases keep their state wide.
-    bf16   rounded stochastically: up with the probability that keeps the mean. Else a slow average,
-        which a step moves
-           by less than half of the last digit, would never move.
+           et al., arXiv 2110.02861, section 2). The numbers have a dynamic exponent: they are 3 %
+           apart at the upper end, and reach down to 10^-7 of it. Only matrices: norms and biases
+           keep their state wide.
+    bf16   rounded stochastically: up with the probability that keeps the mean. Otherwise a slow
+           average, which a step moves by less than half of the last digit, would never move.
 
-Both are functions of the value and of its place in the parameter, so every layout and every resumed
-run has the same. Blocks are parts of rows, which `orchestrator.plan.trained` keeps whole on every
-rank. Random bits are a function of (seed, parameter, kind of state, element, update).
+Both are functions of the value and of its position in the parameter, so every layout and every
+resumed run has the same state. Blocks are parts of rows, which `orchestrator.plan.trained` keeps
+whole on every rank. Random bits are a function of (seed, parameter, kind of state, element,
+update).
 """
 
 from __future__ import annotations
@@ -28,61 +27,67 @@ from orchestrator.plan.trained import STATE_BLOCK as BLOCK
 from trainer.model.dropout import mix, salt_of, spread
 from trainer.parallel.params import ParamInfo, StateKind
 
-from .rule import ElementRule, Piece, Shard, Update
+from .rule import ElementRule, ParamRange, Shard, Update
 
-#: Elements that are wide at a time.
+#: Elements that are widened at a time.
 CHUNK = 1 << 20
 Format = Literal["bf16", "8bit"]
-#: Kinds of state that are never negative, so that no code is spent on a sign.
+#: Kinds of state that are never negative, so that their codes have no sign.
 UNSIGNED = ("exp_avg_sq",)
 
 
 def codebook(signed: bool) -> Tensor:
-    """The 256 numbers in ascending order, fp64. With n zeros behind the sign comes a factor 10^-n;
-    the bits behind the first one cut (0.1, 1) into equal parts, whose middles are the numbers. 0
-    and 1 are there as well."""
+    """Returns the 256 numbers in ascending order, fp64. A code with n zeros after the sign has the
+    factor 10^-n; the bits after its first one cut (0.1, 1) into equal parts, and the middle of a
+    part is the number. 0 and 1 have codes as well."""
     numbers = [0.0, 1.0]
     bits = 6 if signed else 7
     for zeros in range(7):
-        parts = 2 ** (bits - zeros)
-        middles = [(0.1 + 0.9 * (part + 0.5) / parts) * 10.0**-zeros for part in range(parts)]
+        count = 2 ** (bits - zeros)
+        middles = [(0.1 + 0.9 * (index + 0.5) / count) * 10.0**-zeros for index in range(count)]
         numbers += [sign * middle for middle in middles for sign in ((1, -1) if signed else (1,))]
     return torch.tensor(sorted(numbers), dtype=torch.float64)
+
+
+#: (parameter, kind of state, start and stop in its flat local elements, live view).
+NarrowSlice = tuple[ParamInfo, StateKind, int, int, Tensor]
 
 
 class NarrowState(Protocol):
     """One kind of state of a shard of a bucket."""
 
     def load(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) in the master dtype, as a new tensor."""
+        """Returns elements [start, stop) in the master dtype, as a new tensor."""
 
     def store(self, start: int, value: Tensor, update: Update) -> None:
-        """The elements from `start` on; nothing changes if the update is skipped."""
+        """Stores the elements from `start` on; does nothing if the update is skipped."""
 
     def tensors(self) -> list[Tensor]: ...
 
-    def slices(self, piece: Piece) -> Iterator[tuple[StateKind, ParamInfo, int, int, Tensor]]:
-        """(kind, info, start, stop, live view) of a parameter's elements, as checkpoints take
-        them."""
+    def slices(self, param_range: ParamRange) -> Iterator[NarrowSlice]:
+        """Yields (info, kind, start, stop, live view) of a parameter's elements for
+        checkpoints."""
 
 
 def narrow_state(
     form: Format,
     kind: StateKind,
-    pieces: Sequence[Piece],
+    ranges: Sequence[ParamRange],
+    *,
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
 ) -> NarrowState:
-    """Zeros. `pieces`: of parameters in the shard; `dtype`: of the master weights."""
+    """Returns state of zeros for the parameters `ranges` of a shard, whose master weights have
+    `dtype`."""
     if form == "8bit":
         return Eight(kind, numel, dtype, device)
-    return Rounded(kind, pieces, numel, dtype, device, seed)
+    return Rounded(kind, ranges, numel=numel, dtype=dtype, device=device, seed=seed)
 
 
 class Eight:
-    """Codes, and the largest value of each block."""
+    """State in 8 bits: codes, and the largest value of each block."""
 
     def __init__(self, kind: StateKind, numel: int, dtype: torch.dtype, device: torch.device):
         self.kind = kind
@@ -111,18 +116,19 @@ class Eight:
     def tensors(self) -> list[Tensor]:
         return [self.codes, self.largest]
 
-    def slices(self, piece: Piece) -> Iterator[tuple[StateKind, ParamInfo, int, int, Tensor]]:
-        info, start, stop, at = piece
+    def slices(self, param_range: ParamRange) -> Iterator[NarrowSlice]:
+        info, start, stop, at = param_range
         count = stop - start
-        yield f"{self.kind}.8bit", info, start, stop, self.codes[at : at + count]
+        yield info, f"{self.kind}.8bit", start, stop, self.codes[at : at + count]
         first = at // BLOCK
         blocks = count // BLOCK
         view = self.largest[first : first + blocks]
-        yield "state", of_blocks(info, self.kind), start // BLOCK, start // BLOCK + blocks, view
+        first_block = start // BLOCK
+        yield of_blocks(info, self.kind), "state", first_block, first_block + blocks, view
 
 
 def of_blocks(info: ParamInfo, kind: StateKind) -> ParamInfo:
-    """The tensor of a parameter's blocks: its last dimension is cut into them."""
+    """Describes the tensor of a parameter's blocks, which cut its last dimension."""
     last = len(info.global_shape) - 1
     shape = (*info.global_shape[:-1], info.global_shape[-1] // BLOCK)
     shards = tuple(
@@ -135,22 +141,23 @@ def of_blocks(info: ParamInfo, kind: StateKind) -> ParamInfo:
 
 
 class Rounded:
-    """bf16, rounded stochastically."""
+    """State in bf16, rounded stochastically."""
 
     def __init__(
         self,
         kind: StateKind,
-        pieces: Sequence[Piece],
+        ranges: Sequence[ParamRange],
+        *,
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
     ):
         self.kind = kind
-        self.pieces = list(pieces)
+        self.ranges = list(ranges)
         self.dtype = dtype
         self.values = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-        names = (f"{seed}/state/{kind}/{info.name}" for info, *_ in pieces)
+        names = (f"{seed}/state/{kind}/{info.name}" for info, *_ in ranges)
         self.salts = [torch.tensor(salt_of(name), device=device) for name in names]
 
     def load(self, start: int, stop: int) -> Tensor:
@@ -158,36 +165,37 @@ class Rounded:
 
     def store(self, start: int, value: Tensor, update: Update) -> None:
         stop = start + value.numel()
-        bits = torch.zeros(
-            value.numel(), dtype=torch.int64, device=value.device
-        )  # padding is zero and stays it
-        for (info, first, last, at), salt in zip(self.pieces, self.salts, strict=True):
+        # Padding is zero and stays zero.
+        bits = torch.zeros(value.numel(), dtype=torch.int64, device=value.device)
+        for (info, first, last, at), salt in zip(self.ranges, self.salts, strict=True):
             low = max(at, start)
             high = min(at + last - first, stop)
             if low < high:
-                own = random_bits(info, first + low - at, first + high - at, salt, update.number)
-                bits[low - start : high - start] = own
+                range_bits = random_bits(
+                    info, first + low - at, first + high - at, salt, update.number
+                )
+                bits[low - start : high - start] = range_bits
         update.set(self.values[start:stop], rounded(value, bits))
 
     def tensors(self) -> list[Tensor]:
         return [self.values]
 
-    def slices(self, piece: Piece) -> Iterator[tuple[StateKind, ParamInfo, int, int, Tensor]]:
-        info, start, stop, at = piece
-        yield f"{self.kind}.bf16", info, start, stop, self.values[at : at + stop - start]
+    def slices(self, param_range: ParamRange) -> Iterator[NarrowSlice]:
+        info, start, stop, at = param_range
+        yield info, f"{self.kind}.bf16", start, stop, self.values[at : at + stop - start]
 
 
 def random_bits(info: ParamInfo, start: int, stop: int, salt: Tensor, number: Tensor) -> Tensor:
-    """16 random bits int64 [stop - start] for the elements [start, stop) of the local tensor in
-    update `number`.
+    """Returns 16 random bits int64 [stop - start] for the elements [start, stop) of the local
+    tensor in update `number`.
 
-    Multiplicative hashing (Dietzfelbinger et al. 1997), as of dropout masks: a mixed number of the
-    element's row in the whole parameter times an odd mixed one of its column. Those of padding are
-    of no element."""
-    (*lead, width), cuts = (
-        (info.local_shape if len(info.global_shape) > 1 else (*info.local_shape, 1)),
-        info.shards,
-    )
+    The bits come from multiplicative hashing (Dietzfelbinger et al. 1997), as those of dropout
+    masks: a mixed number of the element's row in the whole parameter times an odd mixed number of
+    its column. The bits of padding belong to no element.
+    """
+    shape = info.local_shape if len(info.global_shape) > 1 else (*info.local_shape, 1)
+    *lead, width = shape
+    cuts = info.shards
     firsts = {cut.dim: cut.start for cut in cuts}
     device = salt.device
     first = start // width
@@ -201,27 +209,27 @@ def random_bits(info: ParamInfo, start: int, stop: int, salt: Tensor, number: Te
         inner = inner * lead[dim]
         step = step * info.global_shape[dim]
     columns = torch.arange(width, device=device) + firsts.get(len(lead), 0)
-    mixed = mix(spread(rows) + mix(spread(number.long()) + salt))[:, None] * (
-        mix(spread(columns)) | 1
-    )
+    mixed_rows = mix(spread(rows) + mix(spread(number.long()) + salt))
+    mixed_columns = mix(spread(columns)) | 1
+    mixed = mixed_rows[:, None] * mixed_columns
     return mixed.view(-1)[start - first * width : stop - first * width] >> 48 & 0xFFFF
 
 
 def rounded(value: Tensor, bits: Tensor) -> Tensor:
-    """fp32 or fp64 to bf16: of the two numbers around a value the one farther from zero with the
-    probability of its share of the distance, by 16 random `bits`. What bf16 has stays."""
+    """Rounds fp32 or fp64 to bf16. Of the two bf16 numbers around a value, 16 random `bits` choose
+    the one farther from zero with the probability of its share of the distance. Values of bf16
+    stay."""
     if value.dtype == torch.float32:
         raw = value.view(torch.int32) + bits.int()
         return (raw & -(1 << 16)).view(torch.float32).bfloat16()
-    raw64 = value.view(torch.int64) + (
-        bits << 29
-    )  # of 52 digits bf16 has 7: the first 16 of the others decide
+    # bf16 keeps 7 of the 52 digits: the first 16 of the others decide.
+    raw64 = value.view(torch.int64) + (bits << 29)
     return (raw64 & -(1 << 45)).view(torch.float64).bfloat16()
 
 
 @dataclass(frozen=True)
 class NarrowShard:
-    """As `Shard`, with narrow state."""
+    """A `Shard` with narrow state."""
 
     master: Tensor
     grad: Tensor
@@ -231,13 +239,12 @@ class NarrowShard:
 def step_narrow(
     rule: ElementRule, shards: Sequence[NarrowShard], update: Update, decay: bool
 ) -> None:
-    """An update by `rule`, a chunk at a time."""
+    """Updates shards by `rule`, one chunk at a time."""
     for shard in shards:
         for start in range(0, shard.master.numel(), CHUNK):
             stop = min(start + CHUNK, shard.master.numel())
-            state = {kind: one.load(start, stop) for kind, one in shard.state.items()}
-            rule.step(
-                [Shard(shard.master[start:stop], shard.grad[start:stop], state)], update, decay
-            )
-            for kind, one in shard.state.items():
-                one.store(start, state[kind], update)
+            state = {kind: narrow.load(start, stop) for kind, narrow in shard.state.items()}
+            wide = Shard(shard.master[start:stop], shard.grad[start:stop], state)
+            rule.step([wide], update, decay)
+            for kind, narrow in shard.state.items():
+                narrow.store(start, state[kind], update)

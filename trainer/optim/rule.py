@@ -1,10 +1,10 @@
-"""The interface of an optimizer: how weights change, given what one rank holds of them. `sharded`
-does the rest: scaled gradients, master copies, narrow weights, gathering, checkpoints.
+"""The interface of an optimizer's rule: how the weights that one rank holds change. `sharded` does
+the rest: scaled gradients, master copies, narrow weights, gathering, checkpoints.
 
-Most rules look at each element alone and get flat shards, cut anywhere (`ElementRule`). Rules that
-need a whole matrix (its norm, its orthogonal part) are `MatrixRule`s: under ZeRO-1 and -2 the
-layout gives each matrix whole to one rank of the shard group, balanced by size. Over what else cuts
-it, tensor parallelism and ZeRO-3, the rule asks `owners`.
+Most rules update each element alone, on flat shards that are cut anywhere (`ElementRule`). Rules
+that need a whole matrix (its norm, its orthogonal part) are `MatrixRule`s: under ZeRO-1 and -2 the
+layout gives each matrix whole to one rank of the shard group, balanced by size. Where tensor
+parallelism or ZeRO-3 cut a matrix, the rule uses `owners`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from .owners import Cut
 
 @dataclass(frozen=True)
 class Update:
-    """One update. The device decides whether it is made, so that the host does not wait."""
+    """The numbers of one update. The device decides whether it is made, so the host does not
+    wait."""
 
     lr: float
-    number: Tensor  # fp32 0-d: updates made, this one included unless it is skipped
-    skip: Tensor  # fp32 0-d, 1: nothing may change, the gradient is not finite
+    number: Tensor  # fp32 0-d: updates made, including this one unless it is skipped
+    skip: Tensor  # fp32 0-d; 1: nothing may change, since the gradient is not finite
 
     def set(self, tensor: Tensor, value: Tensor) -> None:
-        """`tensor` becomes `value`, unless the update is skipped: for rules without a kernel that
-        knows of `skip`."""
+        """Sets `tensor` to `value`, unless the update is skipped: for rules whose kernel does not
+        take `skip`."""
         tensor.copy_(torch.where(self.skip.bool(), tensor, value))
 
 
 #: (parameter, start and stop in its flat local elements, position in the shard).
-Piece = tuple[ParamInfo, int, int, int]
+ParamRange = tuple[ParamInfo, int, int, int]
 
 
 @dataclass
@@ -60,43 +61,43 @@ class Matrix:
     master: Tensor
     grad: Tensor
     state: dict[StateKind, Tensor]
-    cuts: tuple[Cut, ...]  # over which ranks its other parts are: of tensor parallelism, of ZeRO-3
+    cuts: tuple[Cut, ...]  # how ranks hold its parts: cuts of tensor parallelism, of ZeRO-3
 
 
 class ElementRule(Protocol):
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """Names of its state; each is a tensor like the weights, zero at first."""
+        """The kinds of state that the rule keeps: tensors like the weights, initially zero."""
 
     def step(self, shards: Sequence[Shard], update: Update, decay: bool) -> None:
-        """`decay`: these are parameters that weight decay applies to."""
+        """Updates the shards. `decay`: whether weight decay applies to them."""
 
 
 class MatrixRule(Protocol):
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """As of `ElementRule`."""
+        """The kinds of state that the rule keeps: tensors like the weights, initially zero."""
 
     def step(self, matrices: Sequence[Matrix], update: Update, counter: CommCounter) -> None:
-        """In the same order on all ranks that hold parts of them, also where a part is empty."""
+        """Updates the matrices, in the same order on all ranks that hold parts of them, including
+        empty parts."""
 
 
 @dataclass(frozen=True)
 class Rules:
     elements: ElementRule
-    matrices: MatrixRule | None = None  # of the matrices inside of blocks
-    state: Literal["", "bf16", "8bit"] = (
-        ""  # of the rules of elements, if not as wide as master weights
-    )
-    seed: int = 0  # of its rounding
+    matrices: MatrixRule | None = None  # updates the matrices inside blocks
+    #: Format of the element rule's state, if it is narrower than the master weights.
+    state: Literal["", "bf16", "8bit"] = ""
+    seed: int = 0  # of the state's stochastic rounding
 
     def narrows(self, info: ParamInfo) -> bool:
         """Whether a parameter's state is narrow."""
         return self.state == "bf16" or (self.state == "8bit" and len(info.global_shape) > 1)
 
     def owns(self, info: ParamInfo) -> bool:
-        """Whether the matrix rule updates a parameter: matrices but embeddings, positions and the
-        head. Raises LayoutError for one that cannot be gathered."""
+        """Whether the matrix rule updates a parameter: it updates matrices except embeddings,
+        positions and the head. Raises LayoutError for a matrix that cannot be gathered."""
         outside = info.name.endswith((*VOCABULARY, "embed_positions.weight"))
         if self.matrices is None or len(info.global_shape) != 2 or outside:
             return False

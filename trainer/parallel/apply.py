@@ -1,18 +1,19 @@
-"""Builds one rank's part of the model. The techniques are applied in this order:
+"""Builds one rank's part of the model. The methods of `_Builder` apply the techniques in this
+order:
 
 1. refuse unsupported plans                           errors.check_supported
 2. build each stage whole on meta: names and shapes   model.Stage
 3. shard it over tp: the registry of parameters       tensor.shard
-4. allocate and initialise this rank's slices         model.init_stage, seed_dropout (same values on
-   every layout)
+4. allocate and initialise this rank's slices         model.init_stage, seed_dropout
+   (the same values on every layout)
 5. tensor-parallel communication                      tensor.Region, column_parallel,
-   vocab.ShardedLookup
+                                                      vocab.ShardedLookup
 6. products in 8 bits                                 fp8.apply_fp8
 7. experts over ranks, their terms of the loss        expert.apply_to_experts
 8. attention over a sequence shard                    context.apply_context_parallel
 9. recomputation of all of the above                  recompute.apply_recompute
-10. compilation, block by block, of all of the above   nn.Module.compile
-11. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
+10. compilation, block by block, of all of the above  nn.Module.compile
+11. the loss over a sharded vocabulary                vocab.VocabParallelLoss
 """
 
 from __future__ import annotations
@@ -69,25 +70,25 @@ from .vocab import ShardedLookup, VocabParallelLoss
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-#: (elements, dtype) -> a tensor of 1-D
-NewTensor = Callable[[int, torch.dtype], Tensor]
+#: (elements, dtype) -> a new 1-D tensor.
+Allocate = Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One rank's part of the model: its stages in model order, their loss, the terms that their
-    modules add to it, and the registry of its parameters."""
+    """One rank's part of the model: its stages in model order, their loss, the terms that modules
+    add to the loss, and the registry of parameters."""
 
     stages: list[Stage]
     loss: Loss
     table: ParamTable
     terms: LossTerms
-    state_table: ParamTable  # of what modules keep without gradient
+    state_table: ParamTable  # the registry of training state without gradient
     expert_meter: ExpertMeter
     expert_choices: ChoiceStates
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
-        """Every parameter once, in order of execution."""
+        """Yields every parameter once, in order of execution."""
         seen: set[int] = set()
         for stage in self.stages:
             for name, param in stage.named_parameters():
@@ -96,7 +97,7 @@ class ModelPart:
                     yield name, param, self.table[name]
 
     def states(self) -> Iterator[tuple[ParamInfo, Tensor]]:
-        """All state without gradient, as it is now."""
+        """Yields all training state without gradient, as it is now."""
         for stage in self.stages:
             for name, module, key, _ in states(stage):
                 yield self.state_table[name], getattr(module, key)
@@ -108,100 +109,215 @@ def build(
     counter: CommCounter,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    *,
     indices: Sequence[int] | None = None,
-    new: NewTensor | None = None,
+    allocate: Allocate | None = None,
     store: ActivationStore | None = None,
 ) -> ModelPart:
-    """The stages `indices` (of pp * vpp; default: the looped placement, rank r holds r, r + pp,
-    ...) of this rank. `new`: where parameters are, if not on the device; `store`: where inputs of
-    recomputed layers are.
+    """Builds the stages of this rank.
+
+    `indices`: the stages' numbers among pp * vpp; by default those of the looped placement, in
+    which rank r holds r, r + pp, ... `allocate`: allocates parameters that are not on the device.
+    `store`: holds the inputs of recomputed layers that are not on the device.
 
     Raises LayoutError for a plan that this trainer does not run.
     """
     check_supported(plan)
-    par = plan.parallel
-    count = par.pp * par.vpp
+    builder = _Builder(
+        plan,
+        mesh,
+        counter,
+        device=torch.device(device),
+        dtype=dtype,
+        allocate=allocate,
+        store=store,
+    )
     if indices is None:
-        indices = range(mesh.coord.pp, count, par.pp)
-    stages = list[Stage]()
-    table = ParamTable()
-    state_table = ParamTable()
+        indices = range(mesh.coord.pp, builder.stage_count, plan.parallel.pp)
+    for index in sorted(indices):
+        stage = builder.build_on_meta(index)
+        infos = builder.shard_parameters(stage)
+        builder.allocate_slices(stage, infos)
+        builder.add_tensor_parallel_communication(stage, infos)
+        builder.round_products_to_8_bits(stage)
+        builder.spread_experts(stage)
+        builder.shard_attention(stage)
+        builder.recompute_activations(stage)
+        builder.compile_blocks(stage)
+        builder.add_stage(stage, infos)
+    builder.tie_embeddings()
+    return builder.attach_loss()
+
+
+class _Builder:
+    """The part of the model that is being built. The methods are called once in the order in which
+    they are written, those with a stage once per stage."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        counter: CommCounter,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        allocate: Allocate | None,
+        store: ActivationStore | None,
+    ):
+        self.plan = plan
+        self.mesh = mesh
+        self.counter = counter
+        self.device = device
+        self.dtype = dtype
+        self.allocate = allocate
+        self.store = store
+        self.stage_count = plan.parallel.pp * plan.parallel.vpp
+        self.stages = list[Stage]()
+        self.table = ParamTable()
+        self.state_table = ParamTable()
+        self.terms = _declare_terms(plan)
+        self.meter = ExpertMeter(self.terms)
+        self.choices = ChoiceStates(self.terms)
+
+    def build_on_meta(self, index: int) -> Stage:
+        """Builds stage `index` with the shapes of the whole model."""
+        par = self.plan.parallel
+        first_layer = sum(par.stage_layers[:index])
+        layers = range(first_layer, first_layer + par.stage_layers[index])
+        last = index == self.stage_count - 1
+        with torch.device("meta"):
+            return Stage(self.plan.model, layers, first=index == 0, last=last)
+
+    def shard_parameters(self, stage: Stage) -> ParamTable:
+        return registry(self.plan, stage, self.mesh.coord)
+
+    def allocate_slices(self, stage: Stage, infos: ParamTable) -> None:
+        """Allocates and initialises this rank's slices of parameters and of other state."""
+        seed = self.plan.job.train.seed
+        materialise(stage, infos, self.device, self.dtype, self.allocate)
+        init_stage(stage, self.plan.model, seed, infos)
+        seed_dropout(stage, seed, self.device)
+        self.state_table |= allocate_states(stage, self.mesh, self.device)
+
+    def add_tensor_parallel_communication(self, stage: Stage, infos: ParamTable) -> None:
+        if self.mesh.group("tp") is not None:
+            apply_tensor_parallel(stage, infos, self.mesh, self.plan, self.counter)
+
+    def round_products_to_8_bits(self, stage: Stage) -> None:
+        if self.plan.job.matmul:
+            apply_fp8(stage, self.plan, self.mesh, self.counter)
+
+    def spread_experts(self, stage: Stage) -> None:
+        """Spreads experts over ranks, and observes what their routers choose."""
+        par = self.plan.parallel
+        moe = self.plan.model.moe
+        if moe is None:
+            return
+        apply_to_experts(
+            stage,
+            self.mesh,
+            sp=par.sp,
+            cp_method=par.cp_method,
+            terms=self.terms,
+            counter=self.counter,
+        )
+        if moe.bias_update or (moe.balance_over == "batch" and moe.balance_loss):
+            self.choices.watch(stage)
+        self.meter.watch(stage)
+
+    def shard_attention(self, stage: Stage) -> None:
+        """Computes attention on sequence shards, and draws dropout masks of this rank's heads."""
+        if self.mesh.group("cp") is not None:
+            method = self.plan.parallel.cp_method
+            apply_context_parallel(stage, method, self.mesh, self.counter)
+        if self.plan.model.dropout:
+            set_dropout_heads(stage, self.plan, self.mesh)
+
+    def recompute_activations(self, stage: Stage) -> None:
+        inputs = kept_inputs(self.plan, self.mesh, self.counter, self.store)
+        apply_recompute(stage, self.plan.job.train, inputs)
+
+    def compile_blocks(self, stage: Stage) -> None:
+        """Compiles each block, without what the compiler must not trace: communication, and
+        document lengths, which differ from step to step."""
+        if not self.plan.job.train.compile:
+            return
+        untraced_attention = (
+            self.mesh.group("cp") is not None or self.plan.job.data.isolate_documents
+        )
+        for block in stage.blocks.values():
+            if untraced_attention:
+                block.attn.core = torch.compiler.disable(block.attn.core)
+            if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
+                untraced = torch.compiler.disable(block.mlp.forward)
+                block.mlp.forward = untraced  # type: ignore[method-assign]
+            block.compile()
+
+    def add_stage(self, stage: Stage, infos: ParamTable) -> None:
+        """Adds a finished stage. A tied copy on the last stage never replaces the first stage's
+        entry in the table."""
+        self.stages.append(stage)
+        self.table = infos | self.table
+
+    def tie_embeddings(self) -> None:
+        """Makes the embeddings of both ends of the model one parameter, if this rank holds both."""
+        first = self.stages[0]
+        last = self.stages[-1]
+        holds_both_ends = len(self.stages) > 1 and first.first and last.last
+        if not holds_both_ends or not embeds_at_both_ends(self.plan.model):
+            return
+        last.embed.weight = first.embed.weight
+        last.tie()
+        info = self.table["embed.weight"]
+        sums = tuple(group for group in info.sums if group != "embedding")
+        self.table["embed.weight"] = replace(info, sums=sums)
+
+    def attach_loss(self) -> ModelPart:
+        """Gives the last stage its loss. Returns the finished part."""
+        last = self.stages[-1]
+        loss = make_loss(self.plan, last, self.table, self.mesh, self.counter)
+        last.terms = self.terms
+        last.token_loss = loss
+        return ModelPart(
+            stages=self.stages,
+            loss=loss,
+            table=self.table,
+            terms=self.terms,
+            state_table=self.state_table,
+            expert_meter=self.meter,
+            expert_choices=self.choices,
+        )
+
+
+def _declare_terms(plan: Plan) -> LossTerms:
+    """The terms that modules of any stage add to the loss."""
+    par = plan.parallel
     terms = LossTerms()
     terms.declare(*term_names(plan.model))
-    if plan.model.mtp:  # computed from the logits, of which tensor-parallel ranks have parts
+    if plan.model.mtp:  # computed from the logits, of which tensor-parallel ranks hold shards
         terms.declare(MTP, copies=par.tp if par.sp else 1)
-    meter = ExpertMeter(terms)
-    choices = ChoiceStates(terms)
-    if plan.job.train.compile:  # its counters would be constants to the compiler
+    if plan.job.train.compile:  # to the compiler its counters would be constants
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
-    for index in sorted(indices):
-        first = sum(par.stage_layers[:index])
-        layers = range(first, first + par.stage_layers[index])
-        with torch.device("meta"):
-            stage = Stage(plan.model, layers, first=index == 0, last=index == count - 1)
-        infos = registry(plan, stage, mesh.coord)
-        materialise(stage, infos, torch.device(device), dtype, new)
-        init_stage(stage, plan.model, plan.job.train.seed, infos)
-        seed_dropout(stage, plan.job.train.seed, device)
-        state_table |= allocate_states(stage, mesh, torch.device(device))
-        if mesh.group("tp") is not None:
-            apply_tensor_parallel(stage, infos, mesh, plan, counter)
-        if plan.job.matmul:
-            apply_fp8(stage, plan, mesh, counter)
-        if plan.model.moe is not None:
-            apply_to_experts(stage, mesh, par.sp, par.cp_method, terms, counter)
-            moe = plan.model.moe
-            if moe.bias_update or (moe.balance_over == "batch" and moe.balance_loss):
-                choices.watch(stage)
-            meter.watch(stage)
-        if mesh.group("cp") is not None:
-            apply_context_parallel(stage, par.cp_method, mesh, counter)
-        if plan.model.dropout:
-            set_dropout_heads(stage, plan, mesh)
-        apply_recompute(stage, plan.job.train, kept_inputs(plan, mesh, counter, store))
-        if plan.job.train.compile:
-            for block in stage.blocks.values():
-                # The compiler would trace into communication, and into lengths of documents, which
-                # no step has twice.
-                if mesh.group("cp") is not None or plan.job.data.isolate_documents:
-                    block.attn.core = torch.compiler.disable(block.attn.core)
-                if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
-                    block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
-                block.compile()
-        stages.append(stage)
-        table = (
-            infos | table
-        )  # a tied copy on the last stage never replaces the first stage's entry
-    if len(stages) > 1 and embeds_at_both_ends(plan.model) and stages[0].first and stages[-1].last:
-        stages[-1].embed.weight = stages[
-            0
-        ].embed.weight  # both ends on one rank: one parameter, no copy
-        stages[-1].tie()
-        info = table["embed.weight"]
-        table["embed.weight"] = replace(
-            info, sums=tuple(name for name in info.sums if name != "embedding")
-        )
-    loss = make_loss(plan, stages[-1], table, mesh, counter)
-    stages[-1].terms = terms
-    stages[-1].token_loss = loss
-    return ModelPart(stages, loss, table, terms, state_table, meter, choices)
+    return terms
 
 
 def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
-    """ParamInfo of every parameter of a stage with global shapes, for the rank at `coord`."""
+    """Returns the ParamInfo of every parameter of a stage with global shapes, for the rank at
+    `coord`."""
     model = plan.model
     par = plan.parallel
-    table, (etp, ranks, _) = {}, expert_mesh(par)
+    table = ParamTable()
+    etp, ranks, _ = expert_mesh(par)
     for name, param in stage.named_parameters():
         if ranks > 1 and name.endswith((*EXPERT_COLUMN, *EXPERT_ROW)):
-            info = shard(name, tuple(param.shape), model, etp, coord.tp % etp, sp=False)
+            info = shard(name, tuple(param.shape), model, tp=etp, index=coord.tp % etp, sp=False)
             cut = even_shard(0, param.shape[0], position(par, coord), ranks, "ep")
             info = replace(info, shards=(cut, *info.shards), replicas=(coord.tp,), owner=True)
             info = replace(info, groups=EXPERT if spread(par) > 1 else DENSE)
         else:
-            info = shard(name, tuple(param.shape), model, par.tp, coord.tp, par.sp)
+            info = shard(name, tuple(param.shape), model, tp=par.tp, index=coord.tp, sp=par.sp)
         if name == "embed.weight" and embeds_at_both_ends(model) and par.pp > 1:
-            # first and last stage hold copies
+            # The first and the last stage hold copies.
             info = replace(info, sums=(*info.sums, "embedding"), owner=info.owner and stage.first)
         table[name] = info
     return table
@@ -212,42 +328,43 @@ def materialise(
     table: ParamTable,
     device: torch.device,
     dtype: torch.dtype,
-    new: NewTensor | None = None,
+    allocate: Allocate | None = None,
 ) -> None:
-    """Replace every parameter by an uninitialised one of this rank's shape."""
+    """Replaces every parameter by an uninitialised one of this rank's shape."""
     for path, module in stage.named_modules():
         for key, _ in list(module.named_parameters(recurse=False)):
             name = f"{path}.{key}" if path else key
-            if name in table:  # the tied head is not: it follows the embedding
-                shape = table[name].local_shape
-                empty = (
-                    torch.empty(shape, device=device, dtype=dtype)
-                    if new is None
-                    else new(prod(shape), dtype)
-                )
-                setattr(module, key, nn.Parameter(empty.view(shape)))
+            if name not in table:  # the tied head, which follows the embedding
+                continue
+            shape = table[name].local_shape
+            if allocate is None:
+                weight = torch.empty(shape, device=device, dtype=dtype)
+            else:
+                weight = allocate(prod(shape), dtype)
+            setattr(module, key, nn.Parameter(weight.view(shape)))
     stage.tie()
 
 
 def allocate_states(stage: Stage, mesh: Mesh, device: torch.device) -> ParamTable:
-    """Replace the state without gradient by this rank's part of it, and describe that. Raises
+    """Replaces the state without gradient by this rank's slices. Returns their registry. Raises
     LayoutError for a dimension that tensor parallelism does not divide."""
     table = ParamTable()
     tp = mesh.size("tp")
     for name, module, key, state in states(stage):
+        replicas = tuple(range(tp))
         info = ParamInfo(
-            name, state.shape, decay=False, replicas=tuple(range(tp)), owner=mesh.coord.tp == 0
+            name, state.shape, decay=False, replicas=replicas, owner=mesh.coord.tp == 0
         )
         if state.tp_dim is not None and tp > 1:
-            cut = even_shard(state.tp_dim, state.shape[state.tp_dim], mesh.coord.tp, tp)
-            if state.shape[state.tp_dim] % tp:
+            size = state.shape[state.tp_dim]
+            cut = even_shard(state.tp_dim, size, mesh.coord.tp, tp)
+            if size % tp:
                 raise LayoutError(
                     f"tp={tp} does not divide dimension {cut.dim} of {name}, {list(state.shape)}"
                 )
             info = replace(info, shards=(cut,), replicas=(mesh.coord.tp,), owner=True)
-        setattr(
-            module, key, torch.full(info.local_shape, state.start, dtype=state.dtype, device=device)
-        )
+        local = torch.full(info.local_shape, state.start, dtype=state.dtype, device=device)
+        setattr(module, key, local)
         table[name] = info
     return table
 
@@ -255,19 +372,20 @@ def allocate_states(stage: Stage, mesh: Mesh, device: torch.device) -> ParamTabl
 def apply_tensor_parallel(
     stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter
 ) -> None:
-    """Put tensor-parallel communication around blocks, embedding and head. Column-parallel linears
-    contain the communication of their input, which overlaps it with their gradients. If the
-    schedule defers weight gradients, a `Region` before the linears does it instead, since the
-    deferred gradients need the whole input."""
+    """Puts tensor-parallel communication around blocks, embedding and head.
+
+    Column-parallel linears communicate their input themselves, overlapped with their gradients. If
+    the schedule defers weight gradients, a `Region` before the linears communicates instead, since
+    the deferred gradients need the whole input.
+    """
     group = mesh.required_group("tp")
     sp = plan.parallel.sp
     train = plan.job.train
     into, out = (Gather, Scatter) if sp else (Copy, Reduce)
     splits = schedule_of(plan.parallel).splits_backward
     for layer, block in stage.blocks.items():
-        columns = OverlappedColumnLinears(
-            group, counter, sp, keep=recompute_mode(train, layer) != "none"
-        )
+        recomputed = recompute_mode(train, layer) != "none"
+        columns = OverlappedColumnLinears(group, counter, sp, keep=recomputed)
         block.attn_out = Region(out, group, counter)
         if isinstance(block.attn, LatentAttention):  # its latents are smaller than its input
             block.attn.latents_in = Region(into, group, counter)
@@ -277,7 +395,7 @@ def apply_tensor_parallel(
             block.attn.apply_linears = columns
         block.mlp_out = Region(out, group, counter)
         if isinstance(block.mlp, MixtureOfExperts):
-            continue  # `apply_to_experts`
+            continue  # `apply_to_experts` adds the communication of experts
         if splits:
             block.mlp_in = Region(into, group, counter)
         else:
@@ -298,19 +416,22 @@ def apply_tensor_parallel(
 def kept_inputs(
     plan: Plan, mesh: Mesh, counter: CommCounter, store: ActivationStore | None = None
 ) -> KeptInputs | None:
-    """How recomputed parts keep their inputs; None: whole, on the device."""
+    """Returns the hooks that keep the inputs of recomputed parts, or None if autograd keeps them
+    whole on the device."""
     shares = plan.job.train.partition_activations is True and not plan.parallel.sp
     group = mesh.group("tp") if shares else None
-    return None if group is None and store is None else KeptInputs(group, counter, store)
+    if group is None and store is None:
+        return None
+    return KeptInputs(group, counter, store)
 
 
 def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
-    """Tell attention dropout the number of the first head of this rank in the whole model."""
+    """Sets the number that this rank's first head has in the whole model, in attention dropout."""
     par = plan.parallel
-    here = plan.model.heads // plan.parallel.tp
-    first = mesh.index("tp") * here
+    heads = plan.model.heads // plan.parallel.tp
+    first = mesh.index("tp") * heads
     if par.cp > 1 and par.cp_method == "ulysses":
-        first += mesh.index("cp") * here // par.cp
+        first += mesh.index("cp") * heads // par.cp
     for block in stage.blocks.values():
         if block.attn.drop is not None:
             block.attn.drop.first_head = first
@@ -319,10 +440,13 @@ def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
 def make_loss(
     plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: CommCounter
 ) -> Loss:
+    """Returns the loss over this rank's shard of the vocabulary."""
     if not stage.last:
         return _no_loss
-    start, stop = table["embed.weight" if plan.model.tied_embeddings else "head.weight"].along(0)
-    return VocabParallelLoss(start, stop - start, mesh.group("tp"), counter, plan.job.train.compile)
+    head = "embed.weight" if plan.model.tied_embeddings else "head.weight"
+    start, stop = table[head].along(0)
+    compiled = plan.job.train.compile
+    return VocabParallelLoss(start, stop - start, mesh.group("tp"), counter, compiled)
 
 
 def _no_loss(logits: Tensor, targets: Tensor) -> Tensor:

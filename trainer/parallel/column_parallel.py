@@ -1,19 +1,16 @@
 """Column-parallel linears that share an input, as one operation that overlaps its communication.
 
-The regions `Copy` and `Gather` communicate before the linears; here both happen at once, as in
-Megatron-LM's linears (`mc/tensor_parallel/layers.py`; Korthikanti et al. 2022, arXiv 2205.05198,
-section 4.2.2). In backward:
+The regions `Copy` and `Gather` communicate before the linears; here communication and products
+overlap, as in Megatron-LM's linears (`mc/tensor_parallel/layers.py`; Korthikanti et al. 2022, arXiv
+2205.05198, section 4.2.2). In backward:
 
-    TP         all-reduce of the input's gradient                  | while the weights' gradients
-        are computed
-    TP + SP    all-gather of the input, of which a shard was kept  | while the input's gradient is
-    computed
-               reduce-scatter of the input's gradient              | while the weights' gradients
-               are computed
+    TP         all-reduce of the input's gradient       | overlaps with the weights' gradients
+    TP + SP    all-gather of the input from its shards  | overlaps with the input's gradient
+               reduce-scatter of the input's gradient   | overlaps with the weights' gradients
 
 With SP a rank keeps only its [b, s/tp, h] of the input from forward to backward, at the price of
-one more all-gather. Recomputed blocks keep the whole input (`keep`): they have just gathered it and
-live for one backward only.
+one more all-gather. Recomputed blocks keep the whole input (`keep`): they have just gathered it,
+and live for one backward only.
 """
 
 from __future__ import annotations
@@ -31,12 +28,13 @@ from trainer.model.linear import Linear, LinearOp
 
 from .tensor import AXIS, start_gather_sequence, start_scatter_sequence
 
-Later = Callable[[], Tensor]
+#: Waits for a tensor that a collective is producing, and returns it.
+TensorFuture = Callable[[], Tensor]
 
 
 class OverlappedColumnLinears:
     """Replaces `model.linear.apply_linears`: x [b, s or s/tp, hidden] -> [b, s, output slice] of
-    each linear, computed by its `op`."""
+    each linear, computed by its `op`. `keep`: keeps the gathered input for backward."""
 
     def __init__(
         self, group: dist.ProcessGroup, counter: CommCounter, sp: bool, keep: bool = False
@@ -54,16 +52,16 @@ class OverlappedColumnLinears:
         )
 
     def run(self, linear: Linear, x: Tensor) -> Tensor:
-        """A `Linear.run`, for one that shares its input with no other."""
+        """A `Linear.run` for a linear that does not share its input."""
         (out,) = self(x, (linear,))
         return out
 
-    def start_gather(self, x: Tensor) -> Later:
-        """Start to gather the whole sequence of the input."""
+    def start_gather(self, x: Tensor) -> TensorFuture:
+        """Starts to gather the whole sequence of the input."""
         return start_gather_sequence(x, self.group, self.counter) if self.sp else lambda: x
 
-    def start_sum(self, grad: Tensor) -> Later:
-        """Start to sum the input's gradient over ranks; `grad` [b, s, h] is reused."""
+    def start_sum(self, grad: Tensor) -> TensorFuture:
+        """Starts to sum the input's gradient over ranks; `grad` [b, s, h] is reused."""
         if self.sp:
             return start_scatter_sequence(grad, self.group, self.counter)
         return start_all_reduce(grad, self.group, AXIS, self.counter).wait
@@ -78,18 +76,18 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         ops: list[LinearOp],
         *params: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        many = len(params) // 2
-        weights = cast("tuple[Tensor, ...]", params[:many])
-        biases = params[many:]
-        whole = columns.start_gather(x)()
+        count = len(params) // 2
+        weights = cast("tuple[Tensor, ...]", params[:count])
+        biases = params[count:]
+        full_x = columns.start_gather(x)()
         ctx.columns = columns
         ctx.ops = ops
         ctx.is_whole = columns.keep or not columns.sp
-        kept = [op.saved(whole) for op in ops] if ctx.is_whole else [(x,)]
-        ctx.sizes = [len(one) for one in kept]
-        ctx.save_for_backward(*weights, *(tensor for one in kept for tensor in one))
+        saved = [op.saved(full_x) for op in ops] if ctx.is_whole else [(x,)]
+        ctx.sizes = [len(tensors) for tensors in saved]
+        ctx.save_for_backward(*weights, *(tensor for tensors in saved for tensor in tensors))
         return tuple(
-            op.forward(whole, weight, bias)
+            op.forward(full_x, weight, bias)
             for op, weight, bias in zip(ops, weights, biases, strict=True)
         )
 
@@ -98,31 +96,44 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         columns = ctx.columns
         ops = ctx.ops
         saved = list(ctx.saved_tensors)
-        many = len(ops)
-        weights = saved[:many]
-        kept = saved[many:]
-        gathered = None if ctx.is_whole else columns.start_gather(kept[0])
-        flat = [grad.flatten(0, -2) for grad in grads]
-        summed = None
+        weights = saved[: len(ops)]
+        saved_inputs = saved[len(ops) :]
+        gathered = None if ctx.is_whole else columns.start_gather(saved_inputs[0])
+        flat_grads = [grad.flatten(0, -2) for grad in grads]
+        input_grad: TensorFuture | None = None
         if ctx.needs_input_grad[0]:
-            whole_grad = ops[0].input_grad(flat[0], weights[0])
-            for op, grad, weight in zip(ops[1:], flat[1:], weights[1:], strict=True):
-                op.add_input_grad(whole_grad, grad, weight)
-            summed = columns.start_sum(whole_grad.view(*grads[0].shape[:-1], -1))
-        needs = ctx.needs_input_grad[3:]
+            partial_grad = _input_grad(ops, flat_grads, weights)
+            input_grad = columns.start_sum(partial_grad.view(*grads[0].shape[:-1], -1))
         if gathered is None:
-            inputs = iter(kept)
-            of_inputs: list[Sequence[Tensor]] = [
-                list(itertools.islice(inputs, size)) for size in ctx.sizes
-            ]
+            inputs_by_op = _split(saved_inputs, ctx.sizes)
         else:
-            whole = gathered()
-            of_inputs = [op.saved(whole) for op in ops]
-        of_weights = [
-            op.weight_grad(grad, one) if need else None
-            for op, grad, one, need in zip(ops, flat, of_inputs, needs[:many], strict=True)
+            full_x = gathered()
+            inputs_by_op = [op.saved(full_x) for op in ops]
+        needs = ctx.needs_input_grad[3:]
+        weight_grads = [
+            op.weight_grad(grad, saved_input) if need else None
+            for op, grad, saved_input, need in zip(
+                ops, flat_grads, inputs_by_op, needs[: len(ops)], strict=True
+            )
         ]
-        of_biases = [
-            grad.sum(0) if need else None for grad, need in zip(flat, needs[many:], strict=True)
+        bias_grads = [
+            grad.sum(0) if need else None
+            for grad, need in zip(flat_grads, needs[len(ops) :], strict=True)
         ]
-        return (summed() if summed else None), None, None, *of_weights, *of_biases
+        return (input_grad() if input_grad else None), None, None, *weight_grads, *bias_grads
+
+
+def _input_grad(
+    ops: Sequence[LinearOp], flat_grads: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor:
+    """Returns the gradient of the shared input from this rank's output slices."""
+    total = ops[0].input_grad(flat_grads[0], weights[0])
+    for op, grad, weight in zip(ops[1:], flat_grads[1:], weights[1:], strict=True):
+        op.add_input_grad(total, grad, weight)
+    return total
+
+
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Splits a list into consecutive lists of `sizes`."""
+    remaining = iter(tensors)
+    return [list(itertools.islice(remaining, size)) for size in sizes]

@@ -1,11 +1,12 @@
-"""Products in 8 bits on every layout: which linears, and over which ranks the largest value of a
-tensor is taken.
+"""Products in 8 bits on every layout: the linears that use them, and the ranks over which the
+largest value of a tensor is taken.
 
-The rule: the linears of blocks. Embedding, head, norms, attention's own products and all sums stay
+The linears of blocks use 8 bits. Embedding, head, norms, attention's own products and all sums stay
 wide, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.1).
 
-    tp   a weight is cut; so is a column-parallel linear's gradient, and a row-parallel one's input
-    cp   inputs and gradients are pieces of the sequence
+    tp   cuts a weight, the gradient of a column-parallel linear, and the input of a row-parallel
+        one
+    cp   cuts the sequence of inputs and gradients
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .tensor import ROW
 
 
 class _Over:
-    """The largest value over the ranks of mesh axes."""
+    """Takes the largest value over the ranks of mesh axes."""
 
     def __init__(self, mesh: Mesh, counter: CommCounter, *axes: str):
         self.groups = [(axis, mesh.group(axis)) for axis in axes]
@@ -37,8 +38,10 @@ class _Over:
 
 
 def apply_fp8(stage: Stage, plan: Plan, mesh: Mesh, counter: CommCounter) -> None:
-    """Give the linears of a stage's blocks the plan's `matmul`."""
-    tp, cp, both = (_Over(mesh, counter, *axes) for axes in (("tp",), ("cp",), ("tp", "cp")))
+    """Makes the linears of a stage's blocks use the plan's `matmul`."""
+    tp = _Over(mesh, counter, "tp")
+    cp = _Over(mesh, counter, "cp")
+    both = _Over(mesh, counter, "tp", "cp")
     shared = Shared()
     for block in stage.blocks.values():
         for name, module in block.named_modules():
@@ -47,6 +50,6 @@ def apply_fp8(stage: Stage, plan: Plan, mesh: Mesh, counter: CommCounter) -> Non
             if plan.job.matmul == "fp8_block":
                 module.op = BlockOp(shared)
             elif f"{name}.weight" in ROW:
-                module.op = TensorOp(shared, of_input=both, of_weight=tp, of_grad=cp)
+                module.op = TensorOp(shared, largest_input=both, largest_weight=tp, largest_grad=cp)
             else:
-                module.op = TensorOp(shared, of_input=cp, of_weight=tp, of_grad=both)
+                module.op = TensorOp(shared, largest_input=cp, largest_weight=tp, largest_grad=both)

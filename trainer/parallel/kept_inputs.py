@@ -1,13 +1,13 @@
-"""What a recomputed part of a block keeps of its input from forward to backward: under tensor
-parallelism a share of it, gathered again before the recomputation; and where, if not on the device.
+"""The input of a recomputed part of a block, kept from forward to backward: under tensor
+parallelism a share of it, which is gathered before the recomputation; and on the device or in other
+memory.
 
 ZeRO-R's partitioned activation checkpoints, Pa (arXiv 1910.02054, section 6.1): the ranks of a tp
-group hold the same hidden states, so each keeps 1/tp. One all-gather for each recomputed part is
-added to the all-reduces of tensor parallelism: a tenth of their bytes where whole layers are
-recomputed, up to a quarter where both halves of each are (`train.recompute=selective`). Under
-sequence parallelism the ranks hold different rows and nothing is left to share. Inputs that do not
-divide by tp are filled up with zeros. Pa+cpu puts what is kept into memory of the host,
-`trainer.host.activations`.
+group hold the same hidden states, so each keeps 1/tp. Each recomputed part adds one all-gather to
+the all-reduces of tensor parallelism: a tenth of their bytes where whole layers are recomputed, up
+to a quarter where both halves of each are (`train.recompute=selective`). Under sequence parallelism
+the ranks hold different rows, so there is nothing to share. Inputs whose size tp does not divide
+are padded with zeros. Pa+cpu keeps the inputs in host memory, `trainer.host.activations`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.host.activations import ActivationStore, Entry
 
 
 class Kept:
-    """An input of `shape` in its place: this rank's share of it, or all."""
+    """A kept input of `shape`: this rank's share of it, or all."""
 
     __slots__ = ("held", "shape", "shared")
 
@@ -36,8 +36,8 @@ class Kept:
 
 
 class KeptInputs:
-    """Hooks around a recomputed function: they see the tensors that it saves of its arguments, and
-    no others."""
+    """Hooks around a recomputed function. They see the tensors that autograd saves of its
+    arguments, and no others."""
 
     def __init__(
         self,
@@ -45,29 +45,26 @@ class KeptInputs:
         counter: CommCounter,
         store: ActivationStore | None = None,
     ):
-        """`group`: of ranks with equal inputs, which recompute in the same order; None: nothing is
-        shared. `store`: away from the device."""
+        """`group`: ranks with equal inputs, which recompute in the same order; None: inputs are
+        kept whole. `store`: keeps inputs outside the device."""
         self.group = group
         self.counter = counter
         self.store = store
 
     def around(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function`, a recomputed one, of whose first argument this is kept; its others are kept
-        as they are."""
+        """Wraps a recomputed function, so that its first argument is kept by these hooks. Autograd
+        keeps its other arguments unchanged."""
 
-        def run(x: Tensor, *others: Any) -> Tensor:
+        def run(x: Tensor, *arguments: Any) -> Tensor:
             address = x.data_ptr()
             shape = x.shape  # autograd keeps the hooks: they must not hold `x`
 
             def pack(saved: Tensor) -> Tensor | Kept:
-                return (
-                    self._pack(saved)
-                    if saved.data_ptr() == address and saved.shape == shape
-                    else saved
-                )
+                is_input = saved.data_ptr() == address and saved.shape == shape
+                return self._pack(saved) if is_input else saved
 
             with saved_tensors_hooks(pack, self._unpack):
-                return function(x, *others)
+                return function(x, *arguments)
 
         return run
 
@@ -82,14 +79,14 @@ class KeptInputs:
             return Kept(self.store.put(held), saved.shape, shared)
         return Kept(held.clone(), saved.shape, shared) if shared else saved
 
-    def _unpack(self, kept: Tensor | Kept) -> Tensor:
-        if not isinstance(kept, Kept):
-            return kept
-        held = kept.held
+    def _unpack(self, packed: Tensor | Kept) -> Tensor:
+        if not isinstance(packed, Kept):
+            return packed
+        held = packed.held
         if isinstance(held, Entry):
             assert self.store is not None
             held = self.store.get(held)
-        if kept.shared:
+        if packed.shared:
             assert self.group is not None
             held = all_gather(held, self.group, "tp", self.counter)
-        return held.flatten()[: kept.shape.numel()].view(kept.shape)
+        return held.flatten()[: packed.shape.numel()].view(packed.shape)

@@ -1,18 +1,15 @@
-"""Activation recomputation: backward computes activations again (Chen et al. 2016, arXiv
+"""Activation recomputation: backward computes activations a second time (Chen et al. 2016, arXiv
 1604.06174).
 
-full       a block keeps only its input; its forward runs again, communication included.
-selective  by operator: results of matrix products and of attention are kept, everything between
-    them (norms, rotary
-           positions, activations; with sequence parallelism the gathered sequence) is recomputed.
-           Cheap in FLOPs, and
-           with a fused attention it drops more than recomputing the attention core would
-           (Korthikanti et al. 2022,
-           arXiv 2205.05198, section 5, where the core was not fused yet).
-           `train.recompute_latents`: of latent attention only products that make latents are kept;
-           queries, keys and
-           values are made from these again (DeepSeek-V3, arXiv 2412.19437, section 3.2.3).
-budget     one of these per layer, as the planner chose to fit `train.recompute_budget_gib`.
+full       A block keeps only its input; its forward runs a second time, including communication.
+selective  By operator: results of matrix products and of attention are kept, everything between
+           them (norms, rotary positions, activations; with sequence parallelism the gathered
+           sequence) is recomputed. This costs few FLOPs, and with a fused attention it drops more
+           than recomputing the attention core would (Korthikanti et al. 2022, arXiv 2205.05198,
+           section 5, where the core was not fused yet). `train.recompute_latents`: latent attention
+           keeps only the products that make latents; queries, keys and values are recomputed from
+           these (DeepSeek-V3, arXiv 2412.19437, section 3.2.3).
+budget     One of these per layer, as the planner chose to fit `train.recompute_budget_gib`.
 
 Recomputation wraps methods of a block instance, so parameter names do not change.
 """
@@ -54,15 +51,19 @@ ATTENTION = {
 
 
 def recompute_mode(train: Train, layer: int) -> str:
-    """Blocks that predict further tokens have the mode of the last layer."""
+    """Returns the mode of a layer. Blocks that predict further tokens have that of the last
+    layer."""
+    if train.recompute != "budget":
+        return train.recompute
     modes = train.recompute_layers
-    return modes[min(layer, len(modes) - 1)] if train.recompute == "budget" else train.recompute
+    return modes[min(layer, len(modes) - 1)]
 
 
 def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None) -> None:
-    """Apply the plan's mode to every block of a stage. Gradients stay bitwise equal. `inputs`: how
-    the recomputed parts keep their inputs, if not whole; not the first one's of a stage that holds
-    its input anyway, since it received it.
+    """Applies the plan's mode to every block of a stage. Gradients stay bitwise equal.
+
+    `inputs`: hooks that keep the inputs of recomputed parts; None: they are kept whole. The hooks
+    are not used for the first part of a stage that received its input and holds it anyway.
     """
 
     def kept(function: Function, received: bool) -> Function:
@@ -73,40 +74,40 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
         mode = recompute_mode(train, layer)
         received = layer == first and not stage.first
         if mode == "full":
-            block.forward = kept(_checkpointed(block.forward), received)  # type: ignore[method-assign]
+            forward = _checkpointed(block.forward)
+            block.forward = kept(forward, received)  # type: ignore[method-assign]
         elif mode == "selective":
             contexts = _attention_contexts(block, train.recompute_latents is True)
-            block.attend = kept(_checkpointed(block.attend, contexts), received)  # type: ignore[method-assign]
-            if isinstance(
-                block.mlp, MLP
-            ):  # experts keep all: what lies between their products is little
-                contexts = partial(
-                    _contexts, products=1 if block.mlp.gate is None else 2, keep=set()
-                )
-                block.mix = kept(_checkpointed(block.mix, contexts), False)  # type: ignore[method-assign]
+            attend = _checkpointed(block.attend, contexts)
+            block.attend = kept(attend, received)  # type: ignore[method-assign]
+            # Experts keep all: little is computed between their products.
+            if isinstance(block.mlp, MLP):
+                products = 1 if block.mlp.gate is None else 2
+                contexts = partial(_contexts, products=products, keep=set())
+                feed_forward = _checkpointed(block.feed_forward, contexts)
+                block.feed_forward = kept(feed_forward, False)  # type: ignore[method-assign]
         elif mode != "none":
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 
 
 def _attention_contexts(block: Block, latents: bool) -> Callable[[], Any]:
-    """`latents`: keep no product that is made from latents."""
+    """Returns the contexts of selective recomputation of attention. `latents`: keeps no product
+    that is made from latents."""
     # A context-parallel core attends block by block: keeping each partial result would cost more
     # than it saves.
     keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
     linears = sum(isinstance(module, Linear) for module in block.attn.children())
-    made = (
-        LatentAttention.MADE_OF_LATENTS
-        if latents and isinstance(block.attn, LatentAttention)
-        else 0
-    )
-    return partial(_contexts, products=linears - 1 - made, keep=keep)
+    from_latents = 0
+    if latents and isinstance(block.attn, LatentAttention):
+        from_latents = LatentAttention.MADE_OF_LATENTS
+    return partial(_contexts, products=linears - 1 - from_latents, keep=keep)
 
 
 def _checkpointed(
     function: Callable[..., Any], contexts: Callable[[], Any] | None = None
 ) -> Callable[..., Any]:
-    """`function` with recomputation; keeps its inputs and what `contexts` selects. It draws no
-    stateful random numbers, so no random state is kept."""
+    """Wraps `function` with recomputation: its inputs and what `contexts` selects are kept. It does
+    not draw stateful random numbers, so no random state is kept."""
     extra: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def run(*args: Any) -> Any:
@@ -116,12 +117,12 @@ def _checkpointed(
 
 
 def _contexts(products: int, keep: set) -> Any:
-    """Keep the first `products` matrix products and all of `keep`.
+    """Returns contexts that keep the first `products` matrix products and all results of `keep`.
 
     The last product of each half is not kept: backward never reads it, and tensor parallelism sums
     into it in place.
     """
-    seen = {False: 0, True: 0}  # by pass: forward, recomputation
+    seen = {False: 0, True: 0}  # products by pass: False forward, True recomputation
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in keep:

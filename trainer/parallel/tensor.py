@@ -1,5 +1,5 @@
-"""Tensor and sequence parallelism: parameter slices, and the entries and exits of tensor-parallel
-regions.
+"""Tensor and sequence parallelism: slices of parameters, and the entries and exits of
+tensor-parallel regions.
 
 Column-parallel matrices (wq, wk, wv, gate, up) hold a slice of their output features, row-parallel
 ones (wo, down) a slice of their input features and give partial sums (Shoeybi et al. 2019, arXiv
@@ -42,10 +42,10 @@ COLUMN = (
 KEY_VALUE = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
 ROW = ("attn.wo.weight", "mlp.down.weight", "mlp.shared.down.weight")
 VOCABULARY = ("embed.weight", "head.weight")
-#: Of experts, [experts, out, in]: their outputs or inputs are cut.
+#: Parameters of experts, [experts, out, in], whose outputs or inputs are cut.
 EXPERT_COLUMN = ("mlp.experts.gate.weight", "mlp.experts.up.weight")
 EXPERT_ROW = ("mlp.experts.down.weight",)
-#: Whole on every rank, each of which has the gradient of its own heads.
+#: Parameters that are whole on every rank, of which each rank has the gradient of its own heads.
 PARTIAL = ("attn.q_norm.weight", "attn.k_norm.weight")
 
 
@@ -54,32 +54,42 @@ PARTIAL = ("attn.q_norm.weight", "attn.k_norm.weight")
 
 
 def shard(
-    name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, sp: bool
+    name: str, shape: tuple[int, ...], model: Model, *, tp: int, index: int, sp: bool
 ) -> ParamInfo:
-    """The slice of a parameter that tp rank `index` of `tp` holds. Pure; `check_supported` has
-    checked the degrees."""
+    """Returns the slice of a parameter that tp rank `index` of `tp` holds. Pure; `check_supported`
+    has checked the degrees."""
     decay = len(shape) > 1
     if tp > 1 and name.endswith(KEY_VALUE):
-        # Fewer heads than ranks: neighbours hold the same head, and each has the gradient of its
-        # own queries only.
-        share = max(1, tp // model.kv_heads)
-        first = index // share * share
-        cut = even_shard(0, shape[0], index // share, tp // share, AXIS)
-        replicas = tuple(range(first, first + share))
-        sums = ("kv",) if share > 1 else ()
-        return ParamInfo(name, tuple(shape), decay, (cut,), sums, replicas, owner=index == first)
+        return _key_value_shard(name, shape, max(1, tp // model.kv_heads), tp=tp, index=index)
     if tp > 1 and name.endswith((*COLUMN, *VOCABULARY, *ROW, *EXPERT_COLUMN, *EXPERT_ROW)):
         dims = {ROW: 1, EXPERT_COLUMN: 1, EXPERT_ROW: 2}
         dim = next((dim for names, dim in dims.items() if name.endswith(names)), 0)
         cut = even_shard(dim, shape[dim], index, tp, AXIS)  # only the vocabulary may not divide
         return ParamInfo(name, tuple(shape), decay, (cut,), replicas=(index,))
-    # Norms, output biases, positions: whole everywhere. With SP each rank sees a part of the
-    # sequence, so its gradient is a part too; without SP every rank computes the same full
+    # Norms, output biases and positions are whole on every rank. With SP each rank sees a part of
+    # the sequence, so its gradient is a part too; without SP every rank computes the same full
     # gradient.
     own_heads = name.endswith(PARTIAL) and not (model.mla is not None and ".attn." in name)
     sums = ("tp",) if tp > 1 and (sp or own_heads) else ()
+    replicas = tuple(range(tp))
+    return ParamInfo(name, tuple(shape), decay, sums=sums, replicas=replicas, owner=index == 0)
+
+
+def _key_value_shard(
+    name: str, shape: tuple[int, ...], sharing: int, *, tp: int, index: int
+) -> ParamInfo:
+    """Returns the slice of a key or value projection. `sharing` neighbours hold the same head if
+    there are fewer heads than ranks; each has the gradient of its own queries only."""
+    first = index // sharing * sharing
+    cut = even_shard(0, shape[0], index // sharing, tp // sharing, AXIS)
     return ParamInfo(
-        name, tuple(shape), decay, sums=sums, replicas=tuple(range(tp)), owner=index == 0
+        name,
+        tuple(shape),
+        decay=len(shape) > 1,
+        shards=(cut,),
+        sums=("kv",) if sharing > 1 else (),
+        replicas=tuple(range(first, first + sharing)),
+        owner=index == first,
     )
 
 
@@ -88,7 +98,7 @@ def shard(
 
 
 class Region(nn.Module):
-    """Entry or exit of a tensor-parallel region: [b, s or s/tp, hidden] -> [b, s or s/tp,
+    """The entry or exit of a tensor-parallel region: [b, s or s/tp, hidden] -> [b, s or s/tp,
     hidden]."""
 
     def __init__(
@@ -121,7 +131,7 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # In place: the linears behind the region have just made the gradient and nothing else holds
+        # In place: the linears after the region have just made the gradient, and nothing else holds
         # it.
         return all_reduce(grad.contiguous(), ctx.group, AXIS, ctx.counter), None, None
 
@@ -173,17 +183,17 @@ class Scatter(torch.autograd.Function):
 class SequenceShard(nn.Module):
     """[b, s, h] -> this rank's [b, s/tp, h], without communication.
 
-    For values that every rank computes alike (learned positions). Each rank has the gradient of its
-    own shard, so the gradient of the parameter behind it is partial.
+    It serves values that every rank computes alike (learned positions). Each rank has the gradient
+    of its own shard, so the gradient of the parameter before it is partial.
     """
 
-    def __init__(self, parts: int, index: int):
+    def __init__(self, ranks: int, index: int):
         super().__init__()
-        self.parts = parts
+        self.ranks = ranks
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.chunk(self.parts, dim=1)[self.index]
+        return x.chunk(self.ranks, dim=1)[self.index]
 
 
 def gather_sequence(
@@ -201,19 +211,19 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) 
 def start_gather_sequence(
     x: Tensor, group: dist.ProcessGroup, counter: CommCounter, axis: str = AXIS
 ) -> Callable[[], Tensor]:
-    """Start `gather_sequence`; the returned function waits for its result.
+    """Starts `gather_sequence`. The returned function waits for its result.
 
-    Collectives join dimension 0, so for b > 1 the pieces are reordered.
+    Collectives join dimension 0, so for b > 1 the shards are reordered.
     """
     batch, length, hidden = x.shape
     handle = start_all_gather(x.contiguous(), group, axis, counter)
 
     def wait() -> Tensor:
+        joined = handle.wait()
         if batch == 1:
-            return handle.wait().view(1, -1, hidden)
-        return (
-            handle.wait().view(-1, batch, length, hidden).transpose(0, 1).reshape(batch, -1, hidden)
-        )
+            return joined.view(1, -1, hidden)
+        by_rank = joined.view(-1, batch, length, hidden)
+        return by_rank.transpose(0, 1).reshape(batch, -1, hidden)
 
     return wait
 
@@ -221,12 +231,11 @@ def start_gather_sequence(
 def start_scatter_sequence(
     x: Tensor, group: dist.ProcessGroup, counter: CommCounter
 ) -> Callable[[], Tensor]:
-    """Start `scatter_sequence`; the returned function waits for its result."""
+    """Starts `scatter_sequence`. The returned function waits for its result."""
     batch, _, hidden = x.shape
-    pieces = (
-        x.view(batch, group.size(), -1, hidden).transpose(0, 1).contiguous()
-        if batch > 1
-        else x.contiguous()
-    )
-    handle = start_reduce_scatter(pieces.view(-1, hidden), group, AXIS, counter)
+    shards = x
+    if batch > 1:
+        shards = x.view(batch, group.size(), -1, hidden).transpose(0, 1)
+    shards = shards.contiguous().view(-1, hidden)
+    handle = start_reduce_scatter(shards, group, AXIS, counter)
     return lambda: handle.wait().view(batch, -1, hidden)

@@ -20,35 +20,35 @@ from trainer.model.loss import IGNORED
 
 from .tensor import AXIS
 
-#: Log-sum-exp of rows, and the gradient of logits: each one kernel.
+#: The log-sum-exp of rows, and the gradient of logits, as one kernel each.
 Passes = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]]
 
-#: Logits that are exponentiated at a time, in elements: bounds the fp32 temporaries next to bf16
+#: Logits that are exponentiated at a time, in elements. It bounds the fp32 temporaries of bf16
 #: logits.
 CHUNK = 1 << 24
 
 
 class ShardedLookup:
-    """An embedding `op`: rows of this rank's shard, zeros for other ranks' tokens. The sum over
-    ranks is the lookup."""
+    """An embedding `op` that returns rows of this rank's shard, and zeros for other ranks' tokens.
+    The sum over ranks is the lookup."""
 
     def __init__(self, start: int, stop: int):
         self.start = start
         self.stop = stop
 
     def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        elsewhere = (tokens < self.start) | (tokens >= self.stop)
-        rows = F.embedding((tokens - self.start).masked_fill(elsewhere, 0), weight)
-        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        outside = (tokens < self.start) | (tokens >= self.stop)
+        rows = F.embedding((tokens - self.start).masked_fill(outside, 0), weight)
+        return rows.masked_fill(outside.unsqueeze(-1), 0.0)
 
 
 class VocabParallelLoss:
-    """Sum of -log p(target) over valid tokens, from this rank's columns of the logits; equal on
-    every tp rank.
+    """Computes the sum of -log p(target) over valid tokens from this rank's columns of the logits;
+    the result is equal on every tp rank.
 
     logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `valid` is the number of
-    columns that are not padding. `compiled`: one kernel each way, which reads the logits once and
-    keeps nothing wide.
+    columns that are not padding. `compiled`: uses one kernel in each direction, which reads the
+    logits once and saves no wide tensors.
     """
 
     def __init__(
@@ -74,62 +74,64 @@ class VocabParallelLoss:
 
 
 def _log_sums(logits: Tensor) -> Tensor:
-    """[n, p] -> [n], log-sum-exp of each row in at least fp32."""
+    """[n, p] -> [n], the log-sum-exp of each row in at least fp32."""
     return torch.logsumexp(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
-def _gradient(logits: Tensor, total: Tensor, goal: Tensor, scale: Tensor, valid: int) -> Tensor:
-    """scale * (softmax - onehot(goal)) of [n, p], zero in padding; `goal` -1: in no column of
-    these."""
+def _gradient(logits: Tensor, total: Tensor, target: Tensor, scale: Tensor, valid: int) -> Tensor:
+    """Returns scale * (softmax - onehot(target)) of [n, p], zero in padding. `target` -1: the
+    target is in another rank's columns."""
     column = torch.arange(logits.shape[1], device=logits.device)
     softmax = torch.exp(logits - total[:, None])
-    grad = (softmax - (column == goal[:, None]).to(softmax.dtype)) * scale[:, None]
+    grad = (softmax - (column == target[:, None]).to(softmax.dtype)) * scale[:, None]
     return torch.where(column < valid, grad, 0.0).to(logits.dtype)
 
 
 class _WholeCrossEntropy(torch.autograd.Function):
-    """The unsharded loss. torch's own keeps the log-softmax in fp32 from forward to backward; this
-    one keeps the logits as they are and recomputes their softmax in backward, into the gradient's
-    memory."""
+    """The unsharded loss. torch's own saves the log-softmax in fp32 from forward to backward; this
+    one saves the logits and recomputes their softmax in backward, in the gradient's memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         flat = logits.flatten(0, -2)
-        goal = targets.flatten()
-        ctx.save_for_backward(logits, goal)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        parts = [
+        target = targets.flatten()
+        ctx.save_for_backward(logits, target)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        chunk_sums = [
             F.nll_loss(
-                torch.log_softmax(flat[rows], -1, dtype=wide),
-                goal[rows],
+                torch.log_softmax(flat[rows], -1, dtype=dtype),
+                target[rows],
                 ignore_index=IGNORED,
                 reduction="sum",
             )
             for rows in _chunks(flat)
         ]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        return chunk_sums[0] if len(chunk_sums) == 1 else torch.stack(chunk_sums).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """d/dlogits = softmax - onehot(target), for valid tokens; zero elsewhere."""
-        logits, goal = ctx.saved_tensors
+        """Returns d/dlogits = softmax - onehot(target), for valid tokens; zero elsewhere."""
+        logits, target = ctx.saved_tensors
         flat = logits.flatten(0, -2)
-        scale = ((goal != IGNORED) * grad)[:, None]
-        column = goal.clamp(min=0)[:, None]
+        scale = ((target != IGNORED) * grad)[:, None]
+        column = target.clamp(min=0)[:, None]
         out = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
         for rows in _chunks(flat):
-            there = out[rows]
-            part = there if out.dtype == grad.dtype else torch.empty_like(there, dtype=grad.dtype)
-            torch.softmax(flat[rows], -1, dtype=grad.dtype, out=part)
-            part.mul_(scale[rows]).scatter_add_(1, column[rows], -scale[rows])
-            if part is not there:
-                there.copy_(part)
+            out_rows = out[rows]
+            softmax = out_rows
+            if out.dtype != grad.dtype:
+                softmax = torch.empty_like(out_rows, dtype=grad.dtype)
+            torch.softmax(flat[rows], -1, dtype=grad.dtype, out=softmax)
+            softmax.mul_(scale[rows]).scatter_add_(1, column[rows], -scale[rows])
+            if softmax is not out_rows:
+                out_rows.copy_(softmax)
         return out.view(logits.shape), None
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Each rank reduces its columns to two numbers per token, log-sum-exp and the target's logit.
-    One all-gather of those is the only communication; every rank adds them in the same order.
+    """The sharded loss. Each rank reduces its columns to two numbers per token, the log-sum-exp and
+    the target's logit. One all-gather of these is the only communication; every rank adds them in
+    the same order.
     """
 
     @staticmethod
@@ -144,60 +146,67 @@ class _CrossEntropy(torch.autograd.Function):
         passes: Passes | None,
     ) -> Tensor:
         flat = logits.flatten(0, -2)
-        goal = targets.flatten()
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        column = goal - start
-        here = (column >= 0) & (column < valid)  # never true for IGNORED, which is negative
-        column = column.masked_fill(~here, 0)
-        mine = flat.new_zeros(1, 2, goal.numel(), dtype=wide)
-        if not valid:
-            mine[0, 0] = -torch.inf
-        if valid and passes is not None:
-            mine[0, 0] = passes[0](flat[:, :valid])
-        for rows in _chunks(flat) if valid and passes is None else ():
-            # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives
-            # lse most exactly.
-            part = flat[rows, :valid]
-            log_softmax = torch.log_softmax(part, dim=-1, dtype=wide)
-            torch.sub(part.amax(-1), log_softmax.amax(-1), out=mine[0, 0, rows])
+        target = targets.flatten()
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        column = target - start
+        in_shard = (column >= 0) & (column < valid)  # IGNORED is negative, and in no shard
+        column = column.masked_fill(~in_shard, 0)
+        statistics = flat.new_zeros(1, 2, target.numel(), dtype=dtype)
+        _write_log_sums(statistics[0, 0], flat, valid, passes)
         if valid:
-            mine[0, 1] = flat.gather(1, column[:, None]).squeeze(1).to(wide).masked_fill(~here, 0.0)
-        log_sums, goals = all_gather(mine, group, AXIS, counter).unbind(1)
+            target_logit = flat.gather(1, column[:, None]).squeeze(1).to(dtype)
+            statistics[0, 1] = target_logit.masked_fill(~in_shard, 0.0)
+        log_sums, target_logits = all_gather(statistics, group, AXIS, counter).unbind(1)
         total = torch.logsumexp(log_sums, dim=0)
-        counted = goal != IGNORED
-        ctx.save_for_backward(logits, total, column, here, counted)
+        counted = target != IGNORED
+        ctx.save_for_backward(logits, total, column, in_shard, counted)
         ctx.valid = valid
         ctx.passes = passes
-        return (total - goals.sum(0)).masked_fill(~counted, 0.0).sum()
+        return (total - target_logits.sum(0)).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """d/dlogits = softmax - onehot(target), for valid tokens and columns; zero elsewhere."""
-        logits, total, column, here, counted = ctx.saved_tensors
+        """Returns d/dlogits = softmax - onehot(target), for valid tokens and columns; zero
+        elsewhere."""
+        logits, total, column, in_shard, counted = ctx.saved_tensors
         flat = logits.flatten(0, -2)
         scale = (grad * counted)[:, None]
         if ctx.passes is not None:
-            goal = column.masked_fill(~here, -1)
-            return ctx.passes[1](flat, total, goal, scale[:, 0], ctx.valid).view_as(logits), *[
-                None
-            ] * 6
+            target = column.masked_fill(~in_shard, -1)
+            out = ctx.passes[1](flat, total, target, scale[:, 0], ctx.valid)
+            return out.view_as(logits), None, None, None, None, None, None
         out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
         for rows in _chunks(flat) if ctx.valid else ():
-            there = out[rows, : ctx.valid]
-            part = (
-                there
-                if out.dtype == total.dtype
-                else there.new_empty(there.shape, dtype=total.dtype)
-            )
-            torch.sub(flat[rows, : ctx.valid], total[rows, None], out=part)
-            part.exp_().mul_(scale[rows])
-            part.scatter_add_(1, column[rows, None], scale[rows] * -here[rows, None].to(part.dtype))
-            if part is not there:
-                there.copy_(part)
-        return out.view_as(logits), *[None] * 6
+            out_rows = out[rows, : ctx.valid]
+            softmax = out_rows
+            if out.dtype != total.dtype:
+                softmax = out_rows.new_empty(out_rows.shape, dtype=total.dtype)
+            torch.sub(flat[rows, : ctx.valid], total[rows, None], out=softmax)
+            softmax.exp_().mul_(scale[rows])
+            onehot = -in_shard[rows, None].to(softmax.dtype)
+            softmax.scatter_add_(1, column[rows, None], scale[rows] * onehot)
+            if softmax is not out_rows:
+                out_rows.copy_(softmax)
+        return out.view_as(logits), None, None, None, None, None, None
+
+
+def _write_log_sums(out: Tensor, logits: Tensor, valid: int, passes: Passes | None) -> None:
+    """Writes the log-sum-exp of the first `valid` columns of `logits` [n, p] into `out` [n]."""
+    if not valid:
+        out.fill_(-torch.inf)
+        return
+    if passes is not None:
+        out.copy_(passes[0](logits[:, :valid]))
+        return
+    # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse
+    # most exactly.
+    for rows in _chunks(logits):
+        columns = logits[rows, :valid]
+        log_softmax = torch.log_softmax(columns, dim=-1, dtype=out.dtype)
+        torch.sub(columns.amax(-1), log_softmax.amax(-1), out=out[rows])
 
 
 def _chunks(flat: Tensor) -> list[slice]:
-    """Slices of rows that hold at most CHUNK elements each."""
+    """Returns slices of rows that hold at most CHUNK elements each."""
     step = max(1, CHUNK // max(1, flat.shape[1]))
     return [slice(first, first + step) for first in range(0, flat.shape[0], step)]

@@ -1,4 +1,4 @@
-"""Measured times of the pipeline actions of one rank in a step."""
+"""Measured times of one rank's pipeline actions in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from orchestrator.plan.schedules import Action, Kind, Span
 
 
 class StepActions:
-    """Start and end of each compute action of one step: seconds of perf_counter, or CUDA events."""
+    """The start and end of each compute action of one step: seconds of perf_counter, or CUDA
+    events."""
 
     def __init__(self, cuda: bool):
         self._cuda = cuda
@@ -22,21 +23,23 @@ class StepActions:
         self._marks: list[tuple[Action, Any, Any]] = []
 
     def begin(self, action: Action) -> int:
-        """The number of the action, for `end`. Two that run as one are both begun before either
-        ends."""
+        """Records the start of an action. Returns its number, for `end`. Two actions that run as
+        one both begin before either ends."""
         self._marks.append((action, now(self._cuda), None))
         return len(self._marks) - 1
 
     def end(self, number: int) -> None:
+        """Records the end of an action."""
         action, start, _ = self._marks[number]
         self._marks[number] = action, start, now(self._cuda)
 
     def order(self) -> list[Action]:
+        """Returns the actions in order of execution."""
         return [action for action, _, _ in self._marks]
 
     def spans(self) -> list[Span]:
-        """Seconds since the start of the step, in order of execution. On CUDA the step must have
-        ended there."""
+        """Returns the actions' spans in seconds since the start of the step, in order of execution.
+        On CUDA the step must have ended on the device."""
         if not self._cuda:
             return [
                 Span(action, start - self.began, end - self.began)
@@ -49,28 +52,30 @@ class StepActions:
         ]
 
     def seconds_by_pass(self) -> dict[str, float]:
-        """Seconds in "forward" and "backward"."""
-        found = {"forward": 0.0, "backward": 0.0}
+        """Returns the seconds in "forward" and "backward"."""
+        seconds = {"forward": 0.0, "backward": 0.0}
         for span in self.spans():
-            found["forward" if span.action.kind is Kind.F else "backward"] += span.end - span.start
-        return found
+            name = "forward" if span.action.kind is Kind.F else "backward"
+            seconds[name] += span.end - span.start
+        return seconds
 
     def idle_seconds(self) -> float:
-        """Between this rank's first start and last end, when it waits for other stages."""
+        """Returns the seconds between this rank's first start and last end in which no action
+        runs."""
         spans = sorted(self.spans(), key=lambda span: span.start)
         if not spans:
             return 0.0
         idle = 0.0
         latest = spans[0].start
-        for _, start, end in spans:  # two that run as one overlap
+        for _, start, end in spans:  # two actions that run as one overlap
             idle += max(0.0, start - latest)
             latest = max(latest, end)
         return idle
 
 
 class ActionTimes:
-    """Times the compute actions, step by step. On CUDA by events, which do not block the host, and
-    only if asked: `measuring`."""
+    """Times the compute actions of each step. On CUDA it records events, which do not block the
+    host, and only while `measuring`."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -80,12 +85,13 @@ class ActionTimes:
         self._done = 0
 
     def restart(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self.step = StepActions(self._cuda and self.measuring)
         self._done = 0
 
     @contextlib.contextmanager
     def timed(self, action: Action) -> Iterator[None]:
+        """Context manager around an action."""
         measured = self.measuring or not self._cuda
         step = self.step
         number = step.begin(action) if measured else 0
@@ -97,12 +103,12 @@ class ActionTimes:
             step.end(number)
 
     def running(self) -> tuple[int, bool] | None:
-        """(number of the action that runs now, whether it is a forward); None between actions."""
+        """Returns (number of the running action, whether it is a forward); None between actions."""
         return None if self._running is None else (self._done, self._running.kind is Kind.F)
 
 
 def now(cuda: bool) -> Any:
-    """Seconds of perf_counter, or a CUDA event on the current stream."""
+    """Returns seconds of perf_counter, or a new CUDA event on the current stream."""
     if not cuda:
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from .turns import Turns
 
 
 class Batch(Protocol):
-    """What the pipeline itself reads of a micro-batch; stages read the rest."""
+    """The fields of a micro-batch that the pipeline itself reads; stages read the others."""
 
     @property
     def targets(self) -> Tensor: ...
@@ -48,8 +48,8 @@ class Pipeline:
 
     A stage is called as `stage(hidden or None, micro_batch)` and returns hidden states, or logits
     if it is the last. Only the autograd graph holds activations from a stage's forward to its
-    backward: outputs are freed as soon as they are sent, so a rank holds what `peak_in_flight`
-    says.
+    backward: outputs are freed as soon as they are sent, so a rank holds the activations that
+    `peak_in_flight` counts.
     """
 
     def __init__(
@@ -70,35 +70,31 @@ class Pipeline:
         terms: LossTerms | None = None,
     ):
         """`stages`: those of `schedule.stages_of(pp coordinate)`, in that order. `loss(logits,
-        targets)` is a sum.
+        targets)` returns a sum.
 
-        `shape`, `dtype`: of the hidden states between stages. `on_grad(param)` is called for each
-        weight gradient that a split backward adds to `param.grad`; all other gradients arrive
-        through autograd and its hooks. `terms`: what the stages add to the loss. `costs`: as in
-        `lower`; where they say so, a forward and the whole backward of another stage behind it run
-        as one, each beside the other's communication (`turns`).
+        `shape`, `dtype`: those of the hidden states between stages. `on_grad(param)` is called for
+        each weight gradient that a split backward adds to `param.grad`; all other gradients arrive
+        through autograd and its hooks. `terms`: the terms that the stages add to the loss. `costs`:
+        as in `lower`; if they say so, a forward and the whole backward of another stage behind it
+        run as one, each during the other's communication (`turns`).
         """
         rank = mesh.coord.pp
         device = torch.device(device)
-        mine = schedule.stages_of(rank)
         self.rank = rank
-        if len(mine) != len(stages):
-            raise ValueError(
-                f"pipeline rank {rank} holds stages {list(mine)} in {schedule.name}, got"
-                f" {len(stages)}"
-            )
         self.loss = loss
         self.device = device
         self.terms = terms or LossTerms()
-        self.stages = dict(zip(mine, stages, strict=True))
-        self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
+        self.stages = _numbered_stages(schedule, rank, stages)
+        self.transfers = Transfers(
+            schedule, mesh, counter, shape=tuple(shape), dtype=dtype, device=device
+        )
         self.action_times = ActionTimes(device)
         self._phase = timer.phase if timer else _no_phase
         self._timer = timer
         self.turns = Turns(device)
-        #: No two run as one in this step, for what watches operators or stands in for them, and
-        #: sees those of one thread. It must be the same on all ranks, which else would start
-        #: collectives in other orders.
+        #: Whether no two actions of this step run as one, for observers of operators, which see
+        #: those of one thread. It must be equal on all ranks, which otherwise start collectives in
+        #: different orders.
         self.one_by_one = False
         counter.before_wait = self.turns.pass_on
         self.weight_grads = DeferredWeightGrads(on_grad)
@@ -113,17 +109,18 @@ class Pipeline:
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Use `schedule` from the next step on: the same stages and ranks, another number of
+        """Uses `schedule` from the next step on: the same stages and ranks, another number of
         micro-batches."""
-        if (
-            self.transfers.counter.gloo
-        ):  # it matches messages by tag, so receives may start early and alone
-            self.program = receive_early(lower(schedule, self._costs)[self.rank], costs=self._costs)
+        if self.transfers.counter.gloo:
+            # gloo matches messages by tag, so receives may start early and alone.
+            program = lower(schedule, self._costs)[self.rank]
+            self.program = receive_early(program, costs=self._costs)
         else:
-            # NCCL needs the same order at both ends of a pair; its host thread runs ahead of the device
-            # anyway
+            # NCCL needs the same order at both ends of a pair; its host thread runs ahead of the
+            # device anyway.
             self.program = lower_to_batches(schedule, self._costs)[self.rank]
-        self.schedule = self.transfers.schedule = schedule
+        self.schedule = schedule
+        self.transfers.schedule = schedule
 
     @classmethod
     def from_plan(
@@ -141,8 +138,8 @@ class Pipeline:
         micro_batches: int | None = None,
         terms: LossTerms | None = None,
     ) -> Pipeline:
-        """The plan's schedule and shapes; `stages` are those of `stage_indices`, in its order.
-        `micro_batches`: of a step, if not the plan's.
+        """Makes the pipeline of a plan's schedule and shapes. `stages` are those of
+        `stage_indices`, in its order. `micro_batches`: the number per step, if not the plan's.
 
         Raises ScheduleError for a schedule that the plan's numbers do not fit.
         """
@@ -169,26 +166,23 @@ class Pipeline:
         )
 
     def run(self, micro_batches: Sequence[Batch], loss_scale: float | Tensor = 1.0) -> Tensor:
-        """One step: gradients of `loss_scale` times the summed loss are added to the parameters.
+        """Runs one step, which adds gradients of `loss_scale` times the summed loss to the
+        parameters.
 
-        Returns the summed loss, unscaled, of the micro-batches whose last stage is here: a scalar
-        on the device, zero on ranks without a last stage, so that its sum over pp is the loss.
-        Nothing here waits for the device.
+        Returns the summed loss, unscaled, of the micro-batches whose last stage is on this rank: a
+        scalar on the device, zero on ranks without a last stage, so that its sum over pp is the
+        loss. The host does not wait for the device.
         """
         if len(micro_batches) != self.schedule.micro_batches:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches, the schedule is for"
                 f" {self.schedule.micro_batches}"
             )
-        scalar: dict[str, Any] = {
-            "dtype": torch.promote_types(self.transfers.dtype, torch.float32),
-            "device": self.device,
-        }
+        dtype = torch.promote_types(self.transfers.dtype, torch.float32)
         self._micro_batches = micro_batches
-        self._total = torch.zeros((), **scalar)
-        self._scale = torch.ones((), **scalar).mul_(
-            loss_scale
-        )  # keeps its dtype, copies nothing from the host
+        self._total = torch.zeros((), dtype=dtype, device=self.device)
+        # The product keeps the dtype, and copies nothing from the host.
+        self._scale = torch.ones((), dtype=dtype, device=self.device).mul_(loss_scale)
         self.action_times.restart()
         for batch in self.program:
             match [action.kind for action in batch]:
@@ -208,6 +202,7 @@ class Pipeline:
         return self._total
 
     def _together(self, forward: Action, backward: Action) -> None:
+        """Runs a forward and a backward as one, by turns."""
         if self.one_by_one:
             self._forward(forward)
             self._backward(backward)
@@ -228,7 +223,7 @@ class Pipeline:
             self._compute_forward(action, hidden)
 
     def _input_of(self, action: Action) -> Tensor | None:
-        """The hidden states that a forward starts from."""
+        """Waits for the hidden states from which a forward starts; None on the first stage."""
         if self.schedule.is_first(action.stage):
             return None
         return self._wait(action._replace(kind=Kind.RECV_F)).requires_grad_()
@@ -244,7 +239,8 @@ class Pipeline:
                 self._total += out.detach()
             else:
                 self.transfers.put(Kind.SEND_F, stage, index, out.detach())
-            # The edge keeps the graph alive and not the output: its memory is free once it is sent.
+            # The edge keeps the graph alive but not the output, whose memory is free once it is
+            # sent.
             self._saved[stage, index] = hidden, get_gradient_edge(out)
 
     def _backward(self, action: Action) -> None:
@@ -253,12 +249,10 @@ class Pipeline:
             self._compute_backward(action, grad)
 
     def _grad_of(self, action: Action) -> Tensor:
-        """The gradient of a stage's output, or of the loss."""
-        return (
-            self._scale
-            if self.schedule.is_last(action.stage)
-            else self._wait(action._replace(kind=Kind.RECV_B))
-        )
+        """Waits for the gradient of a stage's output; that of the loss is its scale."""
+        if self.schedule.is_last(action.stage):
+            return self._scale
+        return self._wait(action._replace(kind=Kind.RECV_B))
 
     def _compute_backward(self, action: Action, grad: Tensor) -> None:
         kind, stage, index = action
@@ -284,13 +278,27 @@ class Pipeline:
 
 
 def stage_indices(plan: Plan, rank: int) -> list[int]:
-    """Which of the plan's `stage_layers` pipeline rank `rank` holds under the plan's schedule,
-    ascending.
+    """Returns the indices, into the plan's `stage_layers`, of the stages that pipeline rank `rank`
+    holds under the plan's schedule, ascending.
 
     Raises ScheduleError.
     """
     schedule = schedule_of(plan.parallel)
     return sorted({schedule.model_stage(stage) for stage in schedule.stages_of(rank)})
+
+
+def _numbered_stages(
+    schedule: Schedule, rank: int, stages: Sequence[nn.Module]
+) -> dict[int, nn.Module]:
+    """Returns the rank's stages by their number in the schedule. Raises ValueError for another
+    number of stages than the schedule's."""
+    numbers = schedule.stages_of(rank)
+    if len(numbers) != len(stages):
+        raise ValueError(
+            f"pipeline rank {rank} holds stages {list(numbers)} in {schedule.name}, got"
+            f" {len(stages)}"
+        )
+    return dict(zip(numbers, stages, strict=True))
 
 
 def _no_phase(name: str) -> AbstractContextManager[None]:

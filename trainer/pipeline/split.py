@@ -1,12 +1,12 @@
 """Split backward: the weight gradients of linears are deferred until the schedule runs them
 (zero-bubble, DualPipe).
 
-Each `Linear.run` is replaced by one whose backward computes the input's gradient at once and stores
-the two factors of the weight's, both by the linear's `op`. The weight is hidden from autograd
-(whose hooks would run without a gradient), so its gradient reaches `param.grad` and `on_grad` only
-from here. Nothing depends on the autograd graph, so it works for compiled blocks (the product is a
-graph break), recomputed ones and any attention mask. All other parameters (norms, biases,
-embeddings) get their gradient together with the input's.
+Each `Linear.run` is replaced by a function whose backward computes the input's gradient at once and
+stores the two factors of the weight's gradient; the linear's `op` computes both gradients. The
+weight is hidden from autograd (whose hooks would run without a gradient), so only this module
+passes its gradient to `param.grad` and `on_grad`. Nothing depends on the autograd graph, so it
+works for compiled blocks (the product is a graph break), recomputed ones and any attention mask.
+All other parameters (norms, biases, embeddings) get their gradient together with the input's.
 """
 
 from __future__ import annotations
@@ -23,47 +23,48 @@ from trainer.model.linear import Linear
 #: Called after `param.grad` has received one more micro-batch's gradient, like a
 #: post-accumulate-grad hook.
 OnGrad = Callable[[Tensor], None]
-#: whose weight, what its op saved of its input, the gradient of its output [..., out]
+#: (the linear, the tensors that its op saved of its input, the gradient of its output [..., out])
 DeferredWeightGrad = tuple[Linear, Sequence[Tensor], Tensor]
 
 
 class DeferredWeightGrads:
-    """Collects weight gradients to compute later while open; while closed, computes each at
-    once."""
+    """A queue of weight gradients. While it is open, it collects them; while it is closed, it
+    computes each at once."""
 
     def __init__(self, on_grad: OnGrad | None = None):
         self._on_grad = on_grad
-        self._notes: list[DeferredWeightGrad] | None = None
-        self.on_defer: Callable[[Tensor], None] | None = (
-            None  # called with each gradient that is kept until then
-        )
+        self._deferred: list[DeferredWeightGrad] | None = None
+        #: Called with each output gradient that is kept until the weight gradient is computed.
+        self.on_defer: Callable[[Tensor], None] | None = None
 
     def open(self) -> None:
-        self._notes = []
+        """Starts to collect."""
+        self._deferred = []
 
     def close(self) -> list[DeferredWeightGrad]:
-        """The deferred gradients since `open`, in order of backward."""
-        notes = self._notes
-        self._notes = None
-        return notes or []
+        """Stops to collect. Returns the deferred gradients since `open`, in order of backward."""
+        deferred = self._deferred
+        self._deferred = None
+        return deferred or []
 
     def add(self, linear: Linear, saved: Sequence[Tensor], grad: Tensor) -> None:
+        """Defers or computes a weight gradient."""
         if not linear.weight.requires_grad:
             return
-        if self._notes is None:
+        if self._deferred is None:
             self.compute([(linear, saved, grad)])
         else:
-            self._notes.append((linear, saved, grad))
+            self._deferred.append((linear, saved, grad))
             if self.on_defer is not None:
                 self.on_defer(grad)
 
     @torch.no_grad()
-    def compute(self, notes: list[DeferredWeightGrad]) -> None:
-        """Compute the weight gradients; add each to its parameter, drop the activations one by
-        one."""
-        notes.reverse()
-        while notes:
-            linear, saved, grad = notes.pop()
+    def compute(self, deferred: list[DeferredWeightGrad]) -> None:
+        """Computes the weight gradients, adds each to its parameter, and drops the activations one
+        by one."""
+        deferred.reverse()
+        while deferred:
+            linear, saved, grad = deferred.pop()
             weight = linear.weight
             if weight.grad is None:
                 weight.grad = linear.op.weight_grad(grad, saved)
@@ -76,16 +77,17 @@ class DeferredWeightGrads:
 def install(
     stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: bool = False
 ) -> None:
-    """Split the backward of every `Linear` in `stages`; `compiled`: the compiler must not trace it.
+    """Splits the backward of every `Linear` in `stages`. `compiled`: keeps the compiler from
+    tracing it.
 
     A weight that is used twice (a head tied to the embedding on the same rank, or one that predicts
-    further tokens) is left alone: its gradients must be summed within one backward, or two would
-    arrive.
+    further tokens) keeps its backward: its gradients must be summed within one backward, otherwise
+    two would arrive.
     """
     modules = [module for stage in stages for module in stage.modules()]
     holders = Counter(id(param) for module in modules for param in module.parameters(recurse=False))
     split = SplitBackward(queue)
-    # Not a decorator on the class: that imports torch._dynamo, a second in every process.
+    # A decorator on the class would import torch._dynamo in every process, which takes a second.
     run = torch.compiler.disable(split) if compiled else split
     for module in modules:
         if isinstance(module, Linear) and holders[id(module.weight)] == 1 and not module.reused:
@@ -97,7 +99,8 @@ class SplitBackward:
 
     def __init__(self, queue: DeferredWeightGrads):
         self.queue = queue
-        # Makes the output require a gradient if neither the hidden weight nor the input does.
+        # The anchor makes the output require a gradient if neither the hidden weight nor the input
+        # does.
         self.anchor = torch.empty(0, requires_grad=True)
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor:

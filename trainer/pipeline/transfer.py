@@ -13,21 +13,22 @@ from trainer.errors import LayoutError
 
 AXIS = "pp"
 
-#: Most sends in progress where completion cannot be polled (gloo reports it only to a waiter).
-#: Waiting for an older send is safe: a lowered program ends even if every send blocks until it is
-#: received.
+#: Maximum number of sends in progress where completion cannot be polled (gloo reports it only to a
+#: waiter). Waiting for an older send is safe: a lowered program ends even if every send blocks
+#: until it is received.
 MOST_SENDS = 4
 
 
 class Transfers:
-    """The sends and receives of one rank. Received tensors are stored by RECV action, also those
-    from a stage on this rank."""
+    """The sends and receives of one rank. Received tensors are stored by RECV action, including
+    those from a stage on this rank."""
 
     def __init__(
         self,
         schedule: Schedule,
         mesh: Mesh,
         counter: CommCounter,
+        *,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
@@ -43,8 +44,8 @@ class Transfers:
         self._sending: list[Handle] = []
 
     def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
-        """Hand over a stage's output (SEND_F) or its input's gradient (SEND_B): at once and without
-        a copy to a stage on this rank, else when the program runs the SEND action.
+        """Hands over a stage's output (SEND_F) or its input's gradient (SEND_B): to a stage on this
+        rank at once and without a copy, to another rank when the program runs the SEND action.
 
         Raises LayoutError for another shape or dtype, since gloo accepts a short message into a
         long buffer.
@@ -57,15 +58,14 @@ class Transfers:
         forward = kind is Kind.SEND_F
         target = stage + (1 if forward else -1)
         if self.schedule.stage_rank[target] == self.schedule.stage_rank[stage]:
-            self._inbox[Action(Kind.RECV_F if forward else Kind.RECV_B, target, micro_batch)] = (
-                tensor
-            )
+            kind = Kind.RECV_F if forward else Kind.RECV_B
+            self._inbox[Action(kind, target, micro_batch)] = tensor
         else:
             self._outbox[Action(kind, stage, micro_batch)] = tensor.contiguous()
 
     def start(self, batch: Batch) -> None:
-        """Start SENDs and RECVs together, into new buffers; a tensor is freed when it has been
-        sent."""
+        """Starts SENDs and RECVs together, with new buffers for receives. A tensor is freed when it
+        has been sent."""
         self._free_sent()
         messages = [self._message(action) for action in batch]
         handles = start_messages(messages, self.mesh.required_group(AXIS), AXIS, self.counter)
@@ -84,20 +84,20 @@ class Transfers:
         return Message(tensor, self._peer(action), receives, self._tag(action))
 
     def take(self, action: Action) -> Tensor:
-        """Wait for the tensor of a RECV."""
-        found = self._inbox.pop(action)
-        tensor = found.wait() if isinstance(found, Handle) else found
+        """Waits for the tensor of a RECV."""
+        received = self._inbox.pop(action)
+        tensor = received.wait() if isinstance(received, Handle) else received
         self._free_sent()
         return tensor
 
     def finish(self) -> None:
-        """Wait for all sends."""
+        """Waits for all sends."""
         for handle in self._sending:
             handle.wait()
         self._sending.clear()
 
     def _free_sent(self) -> None:
-        """Free what has been sent: nothing else holds it, since the graph keeps inputs and not
+        """Frees sent tensors: nothing else holds them, since the graph keeps inputs and not
         outputs."""
         if not self.counter.gloo:
             self._sending = [handle for handle in self._sending if not handle.done()]
@@ -109,7 +109,8 @@ class Transfers:
         return self.mesh.ranks(AXIS)[peer_of(self.schedule, action)]
 
     def _tag(self, action: Action) -> int:
-        """The same number on both ends, different for every message of a step."""
+        """Returns the tag of a message: equal on both ends, different for every message of a
+        step."""
         kind, stage, micro_batch = action
         if kind in (Kind.SEND_F, Kind.SEND_B):
             stage += 1 if kind is Kind.SEND_F else -1

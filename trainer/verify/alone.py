@@ -109,7 +109,9 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
 def _masters(engine: Engine) -> dict[str, Tensor]:
     """The optimizer's own weights by parameter: flat views, whole in one process."""
     return {
-        piece.info.name: piece.data for piece in engine.pieces(own=False) if piece.kind == "master"
+        piece.info.name: piece.data
+        for piece in engine.state_pieces(to_write=False)
+        if piece.kind == "master"
     }
 
 
@@ -122,4 +124,4 @@ def _start_unrounded(engine: Engine) -> None:
     drawn = dict(stage.named_parameters())
     for name, master in _masters(engine).items():
         master.copy_(drawn[name].detach().flatten())
-    engine.optimizer.publish()
+    engine.optimizer.copy_masters_to_params()

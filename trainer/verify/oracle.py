@@ -91,7 +91,9 @@ def train(
         valid_tokens = batch.valid_tokens
         one = torch.ones((), dtype=torch.float64)
         tokens = batch.tokens.numel()
-        terms_of_model.start(one, valid_tokens, taken=1, samples=len(batch.tokens), tokens=tokens)
+        terms_of_model.start(
+            one, valid_tokens, micro_batches=1, samples=len(batch.tokens), tokens=tokens
+        )
         with terms_of_model.forward(0):
             loss = cross_entropy_sum(stage(None, batch), batch.targets) / valid_tokens
         terms = added(valid_tokens) if added is not None else {}

@@ -1,2 +1,1 @@
-"""Context parallelism: one sequence over several ranks. The method is `parallel.cp_method` of the
-plan."""
+"""Context parallelism: one sequence over several ranks, by the plan's `parallel.cp_method`."""

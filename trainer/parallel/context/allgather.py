@@ -1,8 +1,8 @@
 """Context parallelism by gathering keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-Simple but not overlapped: one all-gather before attention, one reduce-scatter of their gradients
-after it. With grouped-query attention keys and values are much smaller than the queries, which are
-not sent. Shards are zig-zag, for balance.
+The method is simple but not overlapped: one all-gather before attention, one reduce-scatter of the
+gradients after it. With grouped-query attention keys and values are much smaller than the queries,
+which are not sent. Shards are zig-zag, for balance.
 """
 
 from __future__ import annotations
@@ -38,34 +38,37 @@ class AllGatherAttention:
         self.drop = drop
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        labels = block.labels(documents, serial, self.drop, q)
-        return _AllGather.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(
-            1, 2
-        )
+        labels = block.labels(documents, token_index, self.drop, q)
+        scale = q.shape[-1] ** -0.5
+        return _AllGather.apply(q, k, v, labels, documents, scale, self).transpose(1, 2)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
         joined = all_gather(local.contiguous()[None], self.group, "cp", self.counter)
         halves = [half for rank in joined.unbind(0) for half in rank.chunk(2, dim=dim)]
-        return torch.cat([halves[place] for place in self._places()], dim=dim)
+        return torch.cat([halves[position] for position in self._positions()], dim=dim)
 
     def scatter(self, full: Tensor, dim: int) -> Tensor:
-        """The sum over the group of this rank's shard of `full`."""
+        """Returns the sum over the group of this rank's shard of `full`."""
         halves = full.chunk(2 * self.size, dim=dim)
-        laid = full.new_empty(
-            self.size, *full.shape[:dim], full.shape[dim] // self.size, *full.shape[dim + 1 :]
-        )
-        slots = [half for rank in laid.unbind(0) for half in rank.chunk(2, dim=dim)]
-        for half, place in zip(halves, self._places(), strict=True):
-            slots[place].copy_(half)
-        return reduce_scatter(laid, self.group, "cp", self.counter)[0]
+        length = full.shape[dim] // self.size
+        sent = full.new_empty(self.size, *full.shape[:dim], length, *full.shape[dim + 1 :])
+        slots = [half for rank in sent.unbind(0) for half in rank.chunk(2, dim=dim)]
+        for half, position in zip(halves, self._positions(), strict=True):
+            slots[position].copy_(half)
+        return reduce_scatter(sent, self.group, "cp", self.counter)[0]
 
-    def _places(self) -> list[int]:
-        """Position of the n-th of 2 cp chunks of the sequence when the ranks' pairs are
-        concatenated."""
+    def _positions(self) -> list[int]:
+        """Returns the positions of the 2 cp chunks of the sequence in the concatenation of the
+        ranks' pairs of chunks."""
         return natural_order("allgather", 2 * self.size, self.size)
 
     def blocks(
@@ -75,41 +78,43 @@ class AllGatherAttention:
         all_labels: Tensor | None,
         documents: Documents | None,
     ) -> Iterator[tuple[slice, slice, bool, block.Sight]]:
-        """(local queries, keys, whether on the diagonal, what they see) of each chunk: everything
-        before it, then its own causal square."""
+        """Yields the blocks of each chunk, all keys before it and then its own causal square:
+        (local queries, keys, whether on the diagonal, visibility)."""
         begin = 0
         for chunk in chunks("allgather", q.shape[2] * self.size, self.size, self.index):
             rows = slice(begin, begin + len(chunk))
             begin += len(chunk)
             for keys, diagonal in ((range(chunk.start), False), (chunk, True)):
-                there = slice(keys.start, keys.stop)
+                columns = slice(keys.start, keys.stop)
                 sight = block.Sight()
                 if labels is not None and all_labels is not None:
-                    sight = block.between(labels[:, :, rows], all_labels[:, :, there], q, self.drop)
+                    sight = block.between(
+                        labels[:, :, rows], all_labels[:, :, columns], q, self.drop
+                    )
                 elif documents is not None:
                     sight = block.inside(documents, (chunk,), (keys,))
                 if len(keys) and not sight.nothing:
-                    yield rows, there, diagonal, sight
+                    yield rows, columns, diagonal, sight
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, labels, documents, scale, core: AllGatherAttention):
-        wide = block.accumulation_dtype(q.dtype)
-        out = torch.empty_like(q, dtype=wide)
-        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+        dtype = block.accumulation_dtype(q.dtype)
+        out = torch.empty_like(q, dtype=dtype)
+        lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_labels = None if labels is None else core.gather(labels, 2)
-        before = None
+        joined = None
         for rows, keys, causal, sight in core.blocks(q, labels, all_labels, documents):
-            part = block.forward(
+            partial = block.forward(
                 q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, *sight
             )
-            if before is not None:
-                part = block.join(before[0].to(wide), before[1].to(wide), *part)
-            before = None if causal else part
+            if joined is not None:
+                partial = block.join(joined[0].to(dtype), joined[1].to(dtype), *partial)
+            joined = None if causal else partial
             if causal:  # the diagonal is a chunk's last block
-                out[:, :, rows], lse[:, :, rows] = part
+                out[:, :, rows], lse[:, :, rows] = partial
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
         ctx.scale = scale
@@ -122,14 +127,14 @@ class _AllGather(torch.autograd.Function):
         q, k, v, labels, out, lse = ctx.saved_tensors
         core = ctx.core
         grad = grad.contiguous()
-        wide = block.accumulation_dtype(q.dtype)
+        dtype = block.accumulation_dtype(q.dtype)
         # Gathered again, not kept: context parallelism must not hold the whole sequence.
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_labels = None if labels is None else core.gather(labels, 2)
-        dq = torch.zeros_like(q, dtype=wide)
-        dkv = torch.zeros(2, *all_k.shape, dtype=wide, device=q.device)
+        dq = torch.zeros_like(q, dtype=dtype)
+        dkv = torch.zeros(2, *all_k.shape, dtype=dtype, device=q.device)
         for rows, keys, causal, sight in core.blocks(q, labels, all_labels, ctx.documents):
-            parts = block.backward(
+            block_grads = block.backward(
                 grad[:, :, rows],
                 q[:, :, rows],
                 all_k[:, :, keys],
@@ -140,8 +145,8 @@ class _AllGather(torch.autograd.Function):
                 causal,
                 *sight,
             )
-            dq[:, :, rows] += parts[0]
-            dkv[0][:, :, keys] += parts[1]
-            dkv[1][:, :, keys] += parts[2]
+            dq[:, :, rows] += block_grads[0]
+            dkv[0][:, :, keys] += block_grads[1]
+            dkv[1][:, :, keys] += block_grads[2]
         dk, dv = core.scatter(dkv, 3)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None

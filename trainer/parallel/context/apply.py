@@ -1,5 +1,5 @@
-"""Applies context parallelism to a model (its attention cores) and to batches (the tokens that a
-rank keeps)."""
+"""Applies context parallelism to a model's attention cores, and cuts batches to the tokens that a
+rank keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .ulysses import UlyssesAttention
 
 
 def apply_context_parallel(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
-    """Give every block of a stage the attention core of `method` (one of `order.METHODS`)."""
+    """Gives every block of a stage the attention core of `method` (one of `order.METHODS`)."""
     for block in stage.blocks.values():
         block.attn.core = attention_core(method, mesh, counter, block.attn.drop)
 
@@ -27,6 +27,7 @@ def apply_context_parallel(stage: Stage, method: str, mesh: Mesh, counter: CommC
 def attention_core(
     method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None
 ) -> Core:
+    """Returns the attention core of `method` for this rank."""
     group = mesh.required_group("cp")
     size = mesh.size("cp")
     index = mesh.index("cp")
@@ -34,20 +35,22 @@ def attention_core(
         return AllGatherAttention(group, size, index, counter, drop)
     if method == "ulysses":
         return UlyssesAttention(SDPA(True, drop), group, size, counter)
-    return RingAttention(method, group, mesh.ranks("cp"), index, counter, drop)
+    return RingAttention(method, group, mesh.ranks("cp"), index, counter=counter, drop=drop)
 
 
 def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroBatch:
-    """The columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s / size] on
-    the same device.
+    """Returns the columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s /
+    size] on the same device.
 
-    Positions, serials and document numbers stay those of the whole sequence.
+    Positions, token numbers and document numbers stay those of the whole sequence.
     """
     if size == 1:
         return batch
-    mine = chunks(
-        method, batch.tokens.shape[1], size, index
-    )  # slices: an index tensor would have to be sent there
-    return batch.each(
-        lambda part: torch.cat([part[:, one.start : one.stop] for one in mine], dim=1)
-    )
+    # Slices, since an index tensor would have to be copied to the device.
+    ranges = chunks(method, batch.tokens.shape[1], size, index)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        columns = [tensor[:, positions.start : positions.stop] for positions in ranges]
+        return torch.cat(columns, dim=1)
+
+    return batch.each(keep)

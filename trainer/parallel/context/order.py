@@ -1,5 +1,5 @@
-"""Sequence positions that each context-parallel rank holds, and the blocks that it may attend to.
-Pure.
+"""The sequence positions that each context-parallel rank holds, and the blocks that it may attend
+to. Pure.
 
 Methods: "zigzag" (ring over balanced shards), "ring" (ring over contiguous shards), "allgather"
 (keys and values gathered, balanced shards), "ulysses" (contiguous shards, heads exchanged for
@@ -19,47 +19,49 @@ METHODS = ("zigzag", "ring", "allgather", "ulysses")
 
 
 def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:
-    """The global positions of rank `index` of `size`, as ascending ranges of equal length.
+    """Returns the global positions of rank `index` of `size`, as ascending ranges of equal length.
 
     Raises ValueError if the sequence cannot be cut evenly.
     """
-    parts = 2 * size if method in BALANCED else size
-    if seq_len % parts:
+    count = 2 * size if method in BALANCED else size
+    if seq_len % count:
         raise ValueError(
-            f"cp={size} with {method!r} needs a sequence length divisible by {parts}, got {seq_len}"
+            f"cp={size} with {method!r} needs a sequence length divisible by {count}, got {seq_len}"
         )
-    length = seq_len // parts
-    mine = (index, parts - 1 - index) if method in BALANCED else (index,)
-    return [range(part * length, (part + 1) * length) for part in mine]
+    length = seq_len // count
+    numbers = (index, count - 1 - index) if method in BALANCED else (index,)
+    return [range(number * length, (number + 1) * length) for number in numbers]
 
 
 def positions(method: str, seq_len: int, size: int, index: int) -> list[int]:
+    """Returns the global positions of rank `index` of `size`, ascending."""
     return [position for chunk in chunks(method, seq_len, size, index) for position in chunk]
 
 
 def part(ranges: Sequence[range], rows: slice) -> tuple[range, ...]:
-    """The positions of the tokens `rows` of a rank with these `ranges`, equally long; `rows` cuts
-    none of them."""
+    """Returns the positions of a rank's tokens `rows`, given its `ranges` of equal length, none of
+    which `rows` cuts."""
     length = len(ranges[0])
     begin, end, _ = rows.indices(length * len(ranges))
     return tuple(ranges[begin // length : end // length])
 
 
 def natural_order(method: str, seq_len: int, size: int) -> list[int]:
-    """Permutation that puts the concatenated shards of all ranks back into sequence order."""
-    laid = [
+    """Returns the permutation that puts the concatenated shards of all ranks into sequence
+    order."""
+    concatenated = [
         position for index in range(size) for position in positions(method, seq_len, size, index)
     ]
     order = [0] * seq_len
-    for index, position in enumerate(laid):
+    for index, position in enumerate(concatenated):
         order[position] = index
     return order
 
 
 @dataclass(frozen=True)
 class Visible:
-    """Slices of the local queries and of another rank's keys that attend, and whether causally (on
-    the diagonal)."""
+    """The slices of the local queries and of another rank's keys that attend, and whether they
+    attend causally (on the diagonal)."""
 
     queries: slice
     keys: slice
@@ -70,18 +72,18 @@ ALL = slice(None)
 
 
 def visible(method: str, local_len: int, index: int, source: int) -> Visible | None:
-    """The part of rank `source`'s keys that rank `index` attends to under a causal mask; None for
-    no part.
+    """Returns the part of rank `source`'s keys that rank `index` attends to under a causal mask, or
+    None.
 
     Shards are ascending, so a rank's own keys are one causal square. In zig-zag, keys from an
     earlier rank are seen by all queries but only in their first half; keys from a later rank are
     seen whole, by the second half of the queries.
     """
     if source == index:
-        return Visible(ALL, ALL, True)
+        return Visible(ALL, ALL, causal=True)
     if method not in BALANCED:
-        return Visible(ALL, ALL, False) if source < index else None
+        return Visible(ALL, ALL, causal=False) if source < index else None
     half = local_len // 2
     if source < index:
-        return Visible(ALL, slice(0, half), False)
-    return Visible(slice(half, None), ALL, False)
+        return Visible(ALL, slice(0, half), causal=False)
+    return Visible(slice(half, None), ALL, causal=False)

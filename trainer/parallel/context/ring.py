@@ -1,9 +1,9 @@
 """Ring attention (arXiv 2310.01889), contiguous or zig-zag: queries stay, keys and values rotate
-round the group.
+around the group.
 
 Step t of n on rank i computes with the keys of rank i - t while those of rank i - t - 1 are in
-transit. Backward rotates again; the key and value gradients of each block rotate with it and are
-back on their rank after n hops.
+transit. Backward rotates the keys a second time; the key and value gradients of each block rotate
+with them, and arrive on their own rank after n hops.
 """
 
 from __future__ import annotations
@@ -45,72 +45,84 @@ class RingAttention:
         self.drop = drop
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        labels = block.labels(documents, serial, self.drop, q)
-        return _Ring.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
+        labels = block.labels(documents, token_index, self.drop, q)
+        scale = q.shape[-1] ** -0.5
+        return _Ring.apply(q, k, v, labels, documents, scale, self).transpose(1, 2)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def rotate(self, tensors: list[Tensor]):
-        """Send to the next rank, receive from the previous one; returns a function that waits for
-        what came."""
+    def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Sends tensors to the next rank and receives those of the previous one. Returns a function
+        that waits for the received tensors."""
         to = self.ranks[(self.index + 1) % self.size]
         source = self.ranks[(self.index - 1) % self.size]
-        return start_rotate(tensors, to, source, self.group, "cp", self.counter)
+        return start_rotate(tensors, to, source, self.group, axis="cp", counter=self.counter)
+
+    def start_step(self, step: int, rotating: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Starts to rotate the keys and values for `step`; after the last step nothing rotates.
+        Returns a function that waits for them."""
+        return self.rotate(rotating) if step < self.size else lambda: rotating
 
     def sees(
         self,
         step: int,
         q: Tensor,
         labels: Tensor | None,
-        travelling: list[Tensor],
+        rotating: list[Tensor],
         documents: Documents | None,
     ) -> tuple[Visible | None, block.Sight]:
-        """Which queries see which of the keys that are here in `step`, and how."""
+        """Returns the queries that see keys in `step`, these keys, and their visibility."""
         local = q.shape[-2]
         source = (self.index - step) % self.size
-        see = visible(self.method, local, self.index, source)
-        if see is None:
+        pairs = visible(self.method, local, self.index, source)
+        if pairs is None:
             return None, block.Sight()
         if labels is not None:
-            return see, block.between(
-                labels[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop
-            )
+            query_labels = labels[:, :, pairs.queries]
+            key_labels = rotating[1][:, :, pairs.keys]
+            return pairs, block.between(query_labels, key_labels, q, self.drop)
         if documents is None:
-            return see, block.Sight()
-        mine, theirs = (
-            chunks(self.method, local * self.size, self.size, rank) for rank in (self.index, source)
-        )
-        sight = block.inside(documents, part(mine, see.queries), part(theirs, see.keys))
-        return (None if sight.nothing else see), sight
+            return pairs, block.Sight()
+        query_ranges = chunks(self.method, local * self.size, self.size, self.index)
+        key_ranges = chunks(self.method, local * self.size, self.size, source)
+        query_positions = part(query_ranges, pairs.queries)
+        sight = block.inside(documents, query_positions, part(key_ranges, pairs.keys))
+        return (None if sight.nothing else pairs), sight
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, labels, documents, scale, ring: RingAttention):
-        wide = block.accumulation_dtype(q.dtype)
-        travelling = _pack(k, v, labels)
+        dtype = block.accumulation_dtype(q.dtype)
+        rotating = _pack(k, v, labels)
         for step in range(ring.size):
-            arrived = ring.rotate(travelling) if step + 1 < ring.size else None
-            see, sight = ring.sees(step, q, labels, travelling, documents)
-            if see is not None:
-                rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
-                found = block.forward(q[:, :, rows], keys, values, scale, see.causal, *sight)
+            next_keys = ring.start_step(step + 1, rotating)
+            visible_block, sight = ring.sees(step, q, labels, rotating, documents)
+            if visible_block is not None:
+                rows = visible_block.queries
+                keys, values = rotating[0][:, :, :, visible_block.keys]
+                partial = block.forward(
+                    q[:, :, rows], keys, values, scale, visible_block.causal, *sight
+                )
                 if step == 0:  # the rank's own keys, which all its queries see
-                    out = found[0].to(wide)
-                    lse = found[1].to(wide)
+                    out = partial[0].to(dtype)
+                    lse = partial[1].to(dtype)
                 elif rows == ALL:
-                    out, lse = block.join(out, lse, *found)
+                    out, lse = block.join(out, lse, *partial)
                 else:
-                    out[:, :, rows], lse[:, :, rows] = block.join(
-                        out[:, :, rows], lse[:, :, rows], *found
-                    )
-            if arrived is not None:
-                travelling = arrived()
+                    joined = block.join(out[:, :, rows], lse[:, :, rows], *partial)
+                    out[:, :, rows], lse[:, :, rows] = joined
+            rotating = next_keys()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
         ctx.scale = scale
@@ -123,15 +135,16 @@ class _Ring(torch.autograd.Function):
         q, k, v, labels, out, lse = ctx.saved_tensors
         ring = ctx.ring
         grad = grad.contiguous()
-        wide = block.accumulation_dtype(q.dtype)
-        travelling = _pack(k, v, labels)
-        gradients_arrived: Callable[[], list[Tensor]] = list  # replaced in each step
+        dtype = block.accumulation_dtype(q.dtype)
+        rotating = _pack(k, v, labels)
+        wait_for_grads = list  # replaced in each step
         for step in range(ring.size):
-            arrived = ring.rotate(travelling) if step + 1 < ring.size else None
-            see, sight = ring.sees(step, q, labels, travelling, ctx.documents)
-            if see is not None:
-                rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
-                parts = block.backward(
+            next_keys = ring.start_step(step + 1, rotating)
+            visible_block, sight = ring.sees(step, q, labels, rotating, ctx.documents)
+            if visible_block is not None:
+                rows = visible_block.queries
+                keys, values = rotating[0][:, :, :, visible_block.keys]
+                dq_block, dk_block, dv_block = block.backward(
                     grad[:, :, rows],
                     q[:, :, rows],
                     keys,
@@ -139,27 +152,32 @@ class _Ring(torch.autograd.Function):
                     out[:, :, rows],
                     lse[:, :, rows].contiguous(),
                     ctx.scale,
-                    see.causal,
+                    visible_block.causal,
                     *sight,
                 )
             if step > 0:
-                (dkv,) = gradients_arrived()  # sent by the previous rank during our computation
-            if see is not None and step == 0:  # the rank's own keys
-                dq = parts[0].to(wide)
-                dkv = torch.stack([parts[1].to(wide), parts[2].to(wide)])
-            elif see is not None:
-                dq[:, :, rows] += parts[0]
-                dkv[0][:, :, see.keys] += parts[1]
-                dkv[1][:, :, see.keys] += parts[2]
-            gradients_arrived = ring.rotate([dkv])
-            if arrived is not None:
-                travelling = arrived()
-        (dkv,) = gradients_arrived()
+                (dkv,) = wait_for_grads()  # sent by the previous rank during our computation
+            if visible_block is not None and step == 0:  # the rank's own keys
+                dq = dq_block.to(dtype)
+                dkv = torch.stack([dk_block.to(dtype), dv_block.to(dtype)])
+            elif visible_block is not None:
+                dq[:, :, rows] += dq_block
+                _add_grads(dkv, visible_block.keys, dk_block, dv_block)
+            wait_for_grads = ring.rotate([dkv])
+            rotating = next_keys()
+        (dkv,) = wait_for_grads()
         dk, dv = dkv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
+def _add_grads(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
+    """Adds the gradients of `keys` to those of all keys and values, [2, b, h, s, d]."""
+    dkv[0][:, :, keys] += dk
+    dkv[1][:, :, keys] += dv
+
+
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:
-    """The rotating tensors: keys and values [2, b, h, s, d] as one message, and the tokens' labels
-    if any."""
-    return [torch.stack([k, v])] + ([labels.contiguous()] if labels is not None else [])
+    """Returns the rotating tensors: keys and values [2, b, h, s, d] as one message, and the tokens'
+    labels, if any."""
+    keys_and_values = torch.stack([k, v])
+    return [keys_and_values] if labels is None else [keys_and_values, labels.contiguous()]

@@ -29,7 +29,12 @@ class UlyssesAttention:
         self.counter = counter
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         if q.shape[2] % self.size:
             raise ValueError(
@@ -38,31 +43,31 @@ class UlyssesAttention:
         repeat = lcm(k.shape[2], self.size) // k.shape[2]
         if repeat > 1:
             k, v = (t.repeat_interleave(repeat, dim=2) for t in (k, v))
-        # One message: for each rank its heads of the three, side by side.
-        each = [tensor.unflatten(2, (self.size, -1)) for tensor in (q, k, v)]
-        heads = [tensor.shape[3] for tensor in each]
-        q, k, v = _Exchange.apply(torch.cat(each, dim=3).flatten(2, 3), 2, 1, self).split(
-            heads, dim=2
-        )
-        serial = None if serial is None else self.gather(serial)
+        # One message: each rank's heads of queries, keys and values, one after the other.
+        by_rank = [tensor.unflatten(2, (self.size, -1)) for tensor in (q, k, v)]
+        heads = [tensor.shape[3] for tensor in by_rank]
+        joined = torch.cat(by_rank, dim=3).flatten(2, 3)
+        q, k, v = _Exchange.apply(joined, 2, 1, self).split(heads, dim=2)
+        token_index = None if token_index is None else self.gather(token_index)
         if documents is not None and not self.core.knows_documents(q):
             documents = documents.each(self.gather)  # for a mask of the whole sequence
-        return _Exchange.apply(self.core(q, k, v, serial, documents), 1, 2, self)
+        return _Exchange.apply(self.core(q, k, v, token_index, documents), 1, 2, self)
 
     def gather(self, local: Tensor) -> Tensor:
         """[b, s / cp] -> [b, s]"""
-        return all_gather(local.t().contiguous(), self.group, "cp", self.counter).t().contiguous()
+        columns = local.t().contiguous()
+        return all_gather(columns, self.group, "cp", self.counter).t().contiguous()
 
     def exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
-        """Cut dimension `split` into one piece a rank, lay what arrives end to end along dimension
-        `join`."""
+        """Cuts dimension `split` into one piece per rank, and joins the pieces that arrive along
+        dimension `join`."""
         pieces = torch.stack(tensor.chunk(self.size, dim=split)).contiguous()
         arrived = all_to_all(pieces, self.group, "cp", self.counter)
         return torch.cat(arrived.unbind(0), dim=join)
 
 
 class _Exchange(torch.autograd.Function):
-    """Its own transpose with the dimensions swapped."""
+    """The exchange, which is its own transpose with the dimensions swapped."""
 
     @staticmethod
     def forward(ctx, tensor, split, join, ulysses: UlyssesAttention):

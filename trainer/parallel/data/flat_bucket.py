@@ -16,22 +16,32 @@ from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
 
 class Kind(NamedTuple):
-    """What all parameters of a bucket have in common."""
+    """The properties that all parameters of a bucket share."""
 
     dtype: torch.dtype
     decay: bool
-    replicated: bool  # over tp: only the owner counts it in norms and writes it
+    replicated: bool  # over tp: only the owner counts the bucket in norms and writes it
     sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
-    groups: GradGroups = DENSE  # its class: the data-parallel groups
-    whole: bool = False  # each parameter lies in one shard
-    narrow: bool = False  # as `ParamInfo.narrow`
+    groups: GradGroups = DENSE  # the class of parameters: the data-parallel groups
+    whole_matrix: bool = False  # whether each parameter must lie in one shard
+    narrow: bool = False  # whether the optimizer's state is narrower than the master weights
 
 
 class FlatBucket:
     """The buffers of one bucket, and this rank's shard of each as a view."""
 
-    def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shards: int, shard_index: int,
-                 reduce_dtype: torch.dtype, allocate_grads: bool, host: HostMemory | None = None):  # fmt: skip
+    def __init__(
+        self,
+        layout: Bucket,
+        params: list[Parameter],
+        infos: list[ParamInfo],
+        *,
+        shards: int,
+        shard_index: int,
+        reduce_dtype: torch.dtype,
+        allocate_grads: bool,
+        host: HostMemory | None = None,
+    ):
         device = params[0].device
         self.shards = shards
         self.shard_index = shard_index
@@ -40,58 +50,63 @@ class FlatBucket:
         self.range = layout.shard(shard_index, shards)
         self.kind = cast(Kind, layout.key)
         self.owner = infos[0].owner
-        self._new = partial(torch.zeros, device=device) if host is None else host.device_zeros
-        self.params = self._new(layout.numel, dtype=self.kind.dtype)
+        self._zeros = partial(torch.zeros, device=device) if host is None else host.device_zeros
+        self.params = self._zeros(layout.numel, dtype=self.kind.dtype)
         self.reduce_dtype = reduce_dtype
         self.shapes = [param.shape for param in params]
         self.members = params
-        self.direct = (
-            reduce_dtype == self.kind.dtype
-        )  # autograd itself can add to the gradient buffer
-        for slot, param in zip(layout.slots, params, strict=True):
-            view = self.params[slot.start : slot.stop].view(param.shape)
-            view.copy_(param.detach())
-            param.data = view
+        #: Whether autograd itself can add to the gradient buffer.
+        self.direct = reduce_dtype == self.kind.dtype
+        self._move_params()
         self.param_shard = self.params[slice(*self.range)]
         self.grads: Tensor | None = None
         self.grad_views: list[Tensor] = []
-        taking = host if host is not None and host.takes_gradients else None
-        if allocate_grads:
-            self.open()
-            self.grad_shard = self.whole_grads[slice(*self.range)]
-        elif taking is not None:
-            self.grad_shard = taking.zeros(self.param_shard.numel(), reduce_dtype)
-        else:
-            self.grad_shard = self._new(self.param_shard.numel(), dtype=reduce_dtype)
-        self.host_grad: Tensor | None = (
-            None  # where the optimizer reads `grad_shard`, if it is on the host
-        )
-        if taking is not None:
-            self.host_grad = (
-                taking.zeros(self.grad_shard.numel(), reduce_dtype)
-                if allocate_grads
-                else self.grad_shard
-            )
-        self.taken = False  # this step's `grad_shard` is on its way to the host
-        self.missing: float = (
-            0  # gradients that the reduction still waits for; inf: it starts in `finish`
-        )
+        #: Where the optimizer reads `grad_shard`, if the optimizer is on the host.
+        self.host_grad: Tensor | None = None
+        self._allocate_grads(allocate_grads, host)
+        self.copies_to_host = False  # whether this step's `grad_shard` is being copied to the host
+        #: Gradients that the reduction still waits for; inf: it starts in `finish`.
+        self.missing: float = 0
         self.reduction: Handle | None = None
         self.gathering: Handle | None = None
-        self.summed = False  # over the replicas, in this step
+        self.summed = False  # whether the replicas' sum of this step has started
+
+    def _move_params(self) -> None:
+        """Makes the parameters views of the flat buffer."""
+        for slot, param in zip(self.layout.slots, self.members, strict=True):
+            view = self.params[slot.start : slot.stop].view(param.shape)
+            view.copy_(param.detach())
+            param.data = view
+
+    def _allocate_grads(self, full: bool, host: HostMemory | None) -> None:
+        """Allocates the gradients: the whole buffer or this rank's shard, on the device or, for an
+        optimizer on the host, there as well."""
+        grad_host = host if host is not None and host.takes_gradients else None
+        numel = self.param_shard.numel()
+        if full:
+            self.open()
+            self.grad_shard = self.whole_grads[slice(*self.range)]
+        elif grad_host is not None:
+            self.grad_shard = grad_host.zeros(numel, self.reduce_dtype)
+        else:
+            self.grad_shard = self._zeros(numel, dtype=self.reduce_dtype)
+        if grad_host is not None:
+            self.host_grad = self.grad_shard
+            if full:
+                self.host_grad = grad_host.zeros(numel, self.reduce_dtype)
 
     def open(self) -> None:
-        """Allocate the whole gradient buffer, and its view for each parameter."""
-        self.grads = self._new(self.layout.numel, dtype=self.reduce_dtype)
+        """Allocates the whole gradient buffer, and its view for each parameter."""
+        self.grads = self._zeros(self.layout.numel, dtype=self.reduce_dtype)
         slots = zip(self.layout.slots, self.shapes, strict=True)
         self.grad_views = [self.grads[slot.start : slot.stop].view(shape) for slot, shape in slots]
 
     def close(self) -> Tensor:
-        """Release the whole gradient buffer; the buffer."""
-        whole = self.whole_grads
+        """Releases the whole gradient buffer, and returns it."""
+        full_grads = self.whole_grads
         self.grads = None
         self.grad_views = []
-        return whole
+        return full_grads
 
     @property
     def whole_grads(self) -> Tensor:
@@ -100,17 +115,17 @@ class FlatBucket:
         return self.grads
 
     def wait_reduction(self) -> None:
-        """Wait for the reduction in progress, if any."""
+        """Waits for the reduction in progress, if any."""
         if self.reduction is not None:
             self.reduction.wait()
             self.reduction = None
 
-    def leave(self, host: HostMemory | None) -> None:
-        """Start to copy the summed gradient to the host, if the optimizer is there, once a step; on
-        CUDA while its reduction is in progress."""
-        if host is None or self.host_grad is None or self.taken:
+    def copy_grad_to_host(self, host: HostMemory | None) -> None:
+        """Starts to copy the summed gradient to the host, once per step, if the optimizer is there.
+        On CUDA the copy may start while the reduction is in progress."""
+        if host is None or self.host_grad is None or self.copies_to_host:
             return
-        self.taken = True
+        self.copies_to_host = True
         work = None
         if self.grad_shard.is_cuda and self.reduction is not None:
             work = self.reduction.work
@@ -119,7 +134,7 @@ class FlatBucket:
         host.take(self.host_grad, self.grad_shard, work)
 
     def wait_gather(self) -> None:
-        """Wait until the parameters are whole, if they are being gathered."""
+        """Waits until the parameters are whole, if they are being gathered."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None

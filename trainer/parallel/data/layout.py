@@ -1,14 +1,14 @@
-"""Position of each parameter in the flat buckets: a pure function of names and sizes.
+"""The position of each parameter in the flat buckets: a pure function of names and sizes.
 
-A bucket is one contiguous buffer that is reduced by one collective and updated by one optimizer
-call. So its parameters must have the same dtype, weight decay, chain of gradient sums and norm
-ownership: the kind, in `Item.key`. Parameters of different kinds never share a bucket.
+A bucket is one contiguous buffer that one collective reduces and one optimizer call updates. So its
+parameters must have the same dtype, weight decay, chain of gradient sums and norm ownership: the
+kind, in `Item.key`. Parameters of different kinds never share a bucket.
 
 Buckets follow the reverse of the registration order, because backward finishes the last layers
-first. Every parameter starts on a multiple of `ALIGN` elements (vector loads, NCCL's 16-byte rule)
-and every bucket is padded so that each of `shards` ranks owns an equal piece of every bucket,
-itself a multiple of `SHARD_ALIGN` (Megatron-LM's distributed optimizer:
-`mc/optimizer/param_layout.py`; ZeRO, arXiv 1910.02054, section 5).
+first. Every parameter starts on a multiple of `ALIGN` elements (vector loads, NCCL's 16-byte rule).
+Every bucket is padded so that each of `shards` ranks owns an equal slice of it, whose length is a
+multiple of `SHARD_ALIGN` (Megatron-LM's distributed optimizer: `mc/optimizer/param_layout.py`;
+ZeRO, arXiv 1910.02054, section 5).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ SHARD_ALIGN = 16  # elements; a shard's length is a multiple of this
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter to place: `index` in the caller's list, its size in elements, its kind, and
-    whether shards may cut it."""
+    """A parameter to place in a bucket."""
 
-    index: int
+    index: int  # in the caller's list
     numel: int
-    key: Hashable = None
-    whole: bool = False  # it must lie in one shard; equal for all items of a kind
+    key: Hashable = None  # its kind
+    one_shard: bool = False  # whether it must lie in one shard; equal for all items of a kind
     align: int = SHARD_ALIGN  # elements that shards do not cut; equal for all items of a kind
 
 
@@ -48,24 +47,30 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
+    """The slots of one bucket in order."""
+
     key: Hashable
     slots: tuple[Slot, ...]
     numel: int  # with padding; a multiple of ALIGN and of shards * SHARD_ALIGN
 
     def shard(self, index: int, shards: int) -> tuple[int, int]:
-        """The half-open range of elements that shard `index` of `shards` owns."""
+        """Returns the elements [start, stop) that shard `index` of `shards` owns."""
         size = self.numel // shards
         return index * size, (index + 1) * size
 
     def rows(self, shards: int) -> list[tuple[int, int]]:
+        """Returns no rows: shards of a flat bucket do not cut matrices into rows."""
         return []
 
-    def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
-        """The parts of parameters inside a shard: (slot, start, stop) in the parameter's own flat
-        elements."""
+    def param_ranges(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
+        """Returns the slices of parameters inside a shard: (slot, start, stop) in the parameter's
+        own flat elements."""
         low, high = self.shard(index, shards)
-        cuts = [(s, max(low, s.start) - s.start, min(high, s.stop) - s.start) for s in self.slots]
-        return [cut for cut in cuts if cut[1] < cut[2]]
+        ranges = [
+            (slot, max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start)
+            for slot in self.slots
+        ]
+        return [(slot, start, stop) for slot, start, stop in ranges if start < stop]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -75,54 +80,68 @@ def _round_up(value: int, multiple: int) -> int:
 def make_layout(
     items: Sequence[Item], shards: int | Callable[[Hashable], int], bucket_numel: int
 ) -> list[Bucket]:
-    """Buckets of at least `bucket_numel` elements (the last of each kind may be smaller), in the
-    order in which backward completes them when it visits `items` last to first. `shards`: of all
-    kinds, or of the kind that it is called with.
+    """Returns buckets of at least `bucket_numel` elements (the last of each kind may be smaller),
+    in the order in which backward completes them when it visits `items` last to first. `shards`:
+    the shards of all kinds, or a function of the kind.
 
     Raises ValueError for an empty parameter, `shards` < 1 or `bucket_numel` < 1.
     """
     if bucket_numel < 1 or (isinstance(shards, int) and shards < 1):
         raise ValueError(f"shards ({shards}) and bucket_numel ({bucket_numel}) must be at least 1")
-    open_slots: dict[Hashable, list[Slot]] = {}
-    done: list[tuple[int, Bucket]] = []  # (position at which backward completes it, bucket)
-
-    def shards_of(key: Hashable) -> int:
-        return shards if isinstance(shards, int) else shards(key)
-
-    def close(key: Hashable, position: int) -> None:
-        slots = open_slots.pop(key)
-        count = shards_of(key)
-        if key in whole:
-            done.append((position, _balanced(key, slots, count)))
-            return
-        numel = _round_up(slots[-1].stop, math.lcm(ALIGN, count * align[key]))
-        done.append((position, Bucket(key, tuple(slots), numel)))
-
-    last_of_kind: dict[Hashable, int] = {}
-    whole = set[Hashable]()
-    align = dict[Hashable, int]()
+    open_buckets: dict[Hashable, _OpenBucket] = {}
+    completed: list[tuple[int, Bucket]] = []  # (position at which backward completes it, bucket)
     for position, item in enumerate(reversed(items)):
         if item.numel < 1:
             raise ValueError(f"parameter {item.index} is empty")
-        slots = open_slots.setdefault(item.key, [])
-        start = _round_up(slots[-1].stop, ALIGN) if slots else 0
-        slots.append(Slot(item.index, start, item.numel))
-        last_of_kind[item.key], align[item.key] = position, item.align
-        least = bucket_numel
-        if item.whole:  # enough for every shard
-            whole.add(item.key)
-            least = max(least, shards_of(item.key) * max(slot.numel for slot in slots))
-        if slots[-1].stop >= least:
-            close(item.key, position)
-    for key in list(open_slots):
-        close(key, last_of_kind[key])
-    return [bucket for _, bucket in sorted(done, key=lambda pair: pair[0])]
+        if item.key not in open_buckets:
+            count = shards if isinstance(shards, int) else shards(item.key)
+            open_buckets[item.key] = _OpenBucket(item, count)
+        bucket = open_buckets[item.key]
+        bucket.add(item, position)
+        if bucket.numel >= bucket.required_numel(bucket_numel):
+            completed.append((position, open_buckets.pop(item.key).close()))
+    completed += [(bucket.position, bucket.close()) for bucket in open_buckets.values()]
+    return [bucket for _, bucket in sorted(completed, key=lambda pair: pair[0])]
+
+
+class _OpenBucket:
+    """A bucket of one kind that is being filled."""
+
+    def __init__(self, first: Item, shards: int):
+        self.key = first.key
+        self.one_shard = first.one_shard
+        self.shards = shards
+        self.slots: list[Slot] = []
+        self.align = first.align
+        self.position = 0  # of the latest item in the order of backward
+
+    @property
+    def numel(self) -> int:
+        return self.slots[-1].stop if self.slots else 0
+
+    def add(self, item: Item, position: int) -> None:
+        self.slots.append(Slot(item.index, _round_up(self.numel, ALIGN), item.numel))
+        self.align = item.align
+        self.position = position
+
+    def required_numel(self, bucket_numel: int) -> int:
+        """Returns the elements at which the bucket is full; items in one shard need enough for
+        every shard."""
+        if not self.one_shard:
+            return bucket_numel
+        return max(bucket_numel, self.shards * max(slot.numel for slot in self.slots))
+
+    def close(self) -> Bucket:
+        if self.one_shard:
+            return _balanced(self.key, self.slots, self.shards)
+        numel = _round_up(self.numel, math.lcm(ALIGN, self.shards * self.align))
+        return Bucket(self.key, tuple(self.slots), numel)
 
 
 def _balanced(key: Hashable, slots: Sequence[Slot], shards: int) -> Bucket:
-    """A bucket in which every parameter lies in one of equal shards: the largest first, each into
-    the emptiest shard (Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of
-    the best)."""
+    """Returns a bucket of equal shards in which every parameter lies in one shard: the largest
+    parameter is placed first, each into the emptiest shard (Graham 1969, "Bounds on multiprocessing
+    timing anomalies": at most 4/3 of the best)."""
     filled = [0] * shards
     placed = list[tuple[int, int, Slot]]()
     for slot in sorted(slots, key=lambda slot: (-slot.numel, slot.index)):

@@ -4,7 +4,7 @@ A bucket's whole gradient buffer exists from the first to the last gradient of a
 reduce-scatter sends it, concurrently with backward, and the result is added to this rank's shard. A
 step of m micro-batches sends m reduce-scatters and one all-gather: 2 Psi (n-1)/n without
 accumulation, (m + 1) Psi (n-1)/n with it, in exchange for 1/n of the gradient memory. Under
-pipeline parallelism m is large, where ZeRO-1 sends 2 Psi (the plan warns).
+pipeline parallelism m is large and ZeRO-1, which sends 2 Psi, is cheaper (the plan warns).
 
 Buckets are sent in the order in which backward completes them. All ranks of a group run the same
 program on the same layers, so they agree on that order; a schedule for which they do not (DualPipe)
@@ -20,18 +20,18 @@ from trainer.comm.collectives import Handle, all_reduce, start_reduce_scatter
 
 from .buckets import AXIS_OF_GROUP, FlatBucket, GradBuckets
 
-#: Most reductions in progress; each holds one bucket's whole gradient.
+#: Maximum number of reductions in progress; each holds one bucket's whole gradient.
 MOST_IN_FLIGHT = 2
 
 
 class ShardedGradBuckets(GradBuckets):
-    """`GradBuckets` whose `grad_shard` is a buffer of its own; the whole gradient buffer is
+    """`GradBuckets` with a separate buffer for `grad_shard`; the whole gradient buffer is
     temporary."""
 
     keeps_whole_grads = False
 
     def expect(self, passes: int) -> None:
-        """Begin a step of `passes` backward passes. Raises like `GradBuckets.expect`."""
+        """Begins a step of `passes` backward passes. Raises like `GradBuckets.expect`."""
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         if any(bucket.grads is not None for bucket in self.buckets):
@@ -39,15 +39,16 @@ class ShardedGradBuckets(GradBuckets):
         if self.host is not None:
             self.host.settle()
         self.passes = passes
-        self._under_way: list[tuple[FlatBucket, Handle, Tensor]] = []
+        self._in_flight: list[tuple[FlatBucket, Handle, Tensor]] = []
         for number, bucket in enumerate(self.buckets):
             bucket.grad_shard.zero_()
             self._received[number] = [0] * len(bucket.infos)
 
     @torch.no_grad()
-    def _take(self, number: int, position: int, param: Tensor) -> None:
-        """Clears `param.grad`. A bucket is sent when every parameter has a gradient; a second one
-        (of a weight used by two stages) is sent with the next micro-batch's, or in `finish`."""
+    def _accumulate(self, number: int, position: int, param: Tensor) -> None:
+        """Adds a gradient to its bucket, and clears `param.grad`. A bucket is sent when every
+        parameter has a gradient. A second gradient, of a weight that two stages use, is sent with
+        those of the next micro-batch, or in `finish`."""
         bucket = self.buckets[number]
         received = self._received[number]
         if bucket.grads is None:
@@ -65,59 +66,62 @@ class ShardedGradBuckets(GradBuckets):
             self._send(number)
 
     def _send(self, number: int) -> None:
+        """Starts to reduce the gradients in a bucket."""
         bucket = self.buckets[number]
         self._received[number] = [0] * len(bucket.infos)
-        whole = bucket.close()
+        full_grads = bucket.close()
         self.counter.subject = f"bucket {number}"
-        handle = start_reduce_scatter(whole, self._shard_group(bucket), "dp", self.counter)
+        handle = start_reduce_scatter(full_grads, self._shard_group(bucket), "dp", self.counter)
         self.counter.subject = ""
-        self._under_way.append((bucket, handle, whole))
-        while len(self._under_way) > MOST_IN_FLIGHT:
+        self._in_flight.append((bucket, handle, full_grads))
+        while len(self._in_flight) > MOST_IN_FLIGHT:
             self._arrive()
 
     def _arrive(self) -> None:
-        bucket, handle, _ = self._under_way.pop(0)
+        """Adds the oldest reduction in progress to its shard."""
+        bucket, handle, _ = self._in_flight.pop(0)
         bucket.grad_shard.add_(handle.wait().to(bucket.grad_shard.device))
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait until every `grad_shard` holds the sum over all ranks and passes."""
+        """Waits until every `grad_shard` holds the sum over all ranks and passes."""
         for number, bucket in enumerate(self.buckets):
             if bucket.grads is not None:
                 self._send(number)
-        while self._under_way:
+        while self._in_flight:
             self._arrive()
         self._sum_parts()
 
     @property
     def _on_host(self) -> bool:
-        """Whether the shards of gradients are."""
+        """Whether the host holds the gradient shards."""
         return self.host is not None and self.host.takes_gradients
 
     def _sum_parts(self) -> None:
         if not self._on_host:
             super()._sum_parts()
             return
-        for (
-            bucket
-        ) in self.buckets:  # one shard at a time is back on the device for the sums after the first
-            names = [bucket.kind.groups.replica, *bucket.kind.sums]
+        # One shard at a time is back on the device for these sums.
+        for bucket in self.buckets:
+            replica = bucket.kind.groups.replica
+            names = [replica, *bucket.kind.sums]
             groups = [(name, self.mesh.group(name)) for name in names]
-            if any(group is not None for _, group in groups):
-                shard = bucket.grad_shard.to(bucket.params.device)
-                for name, group in groups:
-                    axis = (
-                        "dp"
-                        if name == bucket.kind.groups.replica
-                        else AXIS_OF_GROUP.get(name, name)
-                    )
-                    all_reduce(shard, group, axis, self.counter)
-                bucket.grad_shard.copy_(shard)
+            if all(group is None for _, group in groups):
+                continue
+            shard = bucket.grad_shard.to(bucket.params.device)
+            for name, group in groups:
+                axis = "dp" if name == replica else AXIS_OF_GROUP.get(name, name)
+                all_reduce(shard, group, axis, self.counter)
+            bucket.grad_shard.copy_(shard)
 
     def grad_of(self, param: Tensor) -> Tensor:
         raise NotImplementedError("ZeRO-2 holds no parameter's whole gradient; see full_grads")
 
     def grad_tensors(self) -> list[Tensor]:
-        """The shards, and the whole buffers that exist now."""
-        whole = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
-        return whole if self._on_host else [bucket.grad_shard for bucket in self.buckets] + whole
+        """The storage of the shards and of the current whole buffers, for memory metrics."""
+        full_grads = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
+        return (
+            full_grads
+            if self._on_host
+            else [bucket.grad_shard for bucket in self.buckets] + full_grads
+        )

@@ -17,13 +17,14 @@ from trainer.parallel.tensor import Gather, Region, Scatter
 from .capacity import WholeSequences
 from .dispatch import ExpertDispatch
 from .hierarchical import HierarchicalDispatch
-from .tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
+from .tensor_parallel import GatheredTokens, ReplicatedTokens, SequenceCounts
 
 
 def apply_to_experts(
-    stage: Stage, mesh: Mesh, sp: bool, cp_method: str, terms: LossTerms, counter: CommCounter
+    stage: Stage, mesh: Mesh, *, sp: bool, cp_method: str, terms: LossTerms, counter: CommCounter
 ) -> None:
-    """After tensor parallelism has been put around the blocks of the stage."""
+    """Applies parallelism to the experts of a stage, whose blocks already have tensor
+    parallelism."""
     for block in stage.blocks.values():
         if isinstance(block.mlp, MixtureOfExperts):
             block.mlp.terms = terms
@@ -35,28 +36,29 @@ def apply_to_experts(
 def _place(
     block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counter: CommCounter
 ) -> None:
-    """Experts are spread over the ranks of "experts", each is cut over those of "etp" (of tp, where
-    nothing folds). Where tokens go to other ranks, tp ranks with tokens of their own (SP) send
-    those alone and gather what arrived over "etp"; else they gather the tokens before."""
+    """Spreads experts over the ranks of "experts", and cuts each expert over those of "etp" (tp, if
+    experts do not fold). If tokens go to other ranks, tp ranks with tokens of their own (SP) send
+    only these, and gather the arriving tokens over "etp"; otherwise they gather tokens first."""
     experts = mesh.group("experts")
     tensor = mesh.group("tp")
-    each_its_own = sp and experts is not None
+    sends_own_tokens = sp and experts is not None
     if experts is not None:
-        slices = mesh.group("etp") if each_its_own else None
+        slices = mesh.group("etp") if sends_own_tokens else None
         mixture.dispatch = _dispatch(mesh, slices, counter)
     if tensor is None:
         return
-    if each_its_own:
+    if sends_own_tokens:
         block.mlp_out = nn.Identity()
         mixture.shared_in = Region(Gather, tensor, counter)
         mixture.shared_out = Region(Scatter, tensor, counter)
     else:
-        mixture.enter = TokensOfAll(tensor, counter) if sp else TokensOfOne(tensor, counter)
+        kind = GatheredTokens if sp else ReplicatedTokens
+        mixture.enter = kind(tensor, counter)
 
 
 def _dispatch(mesh: Mesh, slices: dist.ProcessGroup | None, counter: CommCounter) -> Dispatch:
-    """Straight to the ranks of the experts, or by their NVLink domains where the plan has groups
-    for that."""
+    """Returns the dispatch: straight to the ranks of the experts, or by their NVLink domains if the
+    plan has groups for that."""
     if "experts_across" not in mesh.groups:
         return ExpertDispatch(mesh.group("experts"), slices, counter, mesh.levels("experts"))
     inside = ExpertDispatch(

@@ -1,8 +1,8 @@
-"""Experts that take a bounded number of tokens of a sequence (`trainer.model.capacity`), of which
-ranks hold parts.
+"""Experts that accept a bounded number of tokens per sequence (`trainer.model.capacity`), where
+ranks hold parts of sequences.
 
-Ranks tell each other what their tokens have chosen, 4 bytes a choice, and each decides for the
-whole sequence: all that share one decide alike, and as one process does.
+Ranks gather the choices of all tokens of their sequences, 4 bytes per choice, and each decides for
+the whole sequence: all ranks that share a sequence decide alike, and as one process does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.plan.supported import BALANCED
@@ -20,8 +21,8 @@ from trainer.parallel.tensor import AXIS, gather_sequence
 
 
 class WholeSequences:
-    """A `model.experts.OfSequences` where ranks of cp, and of tp with sequence parallelism, have
-    parts of sequences."""
+    """A `model.experts.OfSequences` for sequences whose parts are on the ranks of cp, and of tp
+    with sequence parallelism."""
 
     def __init__(self, mesh: Mesh, sp: bool, cp_method: str, counter: CommCounter):
         self.mesh = mesh
@@ -30,20 +31,25 @@ class WholeSequences:
         self.counter = counter
 
     def __call__(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        mesh = self.mesh
-        whole = rows.int()
-        tp = mesh.group("tp") if self.sp else None
-        cp = mesh.group("cp")
+        tp = self.mesh.group("tp") if self.sp else None
+        cp = self.mesh.group("cp")
+        sequences = rows.int()
         if tp is not None:
-            whole = gather_sequence(whole, tp, self.counter, AXIS)
+            sequences = gather_sequence(sequences, tp, self.counter, AXIS)
         if cp is not None:
-            parts = cp.size() * (2 if self.method in BALANCED else 1)
-            laid = gather_sequence(whole, cp, self.counter, "cp").chunk(parts, dim=1)
-            whole = torch.cat(
-                [laid[place] for place in natural_order(self.method, parts, cp.size())], dim=1
-            )
-        found = function(whole.to(rows.dtype))
+            sequences = self._gather_over_cp(sequences, cp)
+        outputs = function(sequences.to(rows.dtype))
         if cp is not None:
-            mine = chunks(self.method, found.shape[1], cp.size(), mesh.index("cp"))
-            found = torch.cat([found[:, one.start : one.stop] for one in mine], dim=1)
-        return found if tp is None else found.chunk(tp.size(), dim=1)[mesh.index("tp")]
+            ranges = chunks(self.method, outputs.shape[1], cp.size(), self.mesh.index("cp"))
+            columns = [outputs[:, positions.start : positions.stop] for positions in ranges]
+            outputs = torch.cat(columns, dim=1)
+        if tp is None:
+            return outputs
+        return outputs.chunk(tp.size(), dim=1)[self.mesh.index("tp")]
+
+    def _gather_over_cp(self, rows: Tensor, cp: dist.ProcessGroup) -> Tensor:
+        """[b, s / cp, k] of every rank -> [b, s, k] in sequence order."""
+        count = cp.size() * (2 if self.method in BALANCED else 1)
+        shards = gather_sequence(rows, cp, self.counter, "cp").chunk(count, dim=1)
+        order = natural_order(self.method, count, cp.size())
+        return torch.cat([shards[position] for position in order], dim=1)

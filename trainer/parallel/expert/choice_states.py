@@ -1,11 +1,9 @@
-"""What routers keep of a step's choices: biases that move towards an equal load, without a term of
-the loss (arXiv
-2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and the load that the next step's term
-    balances.
+"""The state that routers keep of a step's choices: biases that move towards an equal load without a
+term of the loss (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and the load that
+the next step's term balances.
 
-Choices are counted over the whole global batch, wherever its tokens are, so every layout keeps the
-same. One sum a step, of a whole number for each expert of this rank's layers; the host waits for
-nothing.
+Choices are counted over the whole global batch, so every layout keeps the same state. Each step
+makes one sum, of one whole number per expert of this rank's layers; the host does not wait.
 """
 
 from __future__ import annotations
@@ -27,35 +25,33 @@ from .choices import sum_over_ranks, watch
 
 
 class ChoiceStates:
-    """The biases and loads of this rank's layers, in model order; nothing where the plan has
-    none."""
+    """The biases and loads of this rank's layers, in model order, if the plan has any."""
 
     def __init__(self, terms: LossTerms):
         self.terms = terms
         self.mixtures: dict[int, MixtureOfExperts] = {}
-        self._chosen: dict[
-            int, Tensor
-        ] = {}  # int64 [experts] by layer: this rank's part of the step
+        #: int64 [experts] by layer: the choices of this rank's tokens in the step.
+        self._chosen: dict[int, Tensor] = {}
 
     def watch(self, stage: Stage) -> None:
-        """Count what the stage's routers choose."""
+        """Counts the choices of the stage's routers."""
         self.mixtures |= watch(stage, self.terms, self._count)
 
     def start(self) -> None:
-        """Begin a step."""
+        """Begins a step."""
         self._chosen.clear()
 
     def apply(self, finite: Tensor, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
-        """Change both by the step's choices, unless the step is skipped (`finite` 0-d bool).
-        Collective among ranks with the same layers."""
+        """Updates biases and loads by the step's choices, unless the step is skipped (`finite` is
+        False, 0-d bool). Collective among ranks with the same layers."""
         if not self.mixtures:
             return
         layers = sorted(self.mixtures.items())
-        rows = [self._chosen.get(layer, self._empty(one)) for layer, one in layers]
+        rows = [self._chosen.get(layer, self._empty(mixture)) for layer, mixture in layers]
         chosen = sum_over_ranks(rows, mesh, sp, counter)
-        for (_, mixture), counts in zip(layers, chosen, strict=True):
-            router = mixture.router
-            speed = mixture.router.moe.bias_update
+        for (_, layer_mixture), counts in zip(layers, chosen, strict=True):
+            router = layer_mixture.router
+            speed = router.moe.bias_update
             if router.bias is not None and speed is not UNSET:
                 router.bias += bias_change(counts, speed) * finite
             if router.load is not None:

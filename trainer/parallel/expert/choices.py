@@ -1,5 +1,5 @@
-"""What routers choose, seen where tokens enter the experts of this rank, and summed over all ranks
-with its layers."""
+"""Observes the choices of routers where tokens enter the experts of this rank, and sums them over
+all ranks with the same layers."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from trainer.model.router import Routing
 from trainer.model.stage import Stage
 from trainer.parallel.tensor import AXIS
 
-#: (number of the layer in the model, routing of this rank's own tokens)
-Look = Callable[[int, Routing], None]
+#: Observes (the number of the layer in the model, the routing of this rank's own tokens).
+Observer = Callable[[int, Routing], None]
 
 
-def watch(stage: Stage, terms: LossTerms, look: Look) -> dict[int, MixtureOfExperts]:
-    """Have `look` see the routing of each micro-batch that counts, once, before tensor-parallel
-    ranks gather tokens; what was put there before stays. The mixtures of the stage by their layer's
-    number."""
-    found = {
+def watch(stage: Stage, terms: LossTerms, observe: Observer) -> dict[int, MixtureOfExperts]:
+    """Calls `observe` once with the routing of each micro-batch that counts, before tensor-parallel
+    ranks gather tokens; earlier observers stay. Returns the mixtures of the stage by the number of
+    their layer."""
+    mixtures = {
         int(name): block.mlp
         for name, block in stage.blocks.items()
         if isinstance(block.mlp, MixtureOfExperts)
     }
-    for layer, mixture in found.items():
-        mixture.enter = _around(layer, mixture.enter, terms, look)
-    return found
+    for layer, mixture in mixtures.items():
+        mixture.enter = _around(layer, mixture.enter, terms, observe)
+    return mixtures
 
 
-def _around(layer: int, enter: Enter, terms: LossTerms, look: Look) -> Enter:
+def _around(layer: int, enter: Enter, terms: LossTerms, observe: Observer) -> Enter:
     def watched(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         if terms.counts:
-            look(layer, routing)
+            observe(layer, routing)
         return enter(x, routing)
 
     return watched
 
 
 def sum_over_ranks(rows: list[Tensor], mesh: Mesh, sp: bool, counter: CommCounter) -> Tensor:
-    """One row a layer -> [layers, ...]: the sums over all ranks with these layers, which see other
-    tokens. Collective among them."""
+    """One row per layer -> [layers, ...]: the sums over all ranks with these layers, which see
+    different tokens. Collective among them."""
     table = torch.stack(rows)
     if sp:
         table = all_reduce(table, mesh.group("tp"), AXIS, counter)

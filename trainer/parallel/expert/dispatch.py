@@ -1,14 +1,14 @@
 """Tokens to the ranks that hold their experts and back, by uneven all-to-all (GShard, arXiv
 2006.16668, without its padding and dropping; MegaBlocks, arXiv 2211.15841).
 
-A rank sends each copy of a token once, sorted by expert, so a receiver gets one run a sender and
-expert; it sorts the runs by expert, computes, and sends the results back the same way. A token is
-then summed where it came from. Backward is the same with the directions swapped. Bytes are the
-least that any exchange without node limits can have: a row of hidden size for each copy that leaves
-its rank, there and back, and its weight (fp32).
+A rank sends each copy of a token once, sorted by expert, so a receiver gets one run per sender and
+expert. It sorts the runs by expert, computes, and sends the results back the same way; the results
+of a token are summed on its own rank. Backward is the same with the directions swapped. The bytes
+are the minimum of an exchange without node limits: a row of hidden size for each copy that leaves
+its rank, in both directions, and its weight (fp32).
 
-Where each expert is cut over tensor-parallel ranks, these first gather what each of them received,
-compute with their slices, and sum and scatter the partial results.
+If each expert is cut over tensor-parallel ranks, these first gather the rows that each of them
+received, compute with their slices, and sum and scatter the partial results.
 """
 
 from __future__ import annotations
@@ -30,85 +30,86 @@ AXIS = "ep"
 TENSOR_AXIS = "tp"
 
 
-#: Sends rows; the function that it returns waits for those that arrive.
+#: Sends rows, and returns a function that waits for the rows that arrive.
 Start = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class Move(NamedTuple):
-    """A way of rows between ranks, and the way back: forward and backward of one autograd
+    """A transfer of rows between ranks, and its reverse: forward and backward of one autograd
     operation."""
 
-    there: Start
-    back: Start
+    send: Start
+    send_back: Start
 
     @property
     def reverse(self) -> Move:
-        return Move(self.back, self.there)
+        return Move(self.send_back, self.send)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return _Moved.apply(rows, self)
 
-    def beside(
+    def overlap(
         self, meanwhile: Meanwhile, *sent: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """(what arrives of each of `sent`, what `meanwhile` returns, which is computed while they
-        are on their way). Backward computes the gradient of `meanwhile` while theirs are on the way
-        back."""
-        under_way = _UnderWay()
-        mark = _Started.apply(self, under_way, *sent)
-        other = meanwhile()
-        return _Arrived.apply(mark, self, under_way), other
+        """Returns (the rows that arrive for each of `sent`, the result of `meanwhile`, which is
+        computed during their transfer). Backward computes the gradient of `meanwhile` during the
+        transfer of the rows' gradients."""
+        transfers = _Transfers()
+        mark = _Started.apply(self, transfers, *sent)
+        shared_out = meanwhile()
+        return _Arrived.apply(mark, self, transfers), shared_out
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, move: Move) -> Tensor:
         ctx.move = move
-        return move.there(rows)()
+        return move.send(rows)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.move.back(grad.contiguous())(), None
+        return ctx.move.send_back(grad.contiguous())(), None
 
 
-class _UnderWay:
-    """The waits for what is on its way: in forward from `_Started` to `_Arrived`, in backward the
-    other way."""
+class _Transfers:
+    """The transfers in progress: in forward from `_Started` to `_Arrived`, in backward from
+    `_Arrived` to `_Started`."""
 
     waits: list[Callable[[], Tensor]]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What has arrived. The waits are let go: they hold what was sent and what arrived."""
+        """Waits for the rows that arrive, and drops the waits, which hold sent and received
+        rows."""
         waits = self.waits
         self.waits = []
         return tuple(wait() for wait in waits)
 
 
 class _Started(torch.autograd.Function):
-    """Returns a mark without elements, which stands for what was sent until it arrives. Autograd
-    runs what was computed between the two in backward between them, too."""
+    """Starts transfers. Returns a mark without elements that represents the rows in transit: so
+    autograd runs the backward of what was computed in between also in between."""
 
     @staticmethod
-    def forward(ctx: Any, move: Move, under_way: _UnderWay, *sent: Tensor) -> Tensor:
-        ctx.under_way = under_way
-        under_way.waits = [move.there(one) for one in sent]
+    def forward(ctx: Any, move: Move, transfers: _Transfers, *sent: Tensor) -> Tensor:
+        ctx.transfers = transfers
+        transfers.waits = [move.send(rows) for rows in sent]
         return sent[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.under_way.wait()
+        return None, None, *ctx.transfers.wait()
 
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mark: Tensor, move: Move, under_way: _UnderWay) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mark: Tensor, move: Move, transfers: _Transfers) -> tuple[Tensor, ...]:
         ctx.move = move
-        ctx.under_way = under_way
-        return under_way.wait()
+        ctx.transfers = transfers
+        return transfers.wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.under_way.waits = [ctx.move.back(grad.contiguous()) for grad in grads]
+        ctx.transfers.waits = [ctx.move.send_back(grad.contiguous()) for grad in grads]
         return grads[0].new_empty(0), None, None
 
 
@@ -119,10 +120,13 @@ def all_to_all_move(
     counter: CommCounter,
     levels: Sequence[str],
 ) -> Move:
-    """`sent[i]` rows to the i-th rank of `group`, `received[i]` from it."""
+    """Returns the move that sends `sent[i]` rows to the i-th rank of `group` and receives
+    `received[i]` rows from it."""
 
     def start(rows: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
-        return start_all_to_all_uneven(rows, sent, received, group, AXIS, counter, levels)
+        return start_all_to_all_uneven(
+            rows, sent, received, group, axis=AXIS, counter=counter, levels=levels
+        )
 
     return Move(lambda rows: start(rows, sent, received), lambda rows: start(rows, received, sent))
 
@@ -131,8 +135,9 @@ class ExpertDispatch:
     """Replaces `model.experts.dispatch`.
 
     The i-th rank of `expert_group` holds the i-th run of experts, each rank of `tensor_group` a
-    slice of each of them; None: one rank. Ranks of `tensor_group` bring different tokens (sequence
-    parallelism). `levels`: of the ranks of `expert_group`, as `Mesh.levels` has them.
+    slice of each expert; None: one rank. Ranks of `tensor_group` have different tokens (sequence
+    parallelism). `levels`: the levels of `Mesh.levels` at which the ranks of `expert_group` are
+    reached.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class ExpertDispatch:
 
     @property
     def ranks(self) -> int:
-        """That share the experts."""
+        """The number of ranks that share the experts."""
         return self.expert_group.size() if self.expert_group is not None else 1
 
     def __call__(
@@ -158,8 +163,8 @@ class ExpertDispatch:
         copies = Copies.of(x, routing, self.ranks * experts.count)
         sent = [copies.rows]
         copies = copies._replace(rows=copies.rows.new_empty(0))
-        out, other = self.exchange(sent, copies.weights, copies.counts, experts, meanwhile)
-        return copies.summed(out), other
+        out, shared_out = self.exchange(sent, copies.weights, copies.counts, experts, meanwhile)
+        return copies.summed(out), shared_out
 
     def exchange(
         self,
@@ -169,9 +174,9 @@ class ExpertDispatch:
         experts: Experts,
         meanwhile: Meanwhile,
     ) -> tuple[Tensor, Tensor | None]:
-        """Copies of tokens sorted by expert, `counts` [experts of all ranks] of them -> what the
-        experts return, and `meanwhile`. `sent` holds the copies, and no more once they are sent:
-        nobody needs them then."""
+        """Copies of tokens sorted by expert, `counts` [experts of all ranks] -> the experts'
+        results for them, and that of `meanwhile`. `sent` holds the copies until they are sent; then
+        their memory is free."""
         rows = sent.pop()
         counts = counts.view(self.ranks, experts.count)
         moves = []
@@ -181,33 +186,33 @@ class ExpertDispatch:
         if self.tensor_group is not None:
             move, counts = self._to_slices(counts, self.tensor_group)
             moves.append(move)
-        other = None if moves else meanwhile()
+        shared_out = None if moves else meanwhile()
         for move in moves:
             if move is moves[0]:
-                (rows, weights), other = move.beside(meanwhile, rows, weights)
+                (rows, weights), shared_out = move.overlap(meanwhile, rows, weights)
             else:
                 rows = move(rows)
                 weights = move(weights)
         rows, weights, runs = _by_expert(rows, weights, counts)
         out = experts(rows, counts.sum(0), weights)
-        out = out if runs is None else permuted(out, runs.places, runs.order)
+        out = out if runs is None else permuted(out, runs.positions, runs.order)
         for move in reversed(moves):
             out = move.reverse(out)
-        return out, other
+        return out, shared_out
 
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
-        """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""
+        """Returns the move to the ranks of the experts, and the arriving counts: `counts`
+        [receiver, its expert] sent -> [sender, expert of this rank]."""
         arriving = all_to_all(counts, group, AXIS, self.counter)
-        sent, received = torch.stack(
-            [counts.sum(1), arriving.sum(1)]
-        ).tolist()  # the host waits once
+        totals = torch.stack([counts.sum(1), arriving.sum(1)])
+        sent, received = totals.tolist()  # the host waits once
         return all_to_all_move(sent, received, group, self.counter, self.levels), arriving
 
     def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
-        """`counts` [runs, experts] on this rank -> those of all ranks of the group, rank after
-        rank."""
-        everyone = all_gather(counts, group, TENSOR_AXIS, self.counter)
-        sizes = everyone.view(group.size(), -1).sum(1).tolist()
+        """Returns the move to the slices of experts, and the counts of all its rows: `counts`
+        [runs, experts] of this rank -> those of all ranks of the group, rank after rank."""
+        all_counts = all_gather(counts, group, TENSOR_AXIS, self.counter)
+        sizes = all_counts.view(group.size(), -1).sum(1).tolist()
 
         def gather(rows: Tensor) -> Callable[[], Tensor]:
             return lambda: all_gather_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
@@ -215,21 +220,21 @@ class ExpertDispatch:
         def scatter(rows: Tensor) -> Callable[[], Tensor]:
             return lambda: reduce_scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
 
-        return Move(gather, scatter), everyone
+        return Move(gather, scatter), all_counts
 
 
 class _Runs(NamedTuple):
-    """Rows that lie in runs, each sorted by expert, as `order` sorts them all by expert."""
+    """The permutation that sorts runs of rows by expert."""
 
     order: Tensor
-    places: Tensor
+    positions: Tensor  # the inverse of `order`
 
 
 def _by_expert(
     rows: Tensor, weights: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor, _Runs | None]:
-    """Rows and weights sorted by expert. `counts` [runs, experts here]: the runs lie one after
-    another, each sorted by expert; None: they are sorted already."""
+    """Returns rows and weights sorted by expert, and the permutation, or None if they were sorted.
+    `counts` [runs, experts of this rank]: the runs follow each other, each sorted by expert."""
     if 1 in counts.shape:  # one run, or one expert
         return rows, weights, None
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)

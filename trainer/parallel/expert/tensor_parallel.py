@@ -1,4 +1,4 @@
-"""Experts cut over tensor-parallel ranks. The router is whole on every rank and stands before the
+"""Experts cut over tensor-parallel ranks. The router is whole on every rank and computes before the
 region, so its scores and the terms that balance them are those of a rank's own tokens."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from trainer.model.router import Routing
 from trainer.parallel.tensor import AXIS, Copy, Gather, gather_sequence
 
 
-class TokensOfOne:
-    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, each
-    has a part of their gradients and of those of their weights."""
+class ReplicatedTokens:
+    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, and
+    each rank computes a part of the gradients of tokens and weights."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
         self.group = group
@@ -25,9 +25,9 @@ class TokensOfOne:
         return Copy.apply(x, self.group, self.counter), routing._replace(weights=weights)
 
 
-class TokensOfAll:
-    """A `model.experts.Enter` with sequence parallelism: the tokens of all ranks of the group and
-    their routing."""
+class GatheredTokens:
+    """A `model.experts.Enter` with sequence parallelism: gathers the tokens of all ranks of the
+    group and their routing."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
         self.group = group
@@ -37,11 +37,13 @@ class TokensOfAll:
         shape = *x.shape[:2], -1
         experts = gather_sequence(routing.experts.view(shape), self.group, self.counter)
         weights = Gather.apply(routing.weights.view(shape), self.group, self.counter)
-        whole = Gather.apply(x, self.group, self.counter)
-        if (taken := routing.taken) is not None:
-            taken = gather_sequence(taken.view(shape), self.group, self.counter).flatten(0, 1)
-        return whole, routing._replace(
-            experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), taken=taken
+        all_x = Gather.apply(x, self.group, self.counter)
+        accepted = routing.accepted
+        if accepted is not None:
+            accepted = gather_sequence(accepted.view(shape), self.group, self.counter)
+            accepted = accepted.flatten(0, 1)
+        return all_x, routing._replace(
+            experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), accepted=accepted
         )
 
 
