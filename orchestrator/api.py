@@ -53,7 +53,9 @@ def home() -> Path:
 #     and submit
 
 
-def plan_job(*words: str, config_dir: str | Path | None = None, any_layout: bool = False) -> Plan:
+def plan_job(
+    *overrides: str, config_dir: str | Path | None = None, any_layout: bool = False
+) -> Plan:
     """The plan of a job of the bundled trainer, as `orch plan` shows it; of `nodes=A..B` that of
     the largest size.
 
@@ -61,12 +63,12 @@ def plan_job(*words: str, config_dir: str | Path | None = None, any_layout: bool
     does not run. OrchError: 64 for a word, 65 when nothing can be planned, 76 and 78 from asking
     the cluster.
     """
-    sizes, _ = plan_all_sizes(list(words), config_dir, any_layout)
+    sizes, _ = plan_all_sizes(list(overrides), config_dir, any_layout)
     return sizes.legal[0].plan
 
 
 def plan_all_sizes(
-    words: list[str], config_dir: str | Path | None, any_layout: bool, settle: bool = False
+    overrides: list[str], config_dir: str | Path | None, any_layout: bool, settle: bool = False
 ) -> tuple[Sizes, ClusterResolver]:
     """The plans of all sizes, the largest first. settle: `parallel=auto` is replaced by what it
     chooses, for a layout that can be explained."""
@@ -75,7 +77,7 @@ def plan_all_sizes(
     from orchestrator.submit.cluster import ClusterResolver, at_home
 
     resolve = ClusterResolver(home())
-    config = at_home(load(words, config_dir, ranges=True), home())
+    config = at_home(load(overrides, config_dir, ranges=True), home())
     profile = resolve.profile(config)
     if settle and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.search.auto import settled
@@ -105,7 +107,7 @@ class PreparedJob(NamedTuple):
 
 
 def prepare_job(
-    words: list[str], options: SubmitOptions, config_dir: str | Path | None = None
+    overrides: list[str], options: SubmitOptions, config_dir: str | Path | None = None
 ) -> PreparedJob:
     """The job planned, checked, and at the size that its scheduler would start. OrchError as
     `submit_job`."""
@@ -119,24 +121,24 @@ def prepare_job(
     )
     from orchestrator.submit.this_machine import interpreter, load_job
 
-    config = load_job(words, options, config_dir)
+    config = load_job(overrides, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
         from orchestrator.submit.over_ssh import prepare_there
 
-        return PreparedJob(*prepare_there(config, words, options, config_dir))
+        return PreparedJob(*prepare_there(config, overrides, options, config_dir))
     submission = prepare(config, options)
     check(submission, options)
-    candidate, said = choose(submission, options)
+    candidate, scheduler_messages = choose(submission, options)
     request = candidate.bundle.request
-    more = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
-    more += rate_breaks(candidate.plan, request, submission.backend)
+    warnings = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
+    warnings += rate_breaks(candidate.plan, request, submission.backend)
     if submission.backend.shares_folders and options.code is None:
-        more += interpreter(request, options)
-    return PreparedJob(submission.backend, candidate, [*said, *more])
+        warnings += interpreter(request, options)
+    return PreparedJob(submission.backend, candidate, [*scheduler_messages, *warnings])
 
 
 def submit_job(
-    *words: str,
+    *overrides: str,
     command: Sequence[str] = (),
     config_dir: str | Path | None = None,
     env: Sequence[str] = (),
@@ -158,28 +160,28 @@ def submit_job(
     from orchestrator.run.left_out import said_of
     from orchestrator.submit.submission import names_model
 
-    wishes: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "command": tuple(command),
         "env": tuple(env),
         "in_place": in_place,
         "run_id": run_id,
     }
-    program = bool(command) and not names_model(words)
-    options = from_here(**wishes, after=tuple(after), program=program)
-    job = prepare_job(list(words), options, config_dir)
+    program = bool(command) and not names_model(overrides)
+    options = from_here(**settings, after=tuple(after), program=program)
+    job = prepare_job(list(overrides), options, config_dir)
     run = job.send(options)
     for line in [*said_of(job.candidate.bundle.request.code), *job.said]:
         warnings.warn(line, stacklevel=2)
     return run
 
 
-def from_here(**wishes: Any) -> SubmitOptions:
+def from_here(**settings: Any) -> SubmitOptions:
     """Options of a submission from this process, its folder and environment. `wishes`: the other
     fields."""
     from orchestrator.submit.submission import SubmitOptions
 
     return SubmitOptions(
-        home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes
+        home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **settings
     )
 
 
@@ -236,14 +238,14 @@ class Run:
         try:
             folder = registry.find_run(home(), name)
         except OrchError:
-            found = (
+            adopted_folder = (
                 adopted(name.partition("://")[2] if "://" in name else name, home())
                 if name
                 else None
             )
-            if found is None:
+            if adopted_folder is None:
                 raise
-            folder = found
+            folder = adopted_folder
         return cls(folder, get_backend(read_state(folder).backend))
 
     def __repr__(self) -> str:
@@ -289,7 +291,7 @@ class Run:
         """
         from orchestrator.run.folder import insist
 
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             alive = self.backend.is_alive(
                 self.folder
@@ -297,7 +299,7 @@ class Run:
             state = insist(lambda: self.state)
             if state.is_final and not alive:
                 return state
-            if end is not None and time.monotonic() > end:
+            if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.id} is {state.state} after {timeout_s:g} s")
             time.sleep(_LOOK_S)
 
@@ -347,14 +349,14 @@ class Run:
         within_s = _CANCEL_S
         with suppress(OrchError):  # of a damaged run: it is ended all the same
             within_s += 2 * read_request(self.folder).policy.grace_s
-        end = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         while wait and self.backend.is_alive(self.folder):
-            if time.monotonic() > end:
-                text = (
+            if time.monotonic() > deadline:
+                message = (
                     f"run {self.id} lives on {within_s:.0f} s after it was asked to end; the"
                     " request stays"
                 )
-                raise OrchError(f"{text}: orch cancel --force {self.id}", Exit.CAPACITY)
+                raise OrchError(f"{message}: orch cancel --force {self.id}", Exit.CAPACITY)
             time.sleep(_LOOK_S)
         return self.state
 
@@ -371,13 +373,13 @@ class Run:
         from orchestrator.run.put_back import check_allowed, without_pins
 
         check_allowed(allow)
-        end = time.monotonic() + _END_S
+        deadline = time.monotonic() + _END_S
         while True:
             alive = self.backend.is_alive(self.folder)
             state = self.state
             if state.state == "done":
                 raise OrchError(f"run {self.id} is done: there is nothing left to do")
-            if not alive or not state.is_final or time.monotonic() > end:
+            if not alive or not state.is_final or time.monotonic() > deadline:
                 break
             time.sleep(_LOOK_S)  # it has said how it ended, and its last processes are going
         if alive:

@@ -25,10 +25,10 @@ def code_version() -> str:
     """The version of our packages and a digest of their code, which tells two states of one version
     apart."""
     packages = [FILE.with_name("orchestrator"), FILE.with_name("trainer")]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(path for package in packages for path in package.rglob("*.py")):
-        found.update(f"{file.relative_to(FILE.parent)}\0".encode() + file.read_bytes() + b"\0")
-    return f"{__version__}+{found.hexdigest()[:12]}"
+        digest.update(f"{file.relative_to(FILE.parent)}\0".encode() + file.read_bytes() + b"\0")
+    return f"{__version__}+{digest.hexdigest()[:12]}"
 
 
 def command(module: str, roots: Sequence[str] = ()) -> list[str]:
@@ -44,13 +44,13 @@ def command(module: str, roots: Sequence[str] = ()) -> list[str]:
 def output(module: str, *arguments: str, stdin: str = "") -> str:
     """What a module of ours prints, run to its end. OrchError: its last line on stderr, with its
     exit code."""
-    done = subprocess.run(
+    process = subprocess.run(
         [*command(module), *arguments], input=stdin, capture_output=True, text=True
     )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    if process.returncode:
+        error_lines = process.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         codes = {int(code): code for code in Exit}
         raise OrchError(
-            said[0].removeprefix(f"{module}: "), codes.get(done.returncode, Exit.INTERNAL)
+            error_lines[0].removeprefix(f"{module}: "), codes.get(process.returncode, Exit.INTERNAL)
         )
-    return done.stdout
+    return process.stdout

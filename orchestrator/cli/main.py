@@ -97,7 +97,7 @@ def _dispatch(argv: list[str]) -> int:
     return _run_verb(name, VERBS[name], rest)
 
 
-def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
+def _run_verb(name: str, verb: Verb, arguments: list[str]) -> int:
     from importlib import import_module
 
     from orchestrator.cli.parser import make_parser
@@ -107,51 +107,51 @@ def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
     if verb.rest:
         parser = make_parser(name, verb)
         module.add_arguments(parser)
-        args = parser.parse_args(words)
+        args = parser.parse_args(arguments)
         overrides = []
         while args.script and module.is_override(args.script[0]):
             word, *after = args.script
             overrides.append(word)
             args = parser.parse_args(after, args)
         return int(module.run(args, overrides) or 0)
-    if "--" in words:
-        cut = words.index("--")
-        words, command = words[:cut], words[cut + 1 :]
+    if "--" in arguments:
+        cut = arguments.index("--")
+        arguments, command = arguments[:cut], arguments[cut + 1 :]
         if not verb.command:
             raise OrchError(f"`orch {name}` runs no program: nothing may follow `--`")
         if not command:
             raise OrchError(f"`orch {name} ... --` needs a program to run after `--`")
     parser = make_parser(name, verb)
     module.add_arguments(parser)
-    args, extra = parser.parse_known_intermixed_args(words)
+    args, extra = parser.parse_known_intermixed_args(arguments)
     args.command = command
     return int(module.run(args, _overrides(name, verb, extra, parser.flags())) or 0)
 
 
-def _overrides(name: str, verb: Verb, words: list[str], flags: list[str]) -> list[str]:
+def _overrides(name: str, verb: Verb, unknown_arguments: list[str], flags: list[str]) -> list[str]:
     """The words that argparse did not know: overrides where the verb takes them, mistakes
     everywhere else."""
-    for word in words:
-        if word.startswith("-") and word != "-":
-            flag = word.split("=", 1)[0]
+    for argument in unknown_arguments:
+        if argument.startswith("-") and argument != "-":
+            flag = argument.split("=", 1)[0]
             raise OrchError(f"`orch {name}` has no flag {flag}; {did_you_mean(flag, flags)}")
         if not verb.overrides:
-            raise OrchError(f"`orch {name}` does not take {word!r}; see `orch {name} --help`")
-        if "=" not in word and not word.startswith("~"):
-            hint = nearest(word, VERBS)
+            raise OrchError(f"`orch {name}` does not take {argument!r}; see `orch {name} --help`")
+        if "=" not in argument and not argument.startswith("~"):
+            hint = nearest(argument, VERBS)
             raise OrchError(
-                f"{word!r} is not key=value"
+                f"{argument!r} is not key=value"
                 + (f"; did you mean the verb {hint!r}?" if hint else "")
                 + "; overrides look like cluster=h100x64 or train.steps=100"
             )
-    return words
+    return unknown_arguments
 
 
 def help_text() -> str:
     """The page of `orch --help`."""
     width = max(map(len, VERBS))
     verbs = _table((f"{name:<{width}}", verb.help) for name, verb in VERBS.items())
-    codes = _table((f"{int(code):>3}", text) for code, text in MEANING.items())
+    codes = _table((f"{int(code):>3}", meaning) for code, meaning in MEANING.items())
     return f"""usage: orch <verb> [flags] [key=value ...] [-- program args]
 
 From "this model, this cluster" to a placed, running, observed training job.
@@ -181,25 +181,25 @@ ORCH_DEBUG=1 or --debug shows tracebacks."""
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    folded = ((f"  {name}  ", _folded(text, 76 - len(name))) for name, text in rows)
+    folded = ((f"  {name}  ", _folded(description, 76 - len(name))) for name, description in rows)
     return "\n".join(start + f"\n{' ' * len(start)}".join(lines) for start, lines in folded)
 
 
-def _folded(text: str, width: int) -> list[str]:
+def _folded(paragraph: str, width: int) -> list[str]:
     """Lines of at most so many characters: without `textwrap`, whose patterns take a tenth of `orch
     --help`."""
-    first, *words = text.split()
+    first, *remaining = paragraph.split()
     lines = [first]
-    for word in words:
-        if len(lines[-1]) + 1 + len(word) > width:
-            lines.append(word)
+    for next_word in remaining:
+        if len(lines[-1]) + 1 + len(next_word) > width:
+            lines.append(next_word)
         else:
-            lines[-1] += f" {word}"
+            lines[-1] += f" {next_word}"
     return lines
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
 
 
 def _refuse(message: str, code: int, as_json: bool) -> int:
@@ -220,10 +220,10 @@ def _crash(error: Exception, as_json: bool, debug: bool) -> int:
     """A bug of ours: one line, and the traceback where it can be found."""
     import traceback
 
-    text = "".join(traceback.format_exception(error))
-    where = "above" if debug else _keep(text)
+    traceback_lines = "".join(traceback.format_exception(error))
+    where = "above" if debug else _keep(traceback_lines)
     if debug:
-        print(text, file=sys.stderr, end="")
+        print(traceback_lines, file=sys.stderr, end="")
     return _refuse(
         f"internal error: {type(error).__name__}: {error} (traceback: {where})",
         Exit.INTERNAL,
@@ -231,7 +231,7 @@ def _crash(error: Exception, as_json: bool, debug: bool) -> int:
     )
 
 
-def _keep(text: str) -> str:
+def _keep(report: str) -> str:
     import tempfile
 
     try:
@@ -239,7 +239,7 @@ def _keep(text: str) -> str:
             prefix="orch-crash-", suffix=".txt"
         )  # readable by this user alone
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+            file.write(report)
         return path
     except OSError:
         return "ORCH_DEBUG=1 shows it"

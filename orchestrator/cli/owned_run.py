@@ -65,5 +65,5 @@ class OwnedRun:
             _say(error.message)
 
 
-def _say(text: str) -> None:
-    print(f"orch: {text}", file=sys.stderr, flush=True)
+def _say(message: str) -> None:
+    print(f"orch: {message}", file=sys.stderr, flush=True)

@@ -20,12 +20,12 @@ class Parser(argparse.ArgumentParser):
         raise OrchError(f"{self.prog}: {message}", Exit.USAGE)
 
     def format_usage(self) -> str:
-        text = super().format_usage().rstrip()
-        if text.endswith(self.tail):  # argparse may hand our own text back
-            return f"{text}\n"
-        last = text.rsplit("\n", 1)[-1]
+        usage = super().format_usage().rstrip()
+        if usage.endswith(self.tail):  # argparse may hand our own text back
+            return f"{usage}\n"
+        last = usage.rsplit("\n", 1)[-1]
         apart = "\n" + " " * 10 if len(last) + len(self.tail) > _WIDTH else ""
-        return f"{text}{apart}{self.tail}\n"
+        return f"{usage}{apart}{self.tail}\n"
 
     def format_help(self) -> str:
         plain = super().format_usage()
@@ -57,8 +57,8 @@ def make_parser(name: str, verb: Verb) -> Parser:
 
 def add_any(parser: argparse.ArgumentParser) -> None:
     """The flag of the verbs that search layouts without a program to run them."""
-    text = (
+    help_line = (
         "for a program of your own: parallel=auto also chooses what the bundled trainer does"
         " not run"
     )
-    parser.add_argument("--any", action="store_true", help=text)
+    parser.add_argument("--any", action="store_true", help=help_line)

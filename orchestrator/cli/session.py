@@ -27,8 +27,8 @@ def find_run(name: str | None) -> RunFolder:
 def open_run(name: str | None) -> tuple[RunFolder, Backend]:
     """A run and the backend that it was submitted to. OrchError: 64 for an unknown run, 65 for an
     unreadable one."""
-    found = Run.find(name)
-    return found.folder, found.backend
+    run = Run.find(name)
+    return run.folder, run.backend
 
 
 class Backends:
@@ -57,16 +57,18 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="pass this variable on; repeatable",
     )
-    where = parser.add_mutually_exclusive_group()
-    here = "run the program in this folder (as a rule where nodes share it)"
-    where.add_argument("--in-place", action="store_true", default=None, help=here)
-    copy = "run the program in a copy of this folder, as it is now"
-    where.add_argument("--snapshot", action="store_false", dest="in_place", help=copy)
+    code_location = parser.add_mutually_exclusive_group()
+    in_place_help = "run the program in this folder (as a rule where nodes share it)"
+    code_location.add_argument("--in-place", action="store_true", default=None, help=in_place_help)
+    snapshot_help = "run the program in a copy of this folder, as it is now"
+    code_location.add_argument(
+        "--snapshot", action="store_false", dest="in_place", help=snapshot_help
+    )
     parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
-    after = (
+    after_help = (
         "start when that run has ended well (any:RUN in any way, notok:RUN not well); repeatable"
     )
-    parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after)
+    parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after_help)
 
 
 def submit_options(
@@ -76,11 +78,11 @@ def submit_options(
     where they name a model or its training, a program is planned by it."""
     from orchestrator.submit.submission import names_model
 
-    wishes: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "env": tuple(args.env),
         "in_place": args.in_place,
         "run_id": args.run_id,
         "after": tuple(args.after),
     }
-    wishes["program"] = bool(args.command) and not names_model(overrides)
-    return from_here(command=tuple(args.command or ()), dry_run=dry_run, **wishes)
+    settings["program"] = bool(args.command) and not names_model(overrides)
+    return from_here(command=tuple(args.command or ()), dry_run=dry_run, **settings)

@@ -68,11 +68,11 @@ def lost_output() -> str:
     return f"standard output cannot be written: {lost.strerror}" if lost else ""
 
 
-def announce(text: str, out: TextIO) -> None:
+def announce(announcement: str, out: TextIO) -> None:
     """Says what must not be lost, a run that was started: on standard error where `out` does not
     take it."""
     with contextlib.suppress(BrokenPipeError):
-        print(text, file=out, flush=True)
+        print(announcement, file=out, flush=True)
         if out is not sys.stdout or not lost_output():
             return
-    print(f"orch: started {text}", file=sys.stderr)
+    print(f"orch: started {announcement}", file=sys.stderr)

@@ -59,12 +59,12 @@ def write_file(path: Path, content: bytes | Iterable[bytes], flag: str) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def tell(done: int, total: int, what: str) -> None:
+def tell(done: int, total: int, label: str) -> None:
     """Progress of long work, as one line on stderr that is overwritten; nothing where that is no
     terminal."""
     if sys.stderr.isatty():
-        text = f"{done}/{total}  {what}" if done < total else ""
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        line = f"{done}/{total}  {label}" if done < total else ""
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def follow_run(

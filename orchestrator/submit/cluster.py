@@ -52,13 +52,13 @@ class ClusterResolver:
         if cluster not in self._bad:
             from orchestrator.run.bad_nodes import NodeMemory
 
-            found = [one.node for one in NodeMemory(self._home).read(time.time(), cluster)]
-            if found:
+            bad_nodes = [entry.node for entry in NodeMemory(self._home).read(time.time(), cluster)]
+            if bad_nodes:
                 print(
-                    f"orch: without {', '.join(found)}, found bad by earlier runs (orch nodes)",
+                    f"orch: without {', '.join(bad_nodes)}, found bad by earlier runs (orch nodes)",
                     file=sys.stderr,
                 )
-            self._bad[cluster] = found
+            self._bad[cluster] = bad_nodes
         return self._bad[cluster]
 
     def leave_out(self, config: Config, backend: Backend) -> Config:
@@ -74,12 +74,12 @@ class ClusterResolver:
     def profile(self, config: Config) -> Profile | None:
         """The cost model's parameters: `cost.profile`, else the site's own for this cluster, else
         None: the shipped ones. OrchError (65) for a file that is not a profile."""
-        own = site_profile_path(config.cluster, self._home)
+        site_path = site_profile_path(config.cluster, self._home)
         path = (
             Path(config.cost.profile).expanduser()
             if config.cost.profile
-            else own
-            if own.exists()
+            else site_path
+            if site_path.exists()
             else None
         )
         if path is None:

@@ -36,7 +36,7 @@ class PreparedThere(NamedTuple):
 
 
 def prepare_there(
-    config: Config, words: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
+    config: Config, overrides: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
 ) -> PreparedThere:
     """The job as the orch of the host has planned and checked it. Everything it needs of this
     machine is shipped.
@@ -56,19 +56,19 @@ def prepare_there(
     code = Code(kind="none")
     if options.command:
         code = structs.replace(with_left_out(find_code(options.cwd, wanted=True)), holds_orch=False)
-    own = [folder for folder in folders(config_dir) if folder != shipped()]
+    user_config = [folder for folder in folders(config_dir) if folder != shipped()]
     payload = b""
-    if own or (code.kind != "none" and not options.dry_run):
+    if user_config or (code.kind != "none" and not options.dry_run):
         packed = Code(kind="none") if options.dry_run else code
-        payload, files, size = ship.pack(packed, own[0] if own else None)
+        payload, files, size = ship.pack(packed, user_config[0] if user_config else None)
         if packed.kind != "none":
-            much = (
+            amount = (
                 f"{files} file{'s' * (files != 1)}, {binary(size)} ({binary(len(payload))} on the"
                 " wire)"
             )
-            print(f"orch: ships {much} of {code.root} to {host}", file=sys.stderr)
+            print(f"orch: ships {amount} of {code.root} to {host}", file=sys.stderr)
     question = wire.Prepare(
-        words=list(words),
+        words=list(overrides),
         command=list(options.command),
         env=list(options.env),
         program=options.program,
@@ -76,7 +76,7 @@ def prepare_there(
         after=list(options.after),
         run_id=options.run_id,
         dry_run=options.dry_run,
-        conf=bool(own),
+        conf=bool(user_config),
     )
     prepared, raw = session.ask(question, payload)
     assert isinstance(prepared, wire.Prepared)

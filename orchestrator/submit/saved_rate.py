@@ -32,6 +32,6 @@ def rate_jump(plan: Plan, run_dir: str) -> list[str]:
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
                 continue  # damaged: the run says so, and goes on from the one before
             if (head.schema, head.step) == (CHECKPOINT, step):
-                text = jump(head.scalars, step, plan.job.optim, plan.job.train.steps)
-                return [text] if text else []
+                message = jump(head.scalars, step, plan.job.optim, plan.job.train.steps)
+                return [message] if message else []
     return []

@@ -82,18 +82,18 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
             "over ssh jobs are submitted one by one, with orch submit or orch run", Exit.USAGE
         )
     config = without_host(config)
-    given = config
+    given_config = config
     resolve = ClusterResolver(options.home)
     config = at_home(config, options.home)
     backend = get_backend(config.backend.name)
     if options.after:
-        wishes = parse_after(options.after, options.home)
+        dependencies = parse_after(options.after, options.home)
         if not isinstance(backend, Queueing):
             raise OrchError(
                 f"--after: the backend {backend.name} has no queue in which a run could wait",
                 Exit.USAGE,
             )
-        waiting = backend.after(config.backend.options, wishes)
+        waiting = backend.after(config.backend.options, dependencies)
         config = structs.replace(config, backend=structs.replace(config.backend, options=waiting))
     config = resolve.leave_out(config, backend)
     if isinstance(backend, Prefetching) and not options.dry_run:
@@ -105,17 +105,19 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
             config, run=structs.replace(config.run, name=program_name(config, options.command))
         )
     options = structs.replace(options, run_id=new_id(config, options))
-    own = bool(options.command)
+    is_program = bool(options.command)
     profile = None if options.program else resolve.profile(config)
-    sizes = plan_sizes(config, resolve, own, own, profile, options.program).legal
+    sizes = plan_sizes(config, resolve, is_program, is_program, profile, options.program).legal
     plans = {size.nodes: size.plan for size in sizes} if config.nodes else {}
     candidates = []
     for size in sizes:
-        at = structs.replace(
-            size.config, data=given.data
+        size_config = structs.replace(
+            size.config, data=given_config.data
         )  # the run folder keeps the configuration that was given
         candidates.append(
-            SizeCandidate(at, size.plan, make_bundle(at, size.plan, backend, options, plans))
+            SizeCandidate(
+                size_config, size.plan, make_bundle(size_config, size.plan, backend, options, plans)
+            )
         )
     return Submission(backend, candidates)
 
@@ -127,19 +129,21 @@ def without_host(config: Config) -> Config:
     return structs.replace(config, backend=structs.replace(config.backend, options=options))
 
 
-def parse_after(words: Sequence[str], home: Path) -> list[After]:
+def parse_after(dependencies: Sequence[str], home: Path) -> list[After]:
     """`RUN` or `HOW:RUN` of --after. OrchError (64) for an unknown run or way."""
-    found = []
-    for word in words:
-        how, colon, run = word.partition(":")
+    parsed = []
+    for dependency in dependencies:
+        condition, colon, run = dependency.partition(":")
         if not colon or run.startswith("//"):  # slurm://<id> is a handle
-            how = "ok"
-            run = word
-        way = WAYS.get(how)
-        if way is None:
-            raise OrchError(f"--after {word}: {how!r} is not ok, any or notok", Exit.USAGE)
-        found.append(After(way, registry.find_run(home, run)))
-    return found
+            condition = "ok"
+            run = dependency
+        known_condition = WAYS.get(condition)
+        if known_condition is None:
+            raise OrchError(
+                f"--after {dependency}: {condition!r} is not ok, any or notok", Exit.USAGE
+            )
+        parsed.append(After(known_condition, registry.find_run(home, run)))
+    return parsed
 
 
 def new_id(config: Config, options: SubmitOptions) -> str:
@@ -153,11 +157,12 @@ def new_id(config: Config, options: SubmitOptions) -> str:
 _OF_A_MODEL = frozenset({"model", "experiment", "data", "optim", "train", "cost"})
 
 
-def names_model(words: Sequence[str]) -> bool:
+def names_model(overrides: Sequence[str]) -> bool:
     """Whether words of a command line name a model or its training: then a program is planned by
     it."""
     return any(
-        re.split(r"[=.@/]", word.lstrip("+~"), maxsplit=1)[0] in _OF_A_MODEL for word in words
+        re.split(r"[=.@/]", override.lstrip("+~"), maxsplit=1)[0] in _OF_A_MODEL
+        for override in overrides
     )
 
 
@@ -165,31 +170,31 @@ def program_name(config: Config, command: Sequence[str]) -> str:
     """The run's name: as configured, else that of the script, module or program that is run."""
     if config.run.name and config.run.name != default_name(config):
         return config.run.name
-    words = list(command)
-    if len(words) > 1 and Path(words[0]).name.startswith("python"):
-        words = _after_python(words[1:])
-    name = Path(words[0] if words else command[0]).name.removesuffix(".py").lower()
+    arguments = list(command)
+    if len(arguments) > 1 and Path(arguments[0]).name.startswith("python"):
+        arguments = _after_python(arguments[1:])
+    name = Path(arguments[0] if arguments else command[0]).name.removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9]+", "-", name)[:40].strip("-") or "program"
 
 
-def _after_python(words: Sequence[str]) -> list[str]:
+def _after_python(arguments: Sequence[str]) -> list[str]:
     """What Python runs, and its arguments: none for a text of `-c`, or from standard input. Its
     flags may stand together, as in `-um MODULE`; those after the script are the script's own."""
-    left = list(words)
-    while left and left[0].startswith("-") and left[0] != "-":
-        flag = left.pop(0)
+    remaining = list(arguments)
+    while remaining and remaining[0].startswith("-") and remaining[0] != "-":
+        flag = remaining.pop(0)
         if flag.startswith("--"):
-            del left[: flag == "--check-hash-based-pycs"]
+            del remaining[: flag == "--check-hash-based-pycs"]
             continue
-        found = re.fullmatch(r"-[^cmWX]*(?:([cmWX])(.*))?", flag, re.DOTALL)
-        taking, value = found.groups() if found else (None, "")
-        if taking == "c":
+        match = re.fullmatch(r"-[^cmWX]*(?:([cmWX])(.*))?", flag, re.DOTALL)
+        option, value = match.groups() if match else (None, "")
+        if option == "c":
             return []
-        if taking == "m":
-            return [value, *left] if value else left
-        if taking and not value:
-            del left[:1]
-    return [] if left[:1] == ["-"] else left
+        if option == "m":
+            return [value, *remaining] if value else remaining
+        if option and not value:
+            del remaining[:1]
+    return [] if remaining[:1] == ["-"] else remaining
 
 
 def job_name(config: Config) -> str:
@@ -280,13 +285,13 @@ def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
     all."""
     from orchestrator.run.variables import dropped_names
 
-    kept = {*request.environment.names, *request.environment.values}
-    lost = dropped_names(options.environ, kept) if options.command else []
-    if not lost:
+    passed = {*request.environment.names, *request.environment.values}
+    dropped = dropped_names(options.environ, passed) if options.command else []
+    if not dropped:
         return []
-    more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+    further = f" and {len(dropped) - _SHOWN} more" if len(dropped) > _SHOWN else ""
     return [
-        f"variables not passed on: {', '.join(lost[:_SHOWN])}{more} (--env NAME,"
+        f"variables not passed on: {', '.join(dropped[:_SHOWN])}{further} (--env NAME,"
         " backend.pass_env=[PATTERN])"
     ]
 
@@ -321,12 +326,12 @@ def check(submission: Submission, options: SubmitOptions) -> None:
     memory = plan.memory
     if options.dry_run or memory.total <= memory.capacity or config.run.allow_oom:
         return
-    need = (
+    requirement = (
         f"rank {memory.worst_rank} needs {memory.total / 2**30:.1f} GiB of"
         f" {memory.capacity / 2**30:.1f} GiB"
     )
     raise OrchError(
-        f"the plan does not fit: {need}; `orch plan` shows what takes it, run.allow_oom=true"
+        f"the plan does not fit: {requirement}; `orch plan` shows what takes it, run.allow_oom=true"
         " submits it anyway",
         Exit.CONFIG,
     )

@@ -73,15 +73,15 @@ def prepare_sweep(
             candidate, _ = choose(submission._replace(backend=backend), options)
             request = candidate.bundle.request
             breaks = rate_breaks(candidate.plan, request, backend)
-            said = [*simulated_nodes(request, backend), *not_passed(request, options), *breaks]
+            messages = [*simulated_nodes(request, backend), *not_passed(request, options), *breaks]
             if not options.dry_run:
                 backend.check(request)
         except OrchError as error:
-            why = f"{error.message}{hint(member.varied, error.message)}"
+            reason = f"{error.message}{hint(member.varied, error.message)}"
             raise OrchError(
-                f"{label}: {why}; none of the {len(members)} runs was sent", error.exit
+                f"{label}: {reason}; none of the {len(members)} runs was sent", error.exit
             ) from None
-        runs.append(SweepRun(_labelled(candidate, label), label, said))
+        runs.append(SweepRun(_labelled(candidate, label), label, messages))
     assert backend is not None
     return backend, runs
 

@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 _SHAPE = ("cluster.nodes", "cluster.gpus_per_node", "nodes")
 
 
-def load_job(words: Sequence[str], options: SubmitOptions, config_dir: str | Path | None) -> Config:
+def load_job(
+    overrides: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
+) -> Config:
     """`load`. The shipped cluster `local` simulates two nodes of four processes; a program on a
     machine with GPUs gets one node with these instead. OrchError as `load`."""
-    config = load(list(words), config_dir, ranges=True)
-    given = {word.lstrip("+").partition("=")[0] for word in words}
+    config = load(list(overrides), config_dir, ranges=True)
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
     ours = (config.backend.name, config.cluster.name) == ("local", "local")
     if (
         not ours
         or not options.program
-        or given.intersection(_SHAPE)
+        or keys.intersection(_SHAPE)
         or config.backend.options.get("ssh")
     ):
         return config
@@ -39,7 +41,7 @@ def load_job(words: Sequence[str], options: SubmitOptions, config_dir: str | Pat
     if not gpus:
         return config
     shape = ["cluster.nodes=1", f"cluster.gpus_per_node={len(gpus)}"]
-    return load([*words, *shape], config_dir, ranges=True)
+    return load([*overrides, *shape], config_dir, ranges=True)
 
 
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -60,10 +62,12 @@ def interpreter(request: LaunchRequest, options: SubmitOptions) -> list[str]:
     )
 
 
-def other_python(ours: str, path: str, way: str) -> list[str]:
+def other_python(ours: str, path: str, remedy: str) -> list[str]:
     """One line where a search path finds a python in another folder than `ours`; `way`: how to take
     that."""
-    found = shutil.which(Path(ours).name, path=path) or shutil.which("python3", path=path)
-    if found is None or Path(found).parent == Path(ours).parent:
+    shell_python = shutil.which(Path(ours).name, path=path) or shutil.which("python3", path=path)
+    if shell_python is None or Path(shell_python).parent == Path(ours).parent:
         return []
-    return [f"the program's python is {ours}, which orch runs in, not {found} of this shell: {way}"]
+    return [
+        f"the program's python is {ours}, which orch runs in, not {shell_python} of this shell: {remedy}"
+    ]

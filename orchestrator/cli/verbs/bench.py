@@ -51,13 +51,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look)
     )
     record = bench.record_of(config, handle, events)
-    where = None if args.no_keep else bench.keep(config, record, options.home)
+    record_file = None if args.no_keep else bench.keep(config, record, options.home)
     if args.json:
         import json
 
-        print(json.dumps({**msgspec.to_builtins(record), "file": where}))
+        print(json.dumps({**msgspec.to_builtins(record), "file": record_file}))
     else:
-        print(page(plan, record, where, look))
+        print(page(plan, record, record_file, look))
     return Exit.DONE
 
 
@@ -69,10 +69,10 @@ class _Progress:
         self._look = look
         self._tenth = -1
 
-    def __call__(self, done: int, total: int, what: str) -> None:
+    def __call__(self, done: int, total: int, label: str) -> None:
         from orchestrator.style import GREEN
 
-        line = f"{self._look.bar(done / max(total, 1), 20, GREEN)} {done}/{total}  {what}"
+        line = f"{self._look.bar(done / max(total, 1), 20, GREEN)} {done}/{total}  {label}"
         if self._out.isatty():
             self._out.write(f"\r\033[K{line}" + ("\n" if done == total else ""))
             self._out.flush()
@@ -81,7 +81,7 @@ class _Progress:
             print(line, file=self._out, flush=True)
 
 
-def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
+def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> str:
     """The page of a measurement: measured against assumed rates, and seconds by message size."""
     from orchestrator.style import seconds, si
 
@@ -92,11 +92,11 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
     lines.append(
         f"{'tier':<10}{'rate':>12}{'described':>14}{'latency':>10}{'described':>14}{'off by':>8}"
     )
-    for name, found in record.links.items():
-        known = described[name]
+    for name, measured_link in record.links.items():
+        described_link = described[name]
         lines.append(
-            f"{name:<10}{si(found.bytes_per_s, 'B/s'):>12}{si(known.bytes_per_s, 'B/s'):>14}"
-            f"{seconds(found.latency_s):>10}{seconds(known.latency_s):>14}{found.error:>8.0%}"
+            f"{name:<10}{si(measured_link.bytes_per_s, 'B/s'):>12}{si(described_link.bytes_per_s, 'B/s'):>14}"
+            f"{seconds(measured_link.latency_s):>10}{seconds(described_link.latency_s):>14}{measured_link.error:>8.0%}"
         )
     lines += ["", look.title("Operations, slowest rank"), _table(record)]
     lines += ["", look.title("One GPU while all compute")]
@@ -121,8 +121,8 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
             " free"
         )
     lines.append("")
-    if where:
-        lines.append(f"kept in {where}")
+    if record_file:
+        lines.append(f"kept in {record_file}")
         lines.append("plans of this cluster use it; cluster.measured=false plans without it")
     else:
         lines.append("not kept: plans go on as before")
@@ -138,7 +138,9 @@ def _table(record: Record) -> str:
     for level, operation, ranks in dict.fromkeys(
         (row.level, row.operation, row.ranks) for row in record.rows
     ):
-        found = (cells.get((level, operation, ranks, size)) for size in sizes)
-        text = "".join(f"{seconds(value) if value is not None else '-':>10}" for value in found)
-        lines.append(f"{level:<10}{operation:<16}{ranks:>3} ranks{text}")
+        durations = (cells.get((level, operation, ranks, size)) for size in sizes)
+        columns = "".join(
+            f"{seconds(duration) if duration is not None else '-':>10}" for duration in durations
+        )
+        lines.append(f"{level:<10}{operation:<16}{ranks:>3} ranks{columns}")
     return "\n".join(lines)

@@ -84,13 +84,15 @@ def _table(args: argparse.Namespace) -> int:
         )
         return Exit.DONE
     print(f"{'source':<26}{'rows':>6}{'prior':>9}{'fitted':>9}{'left out':>9}")
-    for one in profile.left_out:
-        unseen = f"{one.left_out:.1%}" if one.left_out >= 0 else "-"
-        print(f"{one.source:<26}{one.rows:>6}{one.prior:>9.1%}{one.fitted:>9.1%}{unseen:>9}")
+    for source in profile.left_out:
+        unseen = f"{source.left_out:.1%}" if source.left_out >= 0 else "-"
+        print(
+            f"{source.source:<26}{source.rows:>6}{source.prior:>9.1%}{source.fitted:>9.1%}{unseen:>9}"
+        )
     sources = profile.left_out
     if len(sources) > 1:
         means = [
-            sum(getattr(one, name) for one in sources) / len(sources)
+            sum(getattr(source, name) for source in sources) / len(sources)
             for name in ("prior", "fitted", "left_out")
         ]
         print(
@@ -137,16 +139,18 @@ def _run(args: argparse.Namespace) -> int:
     # on the figures with which later plans are made, so that what is learned corrects those
     cluster = with_measured(plan.cluster, record) if record is not None else plan.cluster
     context = context_of(plan, base, cluster)
-    loads = _loads(base, plan, lines)
-    known = (
-        base if loads is None else site_profile(base, loads, "run", folder.run_id, "", base.name)
+    load_update = _loads(base, plan, lines)
+    prior = (
+        base
+        if load_update is None
+        else site_profile(base, load_update, "run", folder.run_id, "", base.name)
     )
-    change, _ = update_with_step(known, step_of(plan, context), measured)
-    change = change if loads is None else then(loads, change)
-    after = float(step_of(plan, context)(change.values(base)))  # type: ignore[arg-type]
-    before = float(step_of(plan, context)(base.values))  # type: ignore[arg-type]
-    facts = {"measured_s": measured, "before_s": before, "after_s": after}
-    return _keep(args, spec, base, change, ("run", folder.run_id), facts)
+    update, _ = update_with_step(prior, step_of(plan, context), measured)
+    update = update if load_update is None else then(load_update, update)
+    step_after = float(step_of(plan, context)(update.values(base)))  # type: ignore[arg-type]
+    step_before = float(step_of(plan, context)(base.values))  # type: ignore[arg-type]
+    facts = {"measured_s": measured, "before_s": step_before, "after_s": step_after}
+    return _keep(args, spec, base, update, ("run", folder.run_id), facts)
 
 
 def _loads(base: Profile, plan: Plan, lines: Sequence[StepLine]) -> Update | None:
@@ -195,15 +199,15 @@ def _base(args: argparse.Namespace, spec: ClusterSpec) -> Profile:
     from orchestrator.cluster.measured import site_profile_path
     from orchestrator.planner.cost.profile import read_profile, shipped
 
-    own = args.profile or site_profile_path(spec, home())
-    return read_profile(own) if args.profile or own.exists() else shipped()
+    path = args.profile or site_profile_path(spec, home())
+    return read_profile(path) if args.profile or path.exists() else shipped()
 
 
 def _keep(
     args: argparse.Namespace,
     spec: ClusterSpec,
     base: Profile,
-    change: Update,
+    update: Update,
     source: tuple[str, str],
     facts: dict[str, float],
 ) -> int:
@@ -213,14 +217,18 @@ def _keep(
     from orchestrator.planner.calibrate.drift import changed
     from orchestrator.planner.calibrate.update import site_profile
 
-    profile = site_profile(base, change, *source, _today(), f"{spec.name}-site")
+    profile = site_profile(base, update, *source, _today(), f"{spec.name}-site")
     path = args.out or site_profile_path(spec, home())
     _write(profile, path, private=args.out is None)
     moved = changed(base, profile)
     if args.json:
         parameters = {
-            one.parameter: {"before": one.assumed, "after": one.found, "unit": one.unit}
-            for one in moved
+            parameter.parameter: {
+                "before": parameter.assumed,
+                "after": parameter.found,
+                "unit": parameter.unit,
+            }
+            for parameter in moved
         }
         print_json(
             {
@@ -242,8 +250,8 @@ def _keep(
             f"step of {source[1]}: {before} predicted, {measured} measured, {after} predicted from"
             " now on"
         )
-    for one in moved[:8]:
-        print(f"  {one.text}")
+    for parameter in moved[:8]:
+        print(f"  {parameter.text}")
     print(f"{profile.label}, from {base.label}: {path}")
     if args.out is None:
         print(

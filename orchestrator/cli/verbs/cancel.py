@@ -18,12 +18,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.terminal import print_json, style
     from orchestrator.observe.pages.run_page import end_lines
 
-    found = Run.find(args.run)
-    state = found.cancel(args.force, wait=not args.no_wait)
+    job = Run.find(args.run)
+    state = job.cancel(args.force, wait=not args.no_wait)
     if args.json:
         print_json(state)
     elif args.no_wait:
-        print(f"asked {found.id} to end; orch status {found.id}")
+        print(f"asked {job.id} to end; orch status {job.id}")
     else:
         print("\n".join(end_lines(state, style())))
     return Exit.DONE

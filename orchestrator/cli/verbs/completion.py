@@ -65,12 +65,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 def complete(line: str) -> list[str]:
     """What may replace the last word of a command line (empty after a space), sorted as a person
     would read it."""
-    *before, word = line.split(" ")
-    before = [part for part in before if part]
-    if len(before) <= 1:
+    *arguments, word = line.split(" ")
+    arguments = [argument for argument in arguments if argument]
+    if len(arguments) <= 1:
         return _starting(VERBS, word)
-    verb = before[1]
-    if verb not in VERBS or "--" in before:
+    verb = arguments[1]
+    if verb not in VERBS or "--" in arguments:
         return []
     if word.startswith("-"):
         return _starting(_flags(verb), word)
@@ -78,16 +78,16 @@ def complete(line: str) -> list[str]:
         return _starting(SCRIPTS, word)
     if verb in ONE_RUN:
         return _starting(_runs(), word.removeprefix("local://"))
-    if before[-1] == "--choices":
-        return _starting(_library(before).groups(), word)
-    if before[-1].startswith("--") or not VERBS[verb].overrides:
+    if arguments[-1] == "--choices":
+        return _starting(_library(arguments).groups(), word)
+    if arguments[-1].startswith("--") or not VERBS[verb].overrides:
         return []  # a file name, which the shell completes
     prefix = word[: len(word) - len(word.lstrip("+"))]
-    return [prefix + found for found in _overrides(word.removeprefix(prefix), before)]
+    return [prefix + override for override in _overrides(word.removeprefix(prefix), arguments)]
 
 
-def _starting(choices: object, word: str) -> list[str]:
-    return [choice for choice in choices if choice.startswith(word)]  # type: ignore[attr-defined]
+def _starting(choices: object, prefix: str) -> list[str]:
+    return [choice for choice in choices if choice.startswith(prefix)]  # type: ignore[attr-defined]
 
 
 def _flags(verb: str) -> list[str]:
@@ -110,19 +110,21 @@ def _runs() -> list[str]:
         return []
 
 
-def _library(before: list[str]):
+def _library(arguments: list[str]):
     from orchestrator.config.groups import Library, folders
 
-    given = before[before.index("--config-dir") + 1 :][:1] if "--config-dir" in before else []
+    config_dirs = (
+        arguments[arguments.index("--config-dir") + 1 :][:1] if "--config-dir" in arguments else []
+    )
     try:
-        return Library(folders(given[0] if given else None))
+        return Library(folders(config_dirs[0] if config_dirs else None))
     except OrchError:
         return Library(folders())
 
 
-def _overrides(word: str, before: list[str]) -> list[str]:
-    key, equals, value = word.partition("=")
-    library = _library(before)
+def _overrides(override: str, arguments: list[str]) -> list[str]:
+    key, equals, value = override.partition("=")
+    library = _library(arguments)
     groups = library.groups()
     if equals and key in groups:
         return [f"{key}={name}" for name in library.files(key) if name.startswith(value)]
@@ -130,7 +132,9 @@ def _overrides(word: str, before: list[str]) -> list[str]:
         return [f"{key}={choice}" for choice in _values(key) if choice.startswith(value)]
     if "." in key:
         return _starting(_keys(key), key)
-    return _starting([*(f"{group}=" for group in groups), *(f"{part}." for part in _parts())], key)
+    return _starting(
+        [*(f"{group}=" for group in groups), *(f"{section}." for section in _parts())], key
+    )
 
 
 def _parts() -> list[str]:

@@ -50,18 +50,23 @@ def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.choices not in (ALL, *groups):
         raise OrchError(f"unknown group {args.choices!r}; {did_you_mean(args.choices, groups)}")
     groups = groups if args.choices == ALL else [args.choices]
-    found = {
+    descriptions = {
         group: {name: _about(library, group, name) for name in library.files(group)}
         for group in groups
     }
     if args.json:
-        print(json.dumps({"groups": found, "parallel_words": RULE}))
+        print(json.dumps({"groups": descriptions, "parallel_words": RULE}))
         return Exit.DONE
-    for group, files in found.items():
+    for group, files in descriptions.items():
         print(f"{group}:")
-        wide = max(map(len, files))
-        for name, about in files.items():
-            print(*fold(f"  {name:<{wide}}  {about}".rstrip(), style().width, wide + 4), sep="\n")
+        name_width = max(map(len, files))
+        for name, description in files.items():
+            print(
+                *fold(
+                    f"  {name:<{name_width}}  {description}".rstrip(), style().width, name_width + 4
+                ),
+                sep="\n",
+            )
         if group == "parallel":
             print(*fold(f"  {RULE}", style().width, 4), sep="\n")
     return Exit.DONE
@@ -71,15 +76,15 @@ def _about(library: Library, group: str, name: str) -> str:
     """The first sentence of a file's opening comment, else the source it names."""
     path = library.path(group, name)
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if path else []
-    words = []
+    comment_lines = []
     for line in lines:
         if line.startswith("# @package"):
             continue
         if not line.startswith("#"):
             break
-        words.append(line.lstrip("# "))
-    text = " ".join(words)
-    if not text:
+        comment_lines.append(line.lstrip("# "))
+    description = " ".join(comment_lines)
+    if not description:
         source = next((line for line in lines if line.startswith("source:")), "")
-        text = source.removeprefix("source:").strip().strip('"').split(";")[0]
-    return text.split(". ")[0].removesuffix(".")
+        description = source.removeprefix("source:").strip().strip('"').split(";")[0]
+    return description.split(". ")[0].removesuffix(".")

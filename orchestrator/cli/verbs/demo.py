@@ -47,14 +47,20 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.steps is not None and args.steps < 2:
         raise OrchError(f"--steps {args.steps}: at least 2, to see the loss fall", Exit.USAGE)
-    words = [*LINE, *([f"train.steps={args.steps}"] if args.steps else [])]
+    overrides_shown = [*LINE, *([f"train.steps={args.steps}"] if args.steps else [])]
     out = sys.stderr if args.json else sys.stdout
     look = style()
     options = from_here()
-    submission = prepare(load(words, None), options)
+    submission = prepare(load(overrides_shown, None), options)
     check(submission, options)
     backend, [(_, plan, bundle)] = submission
-    print(f"$ orch submit {' '.join(words)} --follow\n", render(plan, look), "", sep="\n", file=out)
+    print(
+        f"$ orch submit {' '.join(overrides_shown)} --follow\n",
+        render(plan, look),
+        "",
+        sep="\n",
+        file=out,
+    )
 
     with HeldSignals():
         handle = send(bundle, backend, options)

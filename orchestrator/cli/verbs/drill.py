@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
     )
-    known = "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
-    parser.add_argument("--faults", metavar="A,B", default="kill_worker", help=known)
+    fault_help = "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
+    parser.add_argument("--faults", metavar="A,B", default="kill_worker", help=fault_help)
     parser.add_argument(
         "--victim",
         metavar="WHO",
@@ -73,17 +73,17 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     rows = score(trials)
     if args.json:
-        found = {
+        document = {
             "run": folder.run_id,
             "seed": args.seed,
             "trials": trials,
             "score": rows,
             "stopped": stopped,
         }
-        print_json(found)
+        print_json(document)
     else:
         from orchestrator.observe.pages.drill_page import table
 
         print(table(rows, look))
-    good = all(trial.ok for trial in trials) and not stopped
-    return Exit.DONE if good else Exit.USER
+    recovered = all(trial.ok for trial in trials) and not stopped
+    return Exit.DONE if recovered else Exit.USER

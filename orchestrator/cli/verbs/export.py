@@ -37,15 +37,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     checkpoints = checkpoint_dir(plan_of_run(folder).job.checkpoint.dir, str(folder.path))
     step = [] if args.step is None else ["--step", str(args.step)]
     dtype = ["--dtype", args.dtype] if args.dtype else []
-    said = start.output("trainer.export", str(checkpoints), str(args.out), *dtype, *step)
+    output = start.output("trainer.export", str(checkpoints), str(args.out), *dtype, *step)
     if args.json:
-        print(said.strip())
+        print(output.strip())
         return Exit.DONE
-    found = json.loads(said)
-    for problem in found["rejected"]:
+    export = json.loads(output)
+    for problem in export["rejected"]:
         print(f"warning: passed over {problem}", file=sys.stderr)
     print(
-        f"{found['file']}: {found['parameters']:,} parameters in {found['tensors']} tensors,"
-        f" {found['dtype']}, {found['bytes']:,} bytes, step {found['step']} of {found['run_id']}"
+        f"{export['file']}: {export['parameters']:,} parameters in {export['tensors']} tensors,"
+        f" {export['dtype']}, {export['bytes']:,} bytes, step {export['step']} of {export['run_id']}"
     )
     return Exit.DONE

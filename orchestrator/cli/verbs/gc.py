@@ -46,37 +46,37 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     least_age = (
         seconds(args.older_than or "30d") if args.older_than or not args.size else float("-inf")
     )
-    most = byte_count(args.size) if args.size else None
-    found = all_runs(home())
+    size_limit = byte_count(args.size) if args.size else None
+    folders = all_runs(home())
     now = time.time()
-    ended = _ended(found)
-    best = _best([folder for folder, _ in ended], args.keep_best)
-    sizes = {folder.run_id: size_of(folder) for folder in found} if most is not None else {}
-    left = sum(sizes.values())
-    going = []
+    ended = _ended(folders)
+    protected = _best([folder for folder, _ in ended], args.keep_best)
+    sizes = {folder.run_id: size_of(folder) for folder in folders} if size_limit is not None else {}
+    remaining_bytes = sum(sizes.values())
+    removals = []
     for folder, ended_at in reversed(ended[args.keep :]):
         if (
-            folder.run_id in best
+            folder.run_id in protected
             or now - ended_at < least_age
-            or (most is not None and left <= most)
+            or (size_limit is not None and remaining_bytes <= size_limit)
         ):
             continue
-        size = sizes[folder.run_id] if most is not None else size_of(folder)
-        going.append((folder, size))
-        left -= size
+        size = sizes[folder.run_id] if size_limit is not None else size_of(folder)
+        removals.append((folder, size))
+        remaining_bytes -= size
     if not args.dry_run:
         clear_up(runs_folder(home()))
-    return remove_all(going, args.dry_run, args.json)
+    return remove_all(removals, args.dry_run, args.json)
 
 
-def _ended(found: list[RunFolder]) -> list[tuple[RunFolder, float]]:
+def _ended(folders: list[RunFolder]) -> list[tuple[RunFolder, float]]:
     """The runs that have ended, as far as their backends know, with the time of their end; the
     newest first. One that cannot be read, or whose scheduler does not answer, is left alone."""
     from orchestrator.cli.session import Backends
 
     backends = Backends()
     ended = []
-    for folder in found:
+    for folder in folders:
         try:
             backend = backends.of(folder)
             state = backend.state(folder)
@@ -87,7 +87,7 @@ def _ended(found: list[RunFolder]) -> list[tuple[RunFolder, float]]:
     return sorted(ended, key=lambda pair: -pair[1])
 
 
-def _best(ended: list[RunFolder], most: int) -> set[str]:
+def _best(ended: list[RunFolder], count: int) -> set[str]:
     """Ids of the runs with the lowest last loss, so many of each model or program: losses of others
     say nothing. A run whose report holds no loss is none of them."""
     import contextlib
@@ -97,11 +97,11 @@ def _best(ended: list[RunFolder], most: int) -> set[str]:
     from orchestrator.run.request import read_request
 
     losses: dict[str, list[tuple[float, str]]] = {}
-    for folder in ended if most else ():
+    for folder in ended if count else ():
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OrchError):
             loss = float(json.loads(folder.report.read_bytes())["loss"]["last"])
-            about = read_request(folder).summary
-            losses.setdefault(str(about.get("model") or about.get("program")), []).append(
+            summary = read_request(folder).summary
+            losses.setdefault(str(summary.get("model") or summary.get("program")), []).append(
                 (loss, folder.run_id)
             )
-    return {run_id for found in losses.values() for _, run_id in sorted(found)[:most]}
+    return {run_id for candidates in losses.values() for _, run_id in sorted(candidates)[:count]}

@@ -55,11 +55,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         for path in source.rglob("*")
         if path.is_file() and path.name not in _NOT_FOR_SITES and path.suffix != ".pyc"
     )
-    there = [name for name in names if os.path.lexists(folder / name)]
-    if there and not args.force:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+    existing = [name for name in names if os.path.lexists(folder / name)]
+    if existing and not args.force:
+        further = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
         raise OrchError(
-            f"{folder / there[0]}{more} would be overwritten: --force does it", Exit.USAGE
+            f"{folder / existing[0]}{further} would be overwritten: --force does it", Exit.USAGE
         )
     try:
         for name in names:
@@ -67,15 +67,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             shutil.copyfile(source / name, folder / name)
     except OSError as error:
         raise OrchError(f"{folder} cannot be written: {error}", Exit.CONFIG) from None
-    then = template.next.format(folder=folder)
+    next_command = template.next.format(folder=folder)
     if args.json:
         import json
 
-        print(json.dumps({"folder": str(folder.absolute()), "files": names, "next": then}))
+        print(json.dumps({"folder": str(folder.absolute()), "files": names, "next": next_command}))
         return Exit.DONE
     for name in names:
         print(f"wrote  {folder / name}")
-    print(f"change what your site differs in, then: {then}")
+    print(f"change what your site differs in, then: {next_command}")
     return Exit.DONE
 
 

@@ -52,24 +52,28 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.run.registry import all_runs
 
     now = time.time()
-    wanted = _filter(args, now)
+    matches = _filter(args, now)
     rows: list[msgspec.Raw | dict[str, str]] = []
     table: list[tuple[str, ...]] = []
     unreadable: dict[str, str] = {}
     backends = Backends()
-    found = all_runs(home())
+    folders = all_runs(home())
     hidden = 0
-    others = {one.state.run_id: one for one in _others()} if args.everyone else {}
-    found = [folder for folder in found if folder.run_id not in others]
-    most = None if args.all or args.active else _SHOWN
-    if wanted is None:
-        found, hidden = found[:most], len(found[most or len(found) :])
-    for folder in found:
+    cluster_runs = (
+        {cluster_run.state.run_id: cluster_run for cluster_run in _others()}
+        if args.everyone
+        else {}
+    )
+    folders = [folder for folder in folders if folder.run_id not in cluster_runs]
+    row_limit = None if args.all or args.active else _SHOWN
+    if matches is None:
+        folders, hidden = folders[:row_limit], len(folders[row_limit or len(folders) :])
+    for folder in folders:
         try:
             state = backends.of(folder).state(folder)
-            if wanted is not None and not wanted(state):
+            if matches is not None and not matches(state):
                 continue
-            if len(table) == most:
+            if len(table) == row_limit:
                 hidden += 1
                 continue
             live = read_live(folder, state, now)
@@ -80,24 +84,36 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             rows.append(raw)
         except Exception as error:  # whatever lies in the folder of one run, the others are listed
             unreadable[folder.run_id] = reason_of(error)
-    for one in others.values():
-        if wanted is None or wanted(one.state):
-            table.append(list_row(one.state, one.live, now))
+    for cluster_run in cluster_runs.values():
+        if matches is None or matches(cluster_run.state):
+            table.append(list_row(cluster_run.state, cluster_run.live, now))
             rows.append(
                 msgspec.Raw(
-                    msgspec.json.encode({"state": one.state, "live": one.live, "where": one.where})
+                    msgspec.json.encode(
+                        {
+                            "state": cluster_run.state,
+                            "live": cluster_run.live,
+                            "where": cluster_run.where,
+                        }
+                    )
                 )
             )
     if args.json:
         print_json(
-            [*rows, *({"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items())]
+            [
+                *rows,
+                *(
+                    {"run_id": run_id, "unreadable": reason}
+                    for run_id, reason in unreadable.items()
+                ),
+            ]
         )
         return Exit.DONE
     if table or not unreadable:
-        none = "no active runs" if args.active else "no runs" if wanted is None else "no such runs"
+        none = "no active runs" if args.active else "no runs" if matches is None else "no such runs"
         print(list_page(table, style()) if table else none)
-    for run_id, why in unreadable.items():
-        print(f"{run_id}  unreadable: {why}")
+    for run_id, reason in unreadable.items():
+        print(f"{run_id}  unreadable: {reason}")
     if hidden:
         print(f"... {hidden} older: orch list --all")
     return Exit.DONE
@@ -107,9 +123,12 @@ def _others() -> list[FoundRun]:
     """Runs that the schedulers of this machine know of, newest first."""
     from orchestrator.backends.base import BUILT_IN, RunDiscovery, get_backend
 
-    backends = [one for one in map(get_backend, BUILT_IN) if isinstance(one, RunDiscovery)]
+    backends = [
+        backend for backend in map(get_backend, BUILT_IN) if isinstance(backend, RunDiscovery)
+    ]
     return sorted(
-        (run for one in backends for run in one.everyone()), key=lambda run: -run.state.created_at
+        (run for backend in backends for run in backend.everyone()),
+        key=lambda run: -run.state.created_at,
     )
 
 
@@ -137,15 +156,15 @@ def _filter(args: argparse.Namespace, now: float) -> Callable[[RunState], bool] 
         pattern = args.name if set(args.name) & set("*?[") else f"*{args.name}*"
         tests.append(lambda state: fnmatchcase(state.run_id, pattern))
     if args.newer_than is not None:
-        since = now - seconds(args.newer_than)
-        tests.append(lambda state: state.created_at >= since)
+        earliest = now - seconds(args.newer_than)
+        tests.append(lambda state: state.created_at >= earliest)
     if args.older_than is not None:
-        before = now - seconds(args.older_than)
-        tests.append(lambda state: state.created_at < before)
+        latest = now - seconds(args.older_than)
+        tests.append(lambda state: state.created_at < latest)
     return (lambda state: all(test(state) for test in tests)) if tests else None
 
 
-def _check(what: str, given: list[str], legal: Iterable[str]) -> None:
-    for name in given:
+def _check(kind: str, names: list[str], legal: Iterable[str]) -> None:
+    for name in names:
         if name not in legal:
-            raise OrchError(f"unknown {what} {name!r}; {did_you_mean(name, legal)}", Exit.USAGE)
+            raise OrchError(f"unknown {kind} {name!r}; {did_you_mean(name, legal)}", Exit.USAGE)

@@ -33,14 +33,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.tail is not None and args.tail < 0:
         raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
-    found = Run.find(args.run)
+    job = Run.find(args.run)
     sources = dict[str, Path]()
 
     def logs() -> dict[str, Path]:
-        sources.update(_sources(args, found.folder))
+        sources.update(_sources(args, job.folder))
         return sources
 
-    for name, line in found.lines(logs, args.tail, args.follow):
+    for name, line in job.lines(logs, args.tail, args.follow):
         _say(name, line, alone=len(sources) == 1, as_json=args.json)
     return Exit.DONE
 
@@ -70,11 +70,13 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
         if not 0 <= rank < len(ranks):
             raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(ranks) - 1}")
     if args.agents:
-        found = [
+        agent_logs = [
             (f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)
         ]
         local = folder.logs / "supervisor.log"
-        return found if args.node or not local.exists() else [("supervisor", local), *found]
+        return (
+            agent_logs if args.node or not local.exists() else [("supervisor", local), *agent_logs]
+        )
     if not args.rank and not any(
         folder.rank_log(rank).exists() for rank in ranks
     ):  # none has started
@@ -83,13 +85,13 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
         )
         if jobs and read_state(folder).state in ("pending", "failed"):
             return [(path.stem, path) for path in jobs]
-    wanted = [
+    shown_ranks = [
         r
         for r, node in ranks.items()
         if args.node in (None, node) and (not args.rank or r in args.rank)
     ]
     width = len(str(len(ranks) - 1))
-    return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in wanted]
+    return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in shown_ranks]
 
 
 def _nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
@@ -98,7 +100,7 @@ def _nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
     from orchestrator.cli.session import plan_of_run
     from orchestrator.run.state import read_state
 
-    real = {rank: name for name, node in read_state(folder).nodes.items() for rank in node.ranks}
-    if real:
-        return dict(sorted(real.items()))
+    actual = {rank: name for name, node in read_state(folder).nodes.items() for rank in node.ranks}
+    if actual:
+        return dict(sorted(actual.items()))
     return {rank.rank: rank.node for rank in plan_of_run(folder).ranks}

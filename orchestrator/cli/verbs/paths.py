@@ -16,14 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    found = _of_run(args.run) if args.run else _of_user()
+    paths = _of_run(args.run) if args.run else _of_user()
     if args.json:
         import json
 
-        print(json.dumps({name: str(path) for name, path in found.items()}))
+        print(json.dumps({name: str(path) for name, path in paths.items()}))
         return Exit.DONE
-    width = max(map(len, found))
-    for name, path in found.items():
+    width = max(map(len, paths))
+    for name, path in paths.items():
         print(f"{name:<{width}}  {path}{'' if path.exists() else '  (not there)'}")
     return Exit.DONE
 

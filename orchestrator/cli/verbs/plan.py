@@ -62,8 +62,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.observe.pages.plan_page import explanation
         from orchestrator.planner.explain import explain
 
-        found = explain(config, resolve(config.cluster), plan)
-        print(f"\n{explanation(found, plan.time.step_s, plan.time.sd, style().width)}")
+        explanation_found = explain(config, resolve(config.cluster), plan)
+        print(f"\n{explanation(explanation_found, plan.time.step_s, plan.time.sd, style().width)}")
     return Exit.DONE
 
 
@@ -91,10 +91,10 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
         shape = f"dp={par.dp}" if par.pp == usual else f"pp={par.pp} dp={par.dp}"
         step = f"step {seconds(size.plan.time.step_s)}{plus_minus(size.plan.time.sd)}"
         print(f"{size.nodes:>4} nodes  {shape}, {batch.text(par)}  {step}{when}")
-    for nodes, why in list(sizes.refused.items())[:_REASONS]:
-        print(f"{nodes:>4} nodes  not legal: {why}")
-    if rest := list(sizes.refused)[_REASONS:]:
-        print(f"not legal either: {', '.join(map(str, rest))}")
+    for nodes, reason in list(sizes.refused.items())[:_REASONS]:
+        print(f"{nodes:>4} nodes  not legal: {reason}")
+    if unlisted := list(sizes.refused)[_REASONS:]:
+        print(f"not legal either: {', '.join(map(str, unlisted))}")
 
 
 def _starts(sizes: Sizes, config: Config) -> list[str]:
@@ -129,17 +129,17 @@ def _explained(config: Config, cluster: Cluster, plan: Plan) -> str:
     from orchestrator.plan.interval import interval
     from orchestrator.planner.explain import explain
 
-    found = explain(config, cluster, plan)
-    changes = [change._asdict() for change in found.changes]
-    terms = {term.name: term.seconds for term in found.terms}
+    explanation = explain(config, cluster, plan)
+    changes = [change._asdict() for change in explanation.changes]
+    terms = {term.name: term.seconds for term in explanation.terms}
     low, high = interval(plan.time.step_s, plan.time.sd)
-    whole = found._asdict() | {
+    document = explanation._asdict() | {
         "terms": terms,
         "changes": changes,
-        "categories": dict(found.categories),
+        "categories": dict(explanation.categories),
     }
-    whole |= {"step_s": plan.time.step_s, "step_low_s": low, "step_high_s": high}
-    return msgspec.json.encode(whole).decode()
+    document |= {"step_s": plan.time.step_s, "step_low_s": low, "step_high_s": high}
+    return msgspec.json.encode(document).decode()
 
 
 def show(plan: Plan, as_json: bool) -> None:

@@ -80,17 +80,19 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     def kept() -> Iterator[dict[str, str]]:
         for row in read_table(args.table):
             if scored:
-                whole = len(measured) < MOST_KEPT
+                keeps_row = len(measured) < MOST_KEPT
                 measured.append(
-                    row if whole else {name: row[name] for name in COMPARED if name in row}
+                    row if keeps_row else {name: row[name] for name in COMPARED if name in row}
                 )
             yield row
 
     def lines() -> Iterator[str]:
-        found = progress(predict(kept(), profile))
-        first = next(found, None)  # a file that is no table is refused before anything is written
+        predicted = progress(predict(kept(), profile))
+        first = next(
+            predicted, None
+        )  # a file that is no table is refused before anything is written
         yield csv_line(COLUMNS)
-        for prediction in chain([first] if first else [], found):
+        for prediction in chain([first] if first else [], predicted):
             if scored:
                 predictions.append(prediction)
             yield csv_line(prediction.cells())
@@ -123,49 +125,51 @@ def _score(
         )
     if len(refused) > MOST_REFUSED:
         print(f"orch: warning: and {len(refused) - MOST_REFUSED:,} more", file=sys.stderr)
-    found: Score
+    accuracy_score: Score
     terms: list[Ablation] = []
     if args.after is not None:
-        others = [at for at, row in enumerate(rows) if row_id(row) != args.after]
-        rows = [rows[at] for at in others]
-        predictions = [predictions[at] for at in others]
+        scored_rows = [index for index, row in enumerate(rows) if row_id(row) != args.after]
+        rows = [rows[index] for index in scored_rows]
+        predictions = [predictions[index] for index in scored_rows]
     if len(rows) > MOST_KEPT or args.after is not None:
-        found = score(rows, predictions)
+        accuracy_score = score(rows, predictions)
     else:
         from orchestrator.planner.calibrate.accuracy import accuracy
 
         seen = profile.fitted_on.what == "table" and profile.fitted_on.sha256 == digest(args.table)
-        found = accuracy(rows, predictions, profile, seen, tell)
+        accuracy_score = accuracy(rows, predictions, profile, seen, tell)
         if args.terms:
             from orchestrator.planner.calibrate.observations import observations
             from orchestrator.planner.calibrate.table import ablate
 
             terms = ablate(observations(rows), tell)
     if args.into:
-        write_into(args.into, f"Profile {profile.label}.\n\n```\n{page(found, terms)}\n```")
+        write_into(
+            args.into, f"Profile {profile.label}.\n\n```\n{page(accuracy_score, terms)}\n```"
+        )
     if args.json:
         from orchestrator.cli.terminal import print_json
 
-        print_json({"profile": profile.label, **as_json(found, terms)})
+        print_json({"profile": profile.label, **as_json(accuracy_score, terms)})
     elif not args.into:
-        print(page(found, terms))
+        print(page(accuracy_score, terms))
 
 
-def write_into(path: Path, text: str) -> None:
+def write_into(path: Path, section: str) -> None:
     """Replace what stands between the marks of a page. OrchError (64) where it cannot be read or
     has none."""
     from orchestrator.cli.terminal import write_file
     from orchestrator.errors import OrchError
 
     try:
-        whole = path.read_text(encoding="utf-8")
+        page = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OrchError(f"--into {path}: {error}") from None
-    before, begin, rest = whole.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise OrchError(f"--into {path}: it has no lines {BEGIN} and {END}")
-    write_file(path, f"{before}{BEGIN}\n{text}\n{END}{after}".encode(), "--into")
+    write_file(path, f"{before}{BEGIN}\n{section}\n{END}{after}".encode(), "--into")
 
 
 def digest(path: Path) -> str:
@@ -196,9 +200,9 @@ def csv_line(cells: Sequence[str]) -> str:
     import csv
     import io
 
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
 
 
 def progress(predictions: Iterable[Prediction]) -> Iterator[Prediction]:

@@ -36,19 +36,25 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE
         )
     check(submission, options)
-    candidate, said = choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
+    candidate, messages = (
+        choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
+    )
     bundle = candidate.bundle
     for line in said_of(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
-    text = render(bundle, backend, options)
+    script = render(bundle, backend, options)
     if args.json:
         import json
 
-        found = {"handle": bundle.request.handle, "run_dir": bundle.request.run_dir, "script": text}
-        print(json.dumps(found))
+        document = {
+            "handle": bundle.request.handle,
+            "run_dir": bundle.request.run_dir,
+            "script": script,
+        }
+        print(json.dumps(document))
         return Exit.DONE
-    print(text, end="")
-    for line in said:
+    print(script, end="")
+    for line in messages:
         print(f"orch: {line}", file=sys.stderr)
     print(
         f"run folder {bundle.request.run_dir}; follow it: orch status {bundle.request.run_id}",

@@ -47,11 +47,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             from orchestrator.observe.plots.plan_picture import ending
 
             ending(path, name)  # before the work, not after it
-    found = Run.find(args.run)
-    plan = found.plan()
-    folder = found.folder
-    lines = found.steps()
-    report = found.report(lines)
+    job = Run.find(args.run)
+    plan = job.plan()
+    folder = job.folder
+    lines = job.steps()
+    report = job.report(lines)
     loads = loads_of(lines)
     if args.experts:
         _plot_experts(args.experts, folder.run_id, plan, loads)
@@ -79,9 +79,11 @@ def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
         return
     from orchestrator.planner.calibrate.drift import drift
 
-    found = drift(plan, step["measured"])
-    step["attribution"] = [one._asdict() for one in found.attribution]
-    step["drift"] = [f"{one.text} ({one.share:.0%} of the difference)" for one in found.attribution]
+    difference = drift(plan, step["measured"])
+    step["attribution"] = [cause._asdict() for cause in difference.attribution]
+    step["drift"] = [
+        f"{cause.text} ({cause.share:.0%} of the difference)" for cause in difference.attribution
+    ]
     step["drift"].append(f"orch calibrate --from {run_id} takes it over")
 
 
@@ -94,11 +96,15 @@ def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> 
         raise OrchError(
             f"run {folder.run_id} has no rank {rank}: 0 to {len(plan.ranks) - 1}", Exit.USAGE
         )
-    known = recorded_ranks(trace_file(folder.path, 0).parent)
+    traced_ranks = recorded_ranks(trace_file(folder.path, 0).parent)
     if rank is None:
-        if not known and not needed:
+        if not traced_ranks and not needed:
             return None
-        rank = plan.memory.worst_rank if plan.memory.worst_rank in known or not known else known[0]
+        rank = (
+            plan.memory.worst_rank
+            if plan.memory.worst_rank in traced_ranks or not traced_ranks
+            else traced_ranks[0]
+        )
     return read_timeline(trace_file(folder.path, rank), rank)
 
 
@@ -106,15 +112,15 @@ def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
     from orchestrator.cli.terminal import print_json
     from orchestrator.observe.pages.report_page import formulas
 
-    found = {**report, "formulas": formulas(report, plan)}
+    document = {**report, "formulas": formulas(report, plan)}
     if timeline is not None:
         steps = [
             {"name": step.name, "seconds": step.end - step.start, "peak": timeline.peak(step)}
             for step in timeline.steps
         ]
-        memory = [{"at": held.at, **held.bytes} for held in timeline.memory]
-        found["timeline"] = {"rank": timeline.rank, "steps": steps, "memory": memory}
-    print_json(found)
+        memory = [{"at": sample.at, **sample.bytes} for sample in timeline.memory]
+        document["timeline"] = {"rank": timeline.rank, "steps": steps, "memory": memory}
+    print_json(document)
 
 
 def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
@@ -133,12 +139,14 @@ def _plot_experts(path: Path, run_id: str, plan: Plan, loads: Loads) -> None:
     from orchestrator.observe.plots.plan_picture import write
 
     if not loads:
-        why = (
+        reason = (
             "its model has none"
             if plan.model.moe is None
             else "no step was sampled yet (train.log_every_steps)"
         )
-        raise OrchError(f"--experts {path}: run {run_id} has no load of experts: {why}", Exit.USAGE)
+        raise OrchError(
+            f"--experts {path}: run {run_id} has no load of experts: {reason}", Exit.USAGE
+        )
     title = f"load by expert: {run_id}"
     notes = [f"layer {layer}: {len(steps)} steps" for layer, steps in loads.items()]
     write(figure(loads, title), path, title, notes, "--experts")

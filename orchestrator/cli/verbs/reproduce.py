@@ -21,7 +21,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.reproduce.page import as_json, markdown, reproduce
 
-    sections = reproduce(lambda words: load(words, shipped()), Library([shipped()]).files(OPTIONAL))
+    sections = reproduce(
+        lambda overrides_of_row: load(overrides_of_row, shipped()),
+        Library([shipped()]).files(OPTIONAL),
+    )
     out = args.out or (PAGE if PAGE.parent.is_dir() and not args.json else None)
     if out:
         write_file(out, markdown(sections).encode(), "--out")
@@ -37,6 +40,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         f"{out}: {len(rows)} figures in {len(sections)} sections, {len(far)} further from the"
         " published than allowed"
     )
-    for what in far:
-        print(f"  {what}")
+    for line in far:
+        print(f"  {line}")
     return Exit.DONE

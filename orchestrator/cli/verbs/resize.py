@@ -24,20 +24,22 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     folder, backend = open_run(args.run)
     if not isinstance(backend, Resizing):
-        text = (
+        message = (
             f"{backend.name} has no resize by hand: there an elastic run (nodes=A..B) follows its"
             " nodes by itself"
         )
-        raise OrchError(text, Exit.USAGE)
+        raise OrchError(message, Exit.USAGE)
     if backend.state(folder).state == "done":
         raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
     request = request_of_run(folder)
     if args.nodes not in request.sizes:
         legal = ", ".join(map(str, sorted(request.sizes)))
-        why = (
+        reason = (
             f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"
         )
-        raise OrchError(f"run {folder.run_id} cannot have {args.nodes} nodes: {why}", Exit.CONFIG)
+        raise OrchError(
+            f"run {folder.run_id} cannot have {args.nodes} nodes: {reason}", Exit.CONFIG
+        )
     with private_umask():
         handle = backend.resize(folder, request, args.nodes, os.environ)
     if args.json:

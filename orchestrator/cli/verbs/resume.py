@@ -32,20 +32,20 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.api import Run
     from orchestrator.run.held_signals import HeldSignals
 
-    found = Run.find(args.run)
+    job = Run.find(args.run)
     with HeldSignals() as signals:
-        handle = found.resume(args.allow)
-        for line in found.rate_breaks():
+        handle = job.resume(args.allow)
+        for line in job.rate_breaks():
             print(f"orch: {line}", file=sys.stderr)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
-            return follow_run(handle, found.folder, found.backend, args.json, signals)
+            return follow_run(handle, job.folder, job.backend, args.json, signals)
         if args.json:
             import json
 
             handle = json.dumps(
-                {"handle": handle, "run_id": found.id, "run_dir": str(found.folder.path)}
+                {"handle": handle, "run_id": job.id, "run_dir": str(job.folder.path)}
             )
         announce(handle, sys.stdout)
     return Exit.DONE

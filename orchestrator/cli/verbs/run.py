@@ -47,11 +47,13 @@ _ELASTIC_RESTARTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(name: str, **how: object) -> None:
+    def add(name: str, **settings: object) -> None:
         """As torchrun: also with underscores, and with a default from PET_<NAME>."""
-        default = os.environ.get(f"PET_{name.replace('-', '_').upper()}", how.pop("default", None))
-        words = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
-        parser.add_argument(*words, default=default, **how)  # type: ignore[arg-type]
+        default = os.environ.get(
+            f"PET_{name.replace('-', '_').upper()}", settings.pop("default", None)
+        )
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*spellings, default=default, **settings)  # type: ignore[arg-type]
 
     add(
         "nnodes",
@@ -73,12 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("node-rank", default="0", help=argparse.SUPPRESS)
     add("role", default="default", help=argparse.SUPPRESS)
     for name in (*_IGNORED, *_REFUSED, "numa-binding"):
-        lone = (
+        flag_settings = (
             {"action": "store_const", "const": ""}
             if name in ("run-path", "virtual-local-rank")
             else {}
         )
-        add(name, help=argparse.SUPPRESS, **lone)
+        add(name, help=argparse.SUPPRESS, **flag_settings)
     parser.add_argument("-r", dest="redirects", help=argparse.SUPPRESS)
     parser.add_argument("-t", dest="tee", help=argparse.SUPPRESS)
     parser.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
@@ -116,32 +118,35 @@ def _differences(args: argparse.Namespace) -> list[str]:
     """What the program may miss here that it has under torchrun, or in this shell: a line each."""
     from orchestrator.submit.this_machine import other_python
 
-    found = (
+    messages = (
         ["standard input is not passed on: the program reads nothing from it"]
         if _is_piped_in()
         else []
     )
     if args.no_python or "PYTHON_EXEC" in os.environ:
-        return found
-    way = "PYTHON_EXEC=PATH takes another one"
-    return [*found, *other_python(sys.executable, os.environ.get("PATH", ""), way)]
+        return messages
+    remedy = "PYTHON_EXEC=PATH takes another one"
+    return [*messages, *other_python(sys.executable, os.environ.get("PATH", ""), remedy)]
 
 
 def _is_piped_in() -> bool:
     """Whether somebody feeds standard input by a pipe or a file, which under torchrun the workers
     would read."""
     try:
-        found = os.fstat(0).st_mode
+        mode = os.fstat(0).st_mode
     except OSError:  # closed
         return False
-    return stat.S_ISFIFO(found) or (stat.S_ISREG(found) and os.fstat(0).st_size > 0)
+    return stat.S_ISFIFO(mode) or (stat.S_ISREG(mode) and os.fstat(0).st_size > 0)
 
 
-def is_override(word: str) -> bool:
+def is_override(argument: str) -> bool:
     """Whether a word before the script is `key=value`, and no script of such a name."""
-    name, equals, _ = word.partition("=")
+    name, equals, _ = argument.partition("=")
     return (
-        bool(equals) and not word.startswith("-") and "/" not in name and not os.path.exists(word)
+        bool(equals)
+        and not argument.startswith("-")
+        and "/" not in name
+        and not os.path.exists(argument)
     )
 
 
@@ -157,48 +162,48 @@ def _command(args: argparse.Namespace, rest: list[str]) -> list[str]:
 def _words(args: argparse.Namespace) -> list[str]:
     """The configuration that torchrun's flags mean."""
     first, last = _nodes(args.nnodes)
-    words = [f"cluster.nodes={last}", f"cluster.gpus_per_node={_per_node(args.nproc_per_node)}"]
-    words += [f"nodes={first}..{last}"] if first < last else []
+    overrides = [f"cluster.nodes={last}", f"cluster.gpus_per_node={_per_node(args.nproc_per_node)}"]
+    overrides += [f"nodes={first}..{last}"] if first < last else []
     restarts = (
         args.max_restarts if args.max_restarts is not None else _ELASTIC_RESTARTS * (first < last)
     )
-    return [*words, f"backend.max_restarts={_number('--max-restarts', str(restarts), 0)}"]
+    return [*overrides, f"backend.max_restarts={_number('--max-restarts', str(restarts), 0)}"]
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
+def _nodes(bounds: str) -> tuple[int, int]:
+    first, _, last = bounds.partition(":")
     low = _number("--nnodes", first, 1)
     high = _number("--nnodes", last or first, 1)
     if low > high:
-        raise OrchError(f"--nnodes {text}: the smaller number comes first")
+        raise OrchError(f"--nnodes {bounds}: the smaller number comes first")
     return low, high
 
 
-def _per_node(text: str) -> int:
+def _per_node(count: str) -> int:
     from orchestrator.backends.local.gpus import visible_gpus
 
     gpus = len(visible_gpus(os.environ))
     cpus = len(os.sched_getaffinity(0))
-    if text == "gpu" and not gpus:
+    if count == "gpu" and not gpus:
         raise OrchError(
             "--nproc-per-node gpu: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides all"
         )
-    known = {"gpu": gpus, "cpu": cpus, "auto": gpus or cpus}
-    return known[text] if text in known else _number("--nproc-per-node", text, 1)
+    counts = {"gpu": gpus, "cpu": cpus, "auto": gpus or cpus}
+    return counts[count] if count in counts else _number("--nproc-per-node", count, 1)
 
 
-def _number(flag: str, text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise OrchError(f"{flag} {text!r} is not a number of at least {least}")
-    return int(text)
+def _number(flag: str, digits: str, minimum: int) -> int:
+    if not digits.isdecimal() or int(digits) < minimum:
+        raise OrchError(f"{flag} {digits!r} is not a number of at least {minimum}")
+    return int(digits)
 
 
 def _say_ignored(args: argparse.Namespace) -> None:
     """OrchError (64) for flags that are refused; a line for each that is ignored."""
-    given = vars(args)
-    for name, why in _REFUSED.items():
-        if given[name.replace("-", "_")] is not None:
-            raise OrchError(f"torchrun's --{name} is not for orch run: {why}")
+    flags = vars(args)
+    for name, reason in _REFUSED.items():
+        if flags[name.replace("-", "_")] is not None:
+            raise OrchError(f"torchrun's --{name} is not for orch run: {reason}")
     if args.numa_binding not in (None, "node"):
         raise OrchError(
             f"--numa-binding {args.numa_binding!r} is not for orch run: it knows node alone, its"
@@ -211,6 +216,6 @@ def _say_ignored(args: argparse.Namespace) -> None:
         )
     if args.role != "default":
         raise OrchError("torchrun's --role is not for orch run: all workers have the role default")
-    for name, why in _IGNORED.items():
-        if given[name.replace("-", "_")] is not None:
-            print(f"orch: --{name} is not needed: {why}", file=sys.stderr)
+    for name, reason in _IGNORED.items():
+        if flags[name.replace("-", "_")] is not None:
+            print(f"orch: --{name} is not needed: {reason}", file=sys.stderr)

@@ -23,10 +23,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.api import Run
     from orchestrator.cli.terminal import print_json, style
 
-    found = Run.find(args.run)
+    job = Run.find(args.run)
     look = style()
     while True:
-        state, live, spent = found.status()
+        state, live, spent = job.status()
         if args.json:
             goodput = {
                 "wall_s": spent.wall_s,
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
                     "state": state,
                     "live": live,
                     "goodput": goodput,
-                    "run_dir": str(found.folder.path),
+                    "run_dir": str(job.folder.path),
                 }
             )
         else:

@@ -55,35 +55,47 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     job = prepare_job(overrides, options, args.config_dir)
     bundle = job.candidate.bundle
     backend = job.backend
-    said = [*job.said, *vars(args).get("said", [])]  # those of orch run
+    messages = [*job.said, *vars(args).get("said", [])]  # those of orch run
     if args.dry_run:
-        return _show(bundle, job.candidate.plan, backend, args.json, said)
+        return _show(bundle, job.candidate.plan, backend, args.json, messages)
     for line in said_of(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
     with HeldSignals() as signals:
-        sent = job.send(options)
-        for line in said:
+        submitted = job.send(options)
+        for line in messages:
             print(f"orch: {line}", file=sys.stderr)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
-            return follow_run(sent.handle, sent.folder, backend, args.json, signals, args.owned)
-        found = {"handle": sent.handle, "run_id": sent.id, "run_dir": str(sent.folder.path)}
+            return follow_run(
+                submitted.handle, submitted.folder, backend, args.json, signals, args.owned
+            )
+        document = {
+            "handle": submitted.handle,
+            "run_id": submitted.id,
+            "run_dir": str(submitted.folder.path),
+        }
         announce(
-            json.format(json.encode(found), indent=0).decode() if args.json else sent.handle,
+            json.format(json.encode(document), indent=0).decode()
+            if args.json
+            else submitted.handle,
             sys.stdout,
         )
     return Exit.DONE
 
 
 def _show(
-    bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()
+    bundle: SubmissionBundle,
+    plan: Plan,
+    backend: Backend,
+    as_json: bool,
+    messages: Sequence[str] = (),
 ) -> int:
     from orchestrator.backends.base import Rendering
     from orchestrator.run.request import to_bytes
 
     if as_json:
-        for line in said:
+        for line in messages:
             print(f"orch: {line}", file=sys.stderr)
         print(to_bytes(bundle.request).decode(), end="")
         return Exit.DONE
@@ -94,7 +106,7 @@ def _show(
 
     look = style()
     print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
-    print("", *(part for line in said for part in fold(line, look.width)), sep="\n")
+    print("", *(folded for line in messages for folded in fold(line, look.width)), sep="\n")
     print("Nothing was started or written. `--dry-run --json` prints what would be sent.")
     try:
         backend.check(bundle.request)
@@ -119,12 +131,14 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
             "--follow watches one run; see those of a sweep with orch list and orch status"
         )
     backend, runs = prepare_sweep(
-        members(overrides), lambda words: load_job(words, options, args.config_dir), options
+        members(overrides),
+        lambda overrides_of_run: load_job(overrides_of_run, options, args.config_dir),
+        options,
     )
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
-    said = [line for run in runs for line in run.said]
-    for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *said]):
+    messages = [line for run in runs for line in run.said]
+    for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *messages]):
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
@@ -134,7 +148,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
             import json
 
             requests = [(run.bundle.request, run.label) for run in runs]
-            about = [
+            documents = [
                 {
                     "handle": request.handle,
                     "run_id": request.run_id,
@@ -143,7 +157,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
                 }
                 for request, label in requests
             ]
-            announce(json.dumps(about), sys.stdout)
+            announce(json.dumps(documents), sys.stdout)
         else:
             announce(
                 "\n".join(

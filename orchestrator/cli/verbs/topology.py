@@ -56,13 +56,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cluster.export import FORMATS, export
     from orchestrator.errors import did_you_mean
 
-    wanted = args.to or ("orch" if args.action == "import" else "text")
-    if wanted not in FORMATS:
-        raise OrchError(f"--to {wanted}: {did_you_mean(wanted, FORMATS)}", Exit.USAGE)
-    text = export(topology, wanted)
-    if args.action == "show" and wanted == "text":
-        text = f"{summary(topology)}\n{text}"
-    _write(args, text)
+    output_format = args.to or ("orch" if args.action == "import" else "text")
+    if output_format not in FORMATS:
+        raise OrchError(f"--to {output_format}: {did_you_mean(output_format, FORMATS)}", Exit.USAGE)
+    document = export(topology, output_format)
+    if args.action == "show" and output_format == "text":
+        document = f"{summary(topology)}\n{document}"
+    _write(args, document)
     return Exit.DONE
 
 
@@ -93,21 +93,21 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
 def summary(topology: Topology) -> str:
     """One line: nodes, who is out of service, tiers with their switches and sizes."""
     nodes = topology.nodes
-    parts = [", ".join([f"{len(nodes)} nodes", *_not_free(topology)])]
+    phrases = [", ".join([f"{len(nodes)} nodes", *_not_free(topology)])]
     for tier in topology.tiers:
         sizes = sorted({len(members) for members in tier.switches.values()})
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         rate = f", {tier.gbit_per_s:g} Gb/s" if tier.gbit_per_s else ""
         over = f", {tier.oversubscription:g}:1" if tier.oversubscription else ""
-        parts.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
+        phrases.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
     machines = topology.machines.values()
     gpus = {machine.gpus for machine in machines} | {
-        one.gpus for machine in machines for one in machine.other_gpus
+        kind.gpus for machine in machines for kind in machine.other_gpus
     }
     gpus.discard(0)
     if gpus:
-        parts.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
-    return "; ".join(parts)
+        phrases.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
+    return "; ".join(phrases)
 
 
 def _not_free(topology: Topology) -> list[str]:
@@ -127,10 +127,10 @@ def _as_json(topology: Topology) -> str:
     ).decode()
 
 
-def _write(args: argparse.Namespace, text: str) -> None:
+def _write(args: argparse.Namespace, document: str) -> None:
     if args.out is None:
-        print(text.rstrip("\n"))
+        print(document.rstrip("\n"))
         return
     from orchestrator.cli.terminal import write_file
 
-    write_file(args.out, (text.rstrip("\n") + "\n").encode(), "--out")
+    write_file(args.out, (document.rstrip("\n") + "\n").encode(), "--out")

@@ -78,19 +78,19 @@ def _data(args: argparse.Namespace) -> int:
     folder = find_run(args.data)
     plan = plan_of_run(folder)
     steps = lead_steps(read_steps(folder, nodes_of(plan, read_state(folder))))
-    found = replay(folder.plan, steps)
+    comparison = replay(folder.plan, steps)
     if args.json:
-        print_json({"run_id": folder.run_id, **found._asdict()})
+        print_json({"run_id": folder.run_id, **comparison._asdict()})
     else:
         print(
             "\n".join(
                 [
-                    *found.problems,
-                    f"{found.equal} of {found.steps} steps trained on what is there now",
+                    *comparison.problems,
+                    f"{comparison.equal} of {comparison.steps} steps trained on what is there now",
                 ]
             )
         )
-    return Exit.CONFIG if found.problems else Exit.DONE
+    return Exit.CONFIG if comparison.problems else Exit.DONE
 
 
 def _layouts(args: argparse.Namespace, overrides: list[str]) -> list[Verdict]:
@@ -107,16 +107,19 @@ def _independent(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.matrix:
         raise OrchError("--against independent takes layouts (parallel=tp2,dp2), not --matrix")
     independent.check_installed()
-    wanted = args.precision.split(",") if args.precision else independent_cases.PRECISIONS
-    if odd := next((one for one in wanted if one not in independent_cases.PRECISIONS), None):
-        raise OrchError(f"--precision {odd}; legal: {', '.join(independent_cases.PRECISIONS)}")
-    found = []
+    precisions = args.precision.split(",") if args.precision else independent_cases.PRECISIONS
+    if unknown := next(
+        (precision for precision in precisions if precision not in independent_cases.PRECISIONS),
+        None,
+    ):
+        raise OrchError(f"--precision {unknown}; legal: {', '.join(independent_cases.PRECISIONS)}")
+    verdicts = []
     with tempfile.TemporaryDirectory(prefix="orch-independent-") as home:
-        cases = list(independent_cases.cases(overrides, wanted, args.config_dir, Path(home)))
+        cases = list(independent_cases.cases(overrides, precisions, args.config_dir, Path(home)))
         for verdict in independent.judged(cases, Path(home)):
-            found.append(verdict)
+            verdicts.append(verdict)
             _tell(verdict, args.json)
-    return Exit.DONE if all(verdict.equal for verdict in found) else Exit.CONFIG
+    return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
 
 
 def _tell(verdict: Independent, as_json: bool) -> None:
@@ -153,26 +156,26 @@ def _show(cells: Sequence[Cell | Verdict], as_json: bool, together: int = 1) -> 
     """Judge, printing each verdict as it becomes known."""
     from orchestrator.verify.page import summary
 
-    found = []
+    verdicts = []
     if as_json:
         import msgspec
 
         from orchestrator.cli.terminal import print_json
 
         for verdict in _judged(cells, together):
-            found.append(verdict)
-            more = {"verdict": verdict.word, **msgspec.to_builtins(verdict)}
-            print_json(more)
-        return found
+            verdicts.append(verdict)
+            document = {"verdict": verdict.word, **msgspec.to_builtins(verdict)}
+            print_json(document)
+        return verdicts
     from orchestrator.cli.terminal import style
     from orchestrator.verify.page import lines
 
     look = style()
     for verdict in _judged(cells, together):
-        found.append(verdict)
+        verdicts.append(verdict)
         print("\n".join(lines(verdict, look)), flush=True)
-    print(f"\n{summary(found)}", file=sys.stdout)
-    return found
+    print(f"\n{summary(verdicts)}", file=sys.stdout)
+    return verdicts
 
 
 def _judged(cells: Sequence[Cell | Verdict], together: int) -> Iterator[Verdict]:

@@ -27,17 +27,17 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator import __version__
 
-    found: dict[str, str] = {"orch": __version__, "python": platform.python_version()}
+    versions: dict[str, str] = {"orch": __version__, "python": platform.python_version()}
     for name in STANDS_ON:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
+            versions[name] = "not installed"
     if args.json:
-        print(json.dumps(found | {"formats": formats()}))
+        print(json.dumps(versions | {"formats": formats()}))
         return 0
-    print("\n".join(f"{name} {number}" for name, number in found.items()))
-    print("\n".join(f"{name} format {text}" for name, text in formats().items()))
+    print("\n".join(f"{name} {number}" for name, number in versions.items()))
+    print("\n".join(f"{name} format {schemas}" for name, schemas in formats().items()))
     return 0
 
 

@@ -48,10 +48,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     resolve = ClusterResolver(home())
     for case in ["", *args.case]:
         try:
-            words = shlex.split(case)
+            overrides_of_case = shlex.split(case)
         except ValueError as error:
             raise OrchError(f"--case {case!r}: {error}", Exit.USAGE) from None
-        config = load([*overrides, *words], args.config_dir)
+        config = load([*overrides, *overrides_of_case], args.config_dir)
         plan = build_plan(config, resolve(config.cluster), args.any, resolve.profile(config))
         plans.append((case or "as given", plan))
     columns = [column(name, plan, args.tokens) for name, plan in plans]
@@ -120,13 +120,13 @@ def page(columns: list[dict[str, Any]], width: int = 80) -> str:
             )
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
     blocks = [[0]]
-    left = width - widths[0]
-    for index, wide in enumerate(widths[1:], start=1):  # as many side by side as fit
-        if left < wide + 2 and len(blocks[-1]) > 1:
+    room = width - widths[0]
+    for index, column_width in enumerate(widths[1:], start=1):  # as many side by side as fit
+        if room < column_width + 2 and len(blocks[-1]) > 1:
             blocks.append([0])
-            left = width - widths[0]
+            room = width - widths[0]
         blocks[-1].append(index)
-        left -= wide + 2
+        room -= column_width + 2
     texts = [
         "\n".join("  ".join(row[i].ljust(widths[i]) for i in block).rstrip() for row in rows)
         for block in blocks
@@ -134,10 +134,10 @@ def page(columns: list[dict[str, Any]], width: int = 80) -> str:
     return "\n\n".join(texts)
 
 
-def _memory(c: dict[str, Any]) -> str:
+def _memory(plan_column: dict[str, Any]) -> str:
     return (
-        f"{c['memory_bytes'] / GIB:.3g}"
-        f" GiB{plus_minus(c['memory_sd'])}{'' if c['fits'] else ', DOES NOT FIT'}"
+        f"{plan_column['memory_bytes'] / GIB:.3g}"
+        f" GiB{plus_minus(plan_column['memory_sd'])}{'' if plan_column['fits'] else ', DOES NOT FIT'}"
     )
 
 
