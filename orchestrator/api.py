@@ -167,7 +167,7 @@ def submit_job(
         "run_id": run_id,
     }
     program = bool(command) and not names_model(overrides)
-    options = from_here(**settings, after=tuple(after), program=program)
+    options = options_from_here(**settings, after=tuple(after), program=program)
     job = prepare_job(list(overrides), options, config_dir)
     run = job.send(options)
     for line in [*said_of(job.candidate.bundle.request.code), *job.said]:
@@ -175,7 +175,7 @@ def submit_job(
     return run
 
 
-def from_here(**settings: Any) -> SubmitOptions:
+def options_from_here(**settings: Any) -> SubmitOptions:
     """Options of a submission from this process, its folder and environment. `wishes`: the other
     fields."""
     from orchestrator.submit.submission import SubmitOptions

@@ -1,5 +1,5 @@
-"""argparse with our conventions: one-line errors with an exit code, no abbreviations, flags that
-every verb has."""
+"""The argument parser of the verbs: argparse with one-line errors and an exit code, without
+abbreviations, and with the flags that every verb has."""
 
 from __future__ import annotations
 
@@ -14,51 +14,52 @@ _WIDTH = 80
 
 
 class Parser(argparse.ArgumentParser):
-    tail = ""  # what follows the flags on the command line, for the usage line
+    tail = ""  # the arguments after the flags, as the usage line shows them
 
     def error(self, message: str) -> NoReturn:
         raise OrchError(f"{self.prog}: {message}", Exit.USAGE)
 
     def format_usage(self) -> str:
         usage = super().format_usage().rstrip()
-        if usage.endswith(self.tail):  # argparse may hand our own text back
+        if usage.endswith(self.tail):  # argparse may return this usage line itself
             return f"{usage}\n"
-        last = usage.rsplit("\n", 1)[-1]
-        apart = "\n" + " " * 10 if len(last) + len(self.tail) > _WIDTH else ""
-        return f"{usage}{apart}{self.tail}\n"
+        last_line = usage.rsplit("\n", 1)[-1]
+        separator = "\n" + " " * 10 if len(last_line) + len(self.tail) > _WIDTH else ""
+        return f"{usage}{separator}{self.tail}\n"
 
     def format_help(self) -> str:
         plain = super().format_usage()
         return super().format_help().replace(plain, self.format_usage(), 1)
 
     def flags(self) -> list[str]:
-        """Every long flag, for did-you-mean."""
+        """Returns every long flag, for "did you mean"."""
         return sorted(flag for flag in self._option_string_actions if flag.startswith("--"))
 
 
 def make_parser(name: str, verb: Verb) -> Parser:
-    """The parser of one verb with the common flags; a verb may define a common flag anew."""
+    """Returns the parser of a verb, with the common flags. A verb may redefine a common flag."""
     parser = Parser(
         prog=f"orch {name}", description=verb.help, allow_abbrev=False, conflict_handler="resolve"
     )
-    parser.tail = (" [key=value ...]" if verb.overrides else "") + (
-        " [-- program args]" if verb.command else ""
-    )
+    if verb.overrides:
+        parser.tail += " [key=value ...]"
+    if verb.command:
+        parser.tail += " [-- program args]"
     parser.add_argument("--json", action="store_true", help="print JSON; errors too")
     parser.add_argument(
-        "--debug", action="store_true", help="show the traceback of an internal error"
+        "--debug", action="store_true", help="print the traceback of an internal error"
     )
     if verb.overrides:
         parser.add_argument(
-            "--config-dir", metavar="DIR", help="a folder of your own group files, searched first"
+            "--config-dir", metavar="DIR", help="search this folder of group files first"
         )
     return parser
 
 
 def add_any(parser: argparse.ArgumentParser) -> None:
-    """The flag of the verbs that search layouts without a program to run them."""
+    """Adds the flag `--any` of the verbs that search layouts without running them."""
     help_line = (
-        "for a program of your own: parallel=auto also chooses what the bundled trainer does"
+        "for your own program: parallel=auto may also choose layouts that the bundled trainer does"
         " not run"
     )
     parser.add_argument("--any", action="store_true", help=help_line)

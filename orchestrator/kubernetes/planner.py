@@ -30,11 +30,11 @@ class Asked(Struct):
 def plan(asked: Asked) -> Planned:
     """OrchError as `orch submit`: 64 for a word, 65 for what cannot run, 76 and 78 from the
     cluster."""
-    from orchestrator.api import from_here
+    from orchestrator.api import options_from_here
     from orchestrator.config.compose import load
     from orchestrator.submit.submission import check, names_model, prepare
 
-    options = from_here(
+    options = options_from_here(
         command=tuple(asked.program), run_id=asked.run_id, in_place=True, dry_run=True,
         program=bool(asked.program) and not names_model(asked.words),
     )  # fmt: skip

@@ -72,7 +72,7 @@ class Host:
                 held = self._shipped / ship.CODE
                 held.mkdir(exist_ok=True, mode=0o700)
                 code = msgspec.structs.replace(code, held_at=str(held))
-        options = api.from_here(
+        options = api.options_from_here(
             command=tuple(asked.command),
             env=tuple(asked.env),
             program=asked.program,

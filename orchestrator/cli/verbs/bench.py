@@ -1,5 +1,4 @@
-"""`orch bench`: measures links and GPUs of a cluster. Later plans of that cluster use the
-result."""
+"""`orch bench`: measures links and GPUs of a cluster, for later plans of that cluster."""
 
 from __future__ import annotations
 
@@ -19,16 +18,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--no-keep", action="store_true", help="show what was found, change no plan"
+        "--no-keep", action="store_true", help="show the measurements without saving them"
     )
-    parser.add_argument("--run-id", metavar="ID", help="instead of bench-<cluster>-<time>-<random>")
+    run_id_help = "id of the run (default: bench-<cluster>-<time>-<random>)"
+    parser.add_argument("--run-id", metavar="ID", help=run_id_help)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import msgspec
 
     from orchestrator.bench import run as bench
-    from orchestrator.cli.session import from_here
+    from orchestrator.cli.session import options_from_here
     from orchestrator.cli.streams import announce
     from orchestrator.cli.terminal import style
     from orchestrator.config.compose import load
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     config = bench.config_of(load(overrides, args.config_dir))
     run_id = args.run_id or new_run_id(f"bench-{config.cluster.name}", time.time())
-    options = from_here(
+    options = options_from_here(
         command=(sys.executable, "-P", "-m", bench.PROGRAM), in_place=True, run_id=run_id
     )
     backend, [(config, plan, bundle)] = prepare(config, options)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 class _Progress:
-    """A bar that is overwritten on a terminal, one line a tenth elsewhere."""
+    """Shows progress: on a terminal a bar that is overwritten, elsewhere one line per tenth."""
 
     def __init__(self, out: TextIO, look: Style):
         self._out = out
@@ -82,7 +82,8 @@ class _Progress:
 
 
 def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> str:
-    """The page of a measurement: measured against assumed rates, and seconds by message size."""
+    """Returns the page of a measurement: measured and assumed rates, and seconds by message
+    size."""
     from orchestrator.style import seconds, si
 
     described = {"nvlink": plan.cluster.nvlink} | {
@@ -108,9 +109,9 @@ def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> st
         )
     memory = record.measured.memory_bytes_per_s
     launch = record.measured.launch_s
-    lines.append(f"{'memory':<10}{si(memory, 'B/s')}, {seconds(launch)} a small operator")
+    lines.append(f"{'memory':<10}{si(memory, 'B/s')}, {seconds(launch)} per small operator")
     if host := record.host:
-        lines += ["", look.title("A node's host, for what is offloaded")]
+        lines += ["", look.title("The host of a node, for offloading")]
         lines.append(
             f"{'memory':<10}{si(host.memory_bytes_per_s, 'B/s')} of AdamW,"
             f" {host.memory_bytes / 2**30:,.0f} GiB"
@@ -122,10 +123,10 @@ def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> st
         )
     lines.append("")
     if record_file:
-        lines.append(f"kept in {record_file}")
+        lines.append(f"saved in {record_file}")
         lines.append("plans of this cluster use it; cluster.measured=false plans without it")
     else:
-        lines.append("not kept: plans go on as before")
+        lines.append("not saved: later plans do not use it")
     return "\n".join(lines)
 
 

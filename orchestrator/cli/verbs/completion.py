@@ -1,5 +1,5 @@
-"""`orch completion bash|zsh|fish`: verbs, flags, groups, file names, keys, run ids. Directory
-listings, no Hydra."""
+"""`orch completion bash|zsh|fish`: completes verbs, flags, groups, file names, keys and run ids,
+from directory listings and without Hydra."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ HINTS = {
     "zsh": '# eval "$(orch completion zsh)" in ~/.zshrc, after compinit',
     "fish": "# orch completion fish > ~/.config/fish/completions/orch.fish",
 }
-ONE_RUN = ("status", "logs", "cancel", "resume", "resize", "rm", "paths")  # verbs that name a run
+#: Verbs whose argument is a run.
+RUN_VERBS = ("status", "logs", "cancel", "resume", "resize", "rm", "paths")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "shell", nargs="?", choices=sorted(SCRIPTS), help="the shell to write the script for"
+        "shell", nargs="?", choices=sorted(SCRIPTS), help="print the script of this shell"
     )
-    parser.add_argument("--line", help="answer one completion: the command line up to the cursor")
+    parser.add_argument("--line", help="complete this command line, which ends at the cursor")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -63,8 +64,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def complete(line: str) -> list[str]:
-    """What may replace the last word of a command line (empty after a space), sorted as a person
-    would read it."""
+    """Returns the words that may replace the last word of a command line (empty after a space), in
+    an order for people."""
     *arguments, word = line.split(" ")
     arguments = [argument for argument in arguments if argument]
     if len(arguments) <= 1:
@@ -76,12 +77,12 @@ def complete(line: str) -> list[str]:
         return _starting(_flags(verb), word)
     if verb == "completion":
         return _starting(SCRIPTS, word)
-    if verb in ONE_RUN:
+    if verb in RUN_VERBS:
         return _starting(_runs(), word.removeprefix("local://"))
     if arguments[-1] == "--choices":
         return _starting(_library(arguments).groups(), word)
     if arguments[-1].startswith("--") or not VERBS[verb].overrides:
-        return []  # a file name, which the shell completes
+        return []  # the value may be a file name, which the shell completes
     prefix = word[: len(word) - len(word.lstrip("+"))]
     return [prefix + override for override in _overrides(word.removeprefix(prefix), arguments)]
 
@@ -145,7 +146,7 @@ def _parts() -> list[str]:
 
 
 def _keys(key: str) -> list[str]:
-    """The sibling keys of a dotted one, ready to continue typing: `train.steps=`,
+    """Returns the keys beside a dotted key, ready to continue typing: `train.steps=`,
     `cluster.gpu.`."""
     from orchestrator.config.config_errors import annotation_at
     from orchestrator.config.structured import fields, struct_of

@@ -1,4 +1,4 @@
-"""`orch config`: the configuration that a command line means, or what there is to choose from."""
+"""`orch config`: shows the configuration of a command line, or the choices of the groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ALL = "all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "list the files of a group, or of all groups"
-    parser.add_argument("--choices", metavar="GROUP", nargs="?", const=ALL, help=about)
+    choices_help = "list the files of a group, or of all groups"
+    parser.add_argument("--choices", metavar="GROUP", nargs="?", const=ALL, help=choices_help)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
     if overrides:
-        raise OrchError(f"--choices lists files, it takes no {overrides[0]!r}")
+        raise OrchError(f"{overrides[0]!r}: --choices takes no overrides")
     from orchestrator.cli.terminal import style
     from orchestrator.config.grammar import RULE
     from orchestrator.config.groups import Library, folders
@@ -73,7 +73,8 @@ def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _about(library: Library, group: str, name: str) -> str:
-    """The first sentence of a file's opening comment, else the source it names."""
+    """Returns the first sentence of a file's opening comment, or else the source that the file
+    names."""
     path = library.path(group, name)
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if path else []
     comment_lines = []

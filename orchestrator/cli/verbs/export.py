@@ -1,4 +1,4 @@
-"""`orch export [run] --out DIR`: the weights of a run's checkpoint as one safetensors file with
+"""`orch export [run] --out DIR`: writes the weights of a checkpoint as one safetensors file with
 full names."""
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, required=True, help="folder for model.safetensors"
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="of this step; without it the newest that verifies"
+        "--step",
+        type=int,
+        metavar="N",
+        help="step of the checkpoint (default: the newest that verifies)",
     )
-    widths = ("fp64", "fp32", "bf16", "fp16")
+    dtypes = ("fp64", "fp32", "bf16", "fp16")
     parser.add_argument(
-        "--dtype", choices=widths, help="default: as saved, to the bit (fp32; fp64 of an fp64 run)"
+        "--dtype", choices=dtypes, help="dtype of the weights (default: exactly as saved)"
     )
 
 
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return Exit.DONE
     export = json.loads(output)
     for problem in export["rejected"]:
-        print(f"warning: passed over {problem}", file=sys.stderr)
+        print(f"warning: skipped {problem}", file=sys.stderr)
     print(
         f"{export['file']}: {export['parameters']:,} parameters in {export['tensors']} tensors,"
         f" {export['dtype']}, {export['bytes']:,} bytes, step {export['step']} of {export['run_id']}"

@@ -1,4 +1,4 @@
-"""`orch gc`: remove old ended runs, oldest first, and what broken-off removals have left."""
+"""`orch gc`: removes old ended runs, oldest first, and the remains of interrupted removals."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--older-than", metavar="AGE", help="ended so long ago: 12h, 30d, 4w; without --size: 30d"
+        "--older-than",
+        metavar="AGE",
+        help="remove runs that ended longer ago: 12h, 30d, 4w (default without --size: 30d)",
     )
     parser.add_argument(
-        "--size", metavar="SIZE", help="until all runs together take at most this: 500M, 20G"
+        "--size", metavar="SIZE", help="remove runs until all take at most this: 500M, 20G"
     )
     parser.add_argument(
         "--keep",
         metavar="N",
         type=int,
         default=10,
-        help="the newest ended runs, always (default 10)",
+        help="always keep the N newest ended runs (default: 10)",
     )
-    best = "of each model or program the N ended runs of the lowest last loss, always"
-    parser.add_argument("--keep-best", metavar="N", type=int, default=0, help=best)
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
+    keep_best_help = "always keep the N runs with the lowest last loss of each model or program"
+    parser.add_argument("--keep-best", metavar="N", type=int, default=0, help=keep_best_help)
+    parser.add_argument("--dry-run", action="store_true", help="list the runs, remove nothing")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -70,8 +72,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _ended(folders: list[RunFolder]) -> list[tuple[RunFolder, float]]:
-    """The runs that have ended, as far as their backends know, with the time of their end; the
-    newest first. One that cannot be read, or whose scheduler does not answer, is left alone."""
+    """Returns the runs that have ended according to their backends, with the time of their end, the
+    newest first. Runs that are unreadable, or whose scheduler does not answer, are skipped."""
     from orchestrator.cli.session import Backends
 
     backends = Backends()
@@ -82,14 +84,14 @@ def _ended(folders: list[RunFolder]) -> list[tuple[RunFolder, float]]:
             state = backend.state(folder)
             if state.is_final and not backend.is_alive(folder):
                 ended.append((folder, state.ended_at or state.updated_at))
-        except Exception:  # whatever lies there, it is not for this verb to judge
+        except Exception:  # an unreadable folder is not removed
             continue
     return sorted(ended, key=lambda pair: -pair[1])
 
 
 def _best(ended: list[RunFolder], count: int) -> set[str]:
-    """Ids of the runs with the lowest last loss, so many of each model or program: losses of others
-    say nothing. A run whose report holds no loss is none of them."""
+    """Returns the ids of the `count` runs with the lowest last loss of each model or program, whose
+    losses cannot be compared with those of others. Runs without a reported loss do not count."""
     import contextlib
     import json
 

@@ -1,5 +1,5 @@
-"""`orch nodes`: nodes that runs have excluded. Later runs leave them out until they expire or are
-forgotten."""
+"""`orch nodes`: lists the bad nodes that runs have recorded. Later runs avoid them until the
+records expire or are removed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from orchestrator.plan.exits import Exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NAME", help="only of this cluster")
+    parser.add_argument("--cluster", metavar="NAME", help="only nodes of this cluster")
     parser.add_argument(
-        "--forget", metavar="NODE", action="append", default=[], help="use it again; repeatable"
+        "--forget",
+        metavar="NODE",
+        action="append",
+        default=[],
+        help="use this node again; repeatable",
     )
-    parser.add_argument("--forget-all", action="store_true", help="use all of them again")
+    parser.add_argument("--forget-all", action="store_true", help="use all nodes again")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -47,10 +51,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _known_name(name: str, listed_nodes: Collection[str]) -> str:
-    """The node on the list, of which the name or its first part is given, or which is the first
-    part of the given one.
+    """Returns the listed node that the name means. One of the two names may be the host name of the
+    other (`node1` and `node1.example.com`).
 
-    OrchError (64) for none and for several.
+    Raises OrchError (64) if the name means no node, or several.
     """
     from orchestrator.errors import did_you_mean
 
@@ -63,7 +67,7 @@ def _known_name(name: str, listed_nodes: Collection[str]) -> str:
     ]
     if len(candidates) > 1:
         raise OrchError(
-            f"node {name!r} may be any of {', '.join(candidates)}: give its whole name", Exit.USAGE
+            f"node {name!r} may be any of {', '.join(candidates)}: give the full name", Exit.USAGE
         )
     if not candidates:
         raise OrchError(

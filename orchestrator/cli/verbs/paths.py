@@ -1,5 +1,5 @@
-"""`orch paths [run]`: every folder and file that orch reads or writes, of this user or of one
-run."""
+"""`orch paths [run]`: lists every folder and file that orch reads or writes for this user, or for
+one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; left out: those of no one run"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: paths of no run)"
     )
 
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return Exit.DONE
     width = max(map(len, paths))
     for name, path in paths.items():
-        print(f"{name:<{width}}  {path}{'' if path.exists() else '  (not there)'}")
+        print(f"{name:<{width}}  {path}{'' if path.exists() else '  (does not exist)'}")
     return Exit.DONE
 
 

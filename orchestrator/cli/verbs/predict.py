@@ -114,7 +114,7 @@ def _score(
     predictions: list[Prediction],
     profile: Profile,
 ) -> None:
-    from orchestrator.cli.terminal import tell
+    from orchestrator.cli.terminal import show_progress
     from orchestrator.observe.pages.accuracy_page import as_json, page
     from orchestrator.planner.predict.rows import row_id
     from orchestrator.planner.predict.score import score, unread
@@ -137,12 +137,12 @@ def _score(
         from orchestrator.planner.calibrate.accuracy import accuracy
 
         seen = profile.fitted_on.what == "table" and profile.fitted_on.sha256 == digest(args.table)
-        accuracy_score = accuracy(rows, predictions, profile, seen, tell)
+        accuracy_score = accuracy(rows, predictions, profile, seen, show_progress)
         if args.terms:
             from orchestrator.planner.calibrate.observations import observations
             from orchestrator.planner.calibrate.table import ablate
 
-            terms = ablate(observations(rows), tell)
+            terms = ablate(observations(rows), show_progress)
     if args.into:
         write_into(
             args.into, f"Profile {profile.label}.\n\n```\n{page(accuracy_score, terms)}\n```"

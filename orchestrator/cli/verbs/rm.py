@@ -46,7 +46,7 @@ def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: b
 
     from orchestrator.backends.base import Elsewhere
     from orchestrator.cli.session import Backends
-    from orchestrator.cli.terminal import print_json, tell
+    from orchestrator.cli.terminal import print_json, show_progress
     from orchestrator.run.removal import remove
     from orchestrator.style import binary
 
@@ -54,7 +54,7 @@ def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: b
     problems: list[OrchError] = []
     backends = Backends()
     for index, (folder, size) in enumerate(going):
-        tell(index, len(going), folder.run_id)
+        show_progress(index, len(going), folder.run_id)
         row: dict[str, Any] = {
             "run_id": folder.run_id,
             "run_dir": str(folder.path.resolve()),
@@ -69,7 +69,7 @@ def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: b
             rows.append(row)
         except OrchError as error:
             problems.append(error)
-    tell(len(going), len(going), "")
+    show_progress(len(going), len(going), "")
     if as_json:
         print_json([{**row, "removed": not dry_run} for row in rows])
     else:
