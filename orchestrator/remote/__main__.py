@@ -96,7 +96,7 @@ class Host:
                 refusal = error.message
         answer = wire.Prepared(
             request=msgspec.Raw(to_bytes(request)),
-            said=list(job.said),
+            said=list(job.messages),
             script=script,
             refusal=refusal,
         )

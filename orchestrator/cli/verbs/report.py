@@ -1,5 +1,5 @@
-"""`orch report [run]`: what was planned against what was measured, and the memory of the first
-steps as a picture."""
+"""`orch report [run]`: compares the measurements of a run with its plan, and draws the memory of
+its first steps."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
     )
     parser.add_argument(
         "--rank",
         type=int,
         metavar="N",
-        help="whose memory over time (default: the fullest planned)",
+        help="show the memory of this rank (default: the one with the most planned memory)",
     )
     parser.add_argument(
         "--experts",
         metavar="FILE",
         type=Path,
-        help="draw load by expert over steps: .png .svg .html",
+        help="draw the load of each expert over the steps (.png, .svg or .html)",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw that memory over time: .png .svg .html"
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw the memory over time (.png, .svg or .html)",
     )
 
 
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if path:
             from orchestrator.observe.plots.plan_picture import ending
 
-            ending(path, name)  # before the work, not after it
+            ending(path, name)  # refuses a wrong file name before the work
     job = Run.find(args.run)
     plan = job.plan()
     folder = job.folder
@@ -72,8 +75,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
-    """What explains the difference of a measured step from its prediction, where it is more than
-    chance."""
+    """Adds the causes of the difference between the measured and the predicted step, if that is
+    more than one standard deviation."""
     step = report["step_s"]
     if step.get("z") is None or abs(step["z"]) <= 1.0:
         return
@@ -84,11 +87,12 @@ def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
     step["drift"] = [
         f"{cause.text} ({cause.share:.0%} of the difference)" for cause in difference.attribution
     ]
-    step["drift"].append(f"orch calibrate --from {run_id} takes it over")
+    step["drift"].append(f"orch calibrate --from {run_id} corrects the predictions")
 
 
 def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> Timeline | None:
-    """Of the rank that was asked for; else of the fullest one, or the first that has one."""
+    """Returns the recorded memory of the requested rank; by default that of the rank with the most
+    planned memory if it was recorded, else of the first recorded one."""
     from orchestrator.observe.rank_trace import read_timeline, recorded_ranks
     from orchestrator.plan.worker import trace_file
 
@@ -140,13 +144,11 @@ def _plot_experts(path: Path, run_id: str, plan: Plan, loads: Loads) -> None:
 
     if not loads:
         reason = (
-            "its model has none"
+            "its model has no experts"
             if plan.model.moe is None
             else "no step was sampled yet (train.log_every_steps)"
         )
-        raise OrchError(
-            f"--experts {path}: run {run_id} has no load of experts: {reason}", Exit.USAGE
-        )
+        raise OrchError(f"--experts {path}: run {run_id} has no expert loads: {reason}", Exit.USAGE)
     title = f"load by expert: {run_id}"
     notes = [f"layer {layer}: {len(steps)} steps" for layer, steps in loads.items()]
     write(figure(loads, title), path, title, notes, "--experts")

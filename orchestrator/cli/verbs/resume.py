@@ -1,5 +1,5 @@
-"""`orch resume <run>`: start an ended run once more, in its folder, from its last checkpoint, as
-the next epoch."""
+"""`orch resume <run>`: starts an ended run again, in its folder, from its last checkpoint and as
+its next epoch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(PINS),
         default=[],
         help=(
-            "changed-data: go on with another text than the run began with; fresh-start: from step"
-            " 0, if all its checkpoints are gone"
+            "changed-data: continue with other data than before; fresh-start: start at step 0 if"
+            " all checkpoints are gone"
         ),
     )
     parser.add_argument(
-        "--follow", "-f", action="store_true", help="watch it; ends with the run's exit code"
+        "--follow", "-f", action="store_true", help="watch the run, and exit with its exit code"
     )
 
 

@@ -1,5 +1,5 @@
-"""`orch submit`: plan a job, render its launch request, send it. `--dry-run` shows that request and
-sends nothing."""
+"""`orch submit`: plans a job, renders its launch request and sends it. `--dry-run` shows the
+request without sending it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dry-run", action="store_true", help="show plan and request, start and write nothing"
+        "--dry-run", action="store_true", help="show the plan and the request, start nothing"
     )
     parser.add_argument(
-        "--follow", "-f", action="store_true", help="watch it; ends with the run's exit code"
+        "--follow", "-f", action="store_true", help="watch the run, and exit with its exit code"
     )
     parser.add_argument(
         "--multirun",
         "-m",
         action="store_true",
         help=(
-            "a run for every combination of key=a,b; a value with commas stands in quotes:"
-            " key='a,b',c"
+            "start a run for every combination of key=a,b; quote a value with commas: key='a,b',c"
         ),
     )
     parser.set_defaults(owned=False)
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     job = prepare_job(overrides, options, args.config_dir)
     bundle = job.candidate.bundle
     backend = job.backend
-    messages = [*job.said, *vars(args).get("said", [])]  # those of orch run
+    messages = [*job.messages, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, messages)
     for line in said_of(bundle.request.code):
@@ -68,19 +67,22 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             from orchestrator.cli.terminal import follow_run
 
             return follow_run(
-                submitted.handle, submitted.folder, backend, args.json, signals, args.owned
+                submitted.handle,
+                submitted.folder,
+                backend,
+                args.json,
+                signals,
+                owned=args.owned,
             )
-        document = {
-            "handle": submitted.handle,
-            "run_id": submitted.id,
-            "run_dir": str(submitted.folder.path),
-        }
-        announce(
-            json.format(json.encode(document), indent=0).decode()
-            if args.json
-            else submitted.handle,
-            sys.stdout,
-        )
+        announcement = submitted.handle
+        if args.json:
+            document = {
+                "handle": submitted.handle,
+                "run_id": submitted.id,
+                "run_dir": str(submitted.folder.path),
+            }
+            announcement = json.format(json.encode(document), indent=0).decode()
+        announce(announcement, sys.stdout)
     return Exit.DONE
 
 
@@ -91,6 +93,7 @@ def _show(
     as_json: bool,
     messages: Sequence[str] = (),
 ) -> int:
+    """Prints the plan and the request of a dry run, and whether the backend would take it."""
     from orchestrator.backends.base import Rendering
     from orchestrator.run.request import to_bytes
 
@@ -110,16 +113,16 @@ def _show(
     print("Nothing was started or written. `--dry-run --json` prints what would be sent.")
     try:
         backend.check(bundle.request)
-        if isinstance(backend, Rendering):  # what its scheduler would be given
+        if isinstance(backend, Rendering):  # the job script for the scheduler
             print("", backend.script(bundle.request, plan), sep="\n", end="")
     except OrchError as error:
-        print(f"Submitting it here would be refused: {error.message}")
+        print(f"This machine would refuse to submit it: {error.message}")
     return Exit.DONE
 
 
 def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOptions) -> int:
-    """A scheduler gets all runs together. This machine has no queue: they follow one another,
-    watched."""
+    """Submits all runs of a sweep to a scheduler. On this machine, which has no queue, the runs
+    follow one another and are watched."""
     from orchestrator.config.sweep import members
     from orchestrator.run.held_signals import HeldSignals
     from orchestrator.run.left_out import said_of
@@ -128,44 +131,45 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
 
     if args.follow:
         raise OrchError(
-            "--follow watches one run; see those of a sweep with orch list and orch status"
+            "--follow watches one run; use orch list and orch status for the runs of a sweep"
         )
     backend, runs = prepare_sweep(
         members(overrides),
-        lambda overrides_of_run: load_job(overrides_of_run, options, args.config_dir),
+        lambda run_overrides: load_job(run_overrides, options, args.config_dir),
         options,
     )
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
-    messages = [line for run in runs for line in run.said]
+    messages = [line for run in runs for line in run.messages]
     for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *messages]):
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
     with HeldSignals():
         handles = send_sweep(backend, runs, options)
-        if args.json:
-            import json
-
-            requests = [(run.bundle.request, run.label) for run in runs]
-            documents = [
-                {
-                    "handle": request.handle,
-                    "run_id": request.run_id,
-                    "run_dir": request.run_dir,
-                    "sweep": label,
-                }
-                for request, label in requests
-            ]
-            announce(json.dumps(documents), sys.stdout)
-        else:
-            announce(
-                "\n".join(
-                    f"{handle}  {one.label}" for handle, one in zip(handles, runs, strict=True)
-                ),
-                sys.stdout,
-            )
+        announce(_sweep_announcement(handles, runs, args.json), sys.stdout)
     return Exit.DONE
+
+
+def _sweep_announcement(handles: Sequence[str], runs: Sequence[SweepRun], as_json: bool) -> str:
+    """Returns the handle and the label of each run."""
+    if not as_json:
+        return "\n".join(
+            f"{handle}  {run.label}" for handle, run in zip(handles, runs, strict=True)
+        )
+    import json
+
+    requests = [(run.bundle.request, run.label) for run in runs]
+    documents = [
+        {
+            "handle": request.handle,
+            "run_id": request.run_id,
+            "run_dir": request.run_dir,
+            "sweep": label,
+        }
+        for request, label in requests
+    ]
+    return json.dumps(documents)
 
 
 def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> int:
@@ -178,14 +182,14 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
         return Exit.DONE
     for run in runs:
         print(f"==> {run.label}")
-        _show(run.bundle, run.candidate.plan, backend, as_json=False, said=run.said)
+        _show(run.bundle, run.candidate.plan, backend, as_json=False, messages=run.messages)
     return Exit.DONE
 
 
 def _one_after_another(
     backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions, as_json: bool
 ) -> int:
-    """Each run watched to its end before the next starts; the exit code of the first that
+    """Starts each run after the end of the one before, and returns the exit code of the first that
     failed."""
     from orchestrator.cli.terminal import follow_run
     from orchestrator.run.folder import RunFolder

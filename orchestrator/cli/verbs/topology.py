@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "import", "diff"))
-    files = (
+    files_help = (
         "Slurm topology.conf or .yaml, `scontrol show topology` or `nodes`, `kubectl get nodes -o"
         " json`, ibnetdiscover"
     )
-    files += ", or our own; several files describe one cluster (diff: exactly two)"
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
+    files_help += ", or orch's own format; several files describe one cluster (diff: exactly two)"
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files_help)
     parser.add_argument(
-        "--format", metavar="NAME", help="of the files, where it cannot be recognised"
+        "--format", metavar="NAME", help="format of the files, if orch does not recognise it"
     )
     parser.add_argument(
         "--name",
         metavar="NAME",
-        help="which topology of a file that holds several; its name on import",
+        help="the topology of a file with several; for import the name to give",
     )
     parser.add_argument(
         "--profile", metavar="NAME", default="auto", help="family of Kubernetes labels"
@@ -37,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--levels", metavar="T=LABEL,...", help="your own Kubernetes labels, coarse to fine"
     )
     parser.add_argument(
-        "--to", metavar="FORMAT", help="conf, yaml, block (Slurm), orch, svg or text"
+        "--to",
+        metavar="FORMAT",
+        help="output format: conf, yaml, block (Slurm), orch, svg or text",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write there instead of standard output"
+        "--out", metavar="FILE", type=Path, help="write to this file, not to standard output"
     )
 
 
@@ -91,7 +93,8 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
 
 
 def summary(topology: Topology) -> str:
-    """One line: nodes, who is out of service, tiers with their switches and sizes."""
+    """Returns one line: nodes, nodes out of service, tiers with their switches and sizes, GPUs per
+    node."""
     nodes = topology.nodes
     phrases = [", ".join([f"{len(nodes)} nodes", *_not_free(topology)])]
     for tier in topology.tiers:
@@ -106,12 +109,12 @@ def summary(topology: Topology) -> str:
     }
     gpus.discard(0)
     if gpus:
-        phrases.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
+        phrases.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs per node")
     return "; ".join(phrases)
 
 
 def _not_free(topology: Topology) -> list[str]:
-    """How many nodes can take no job, by why."""
+    """Counts the nodes that cannot take a job, by reason."""
     from orchestrator.cluster.model import GPU_REASONS
 
     reasons = (machine.reason for machine in topology.machines.values() if not machine.free)

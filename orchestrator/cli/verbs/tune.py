@@ -1,5 +1,5 @@
-"""`orch tune`: the fastest legal layout that fits, and those that are nearly as fast and need less
-memory."""
+"""`orch tune`: finds the fastest legal layout that fits, and layouts that are nearly as fast and
+need less memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.cli.parser import add_any
 
     parser.add_argument(
-        "--near", metavar="PERCENT", type=float, default=5.0, help="how much slower is near (5)"
+        "--near",
+        metavar="PERCENT",
+        type=float,
+        default=5.0,
+        help="show smaller layouts up to this much slower (default: 5)",
     )
     add_any(parser)
 
@@ -32,7 +36,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if not 0 <= args.near <= 1000:
         raise OrchError(
-            f"--near {args.near}: a share of the fastest step, 0 to 1000 percent", Exit.USAGE
+            f"--near {args.near}: must be 0 to 1000 percent of the fastest step", Exit.USAGE
         )
     if not any(override.lstrip("+").startswith("parallel=") for override in overrides):
         overrides = ["parallel=auto", *overrides]
@@ -44,15 +48,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.json:
         import json
 
-        print(
-            json.dumps(
-                {
-                    "legal": answer.counts.legal,
-                    "costed": answer.counts.costed,
-                    "front": rows(answer),
-                }
-            )
-        )
+        counts = {"legal": answer.counts.legal, "costed": answer.counts.costed}
+        print(json.dumps({**counts, "front": rows(answer)}))
         return Exit.DONE
     from orchestrator.cli.terminal import style
 
@@ -64,17 +61,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def rows(answer: SearchResult) -> list[dict[str, object]]:
-    return [
-        {
+    """Returns the shown layouts as plain values: seconds, bytes, tokens."""
+    documents = []
+    for costed in shown(answer):
+        low, high = interval(costed.step_s, costed.solution.time.sd)
+        document = {
             "overrides": costed.overrides,
             "step_s": costed.step_s,
-            **dict(
-                zip(
-                    ("step_low_s", "step_high_s"),
-                    interval(costed.step_s, costed.solution.time.sd),
-                    strict=True,
-                )
-            ),
+            "step_low_s": low,
+            "step_high_s": high,
             "tokens_per_s_per_gpu": _tokens(costed),
             "memory_bytes": costed.memory.total,
             "order": list(costed.solution.parallel.order),
@@ -82,12 +77,13 @@ def rows(answer: SearchResult) -> list[dict[str, object]]:
             "equal": costed in answer.equal,
             "spine_bytes": costed.spine_bytes,
         }
-        for costed in shown(answer)
-    ]
+        documents.append(document)
+    return documents
 
 
 def shown(answer: SearchResult) -> list[CostedLayout]:
-    """The layouts that are equal, the one to take first, then slower ones that need less memory."""
+    """Returns the layouts of equal speed, the recommended one first, and then slower ones that need
+    less memory."""
     equal_layouts = [costed.layout for costed in answer.equal]
     return [
         *answer.equal,
@@ -114,7 +110,7 @@ def page(answer: SearchResult, further_overrides: list[str], width: int = 80) ->
     counts = (
         f"{answer.counts.legal:,} legal layouts (times every nesting order) that fits"
         f" {best.memory.capacity / 2**30:.1f} GiB: {answer.counts.costed:,} costed in full, the"
-        " rest ruled out by bounds."
+        " rest excluded by bounds."
     )
     if len(answer.equal) == 1:
         verdict = (
@@ -122,9 +118,9 @@ def page(answer: SearchResult, further_overrides: list[str], width: int = 80) ->
         )
     else:
         verdict = (
-            f"The fastest of {counts} Those marked equal differ by less than predictions can tell"
-            " (2%); of them the first moves fewest bytes over the top of the network, or is proven"
-            " by orch verify. The others are slower and need less memory."
+            f"The fastest of {counts} Layouts marked equal differ by less than the accuracy of the"
+            " predictions (2%); the first of them moves the fewest bytes over the top of the"
+            " network, or is proven by orch verify. The others are slower and need less memory."
         )
     lines += [
         "",

@@ -1,5 +1,5 @@
-"""`orch twin`: run ranks of a plan at full size without data, GPUs or peers, and hold them against
-the plan."""
+"""`orch twin`: runs ranks of a plan at full size without data, GPUs or peers, and compares them
+with the plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--all", action="store_true", help="every figure, not only those that differ"
+        "--all", action="store_true", help="show every figure, not only the differing ones"
     )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.session import home
     from orchestrator.config.compose import load
-    from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.plan.offload import offload_of
-    from orchestrator.plan.trained import refusal
     from orchestrator.plan.twin import RankRun
     from orchestrator.planner.build import build_plan
     from orchestrator.submit.cluster import ClusterResolver
@@ -35,22 +32,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load(overrides, args.config_dir)
     resolve = ClusterResolver(home())
     plan = build_plan(config, resolve(config.cluster), profile=resolve.profile(config))
-    if problem := refusal(plan):
-        raise OrchError(problem, Exit.CONFIG)
-    offload = offload_of(plan.job.train)
-    for key, target in (
-        ("offload", offload.optimizer),
-        ("offload_activations", offload.activations),
-    ):
-        if target == "disk":
-            raise OrchError(
-                f"train.{key}=disk: orch twin has no disk; legal: none, host", Exit.CONFIG
-            )
-    if offload.delayed:
-        raise OrchError(
-            "train.offload_delayed=true: orch twin runs one step, with no update beside it",
-            Exit.CONFIG,
-        )
+    _check_runnable(plan)
     micro_batches = plan.parallel.micro_batches
     plan = shortened(evenly_chosen(plan))
     ranks = ranks_to_run(plan)
@@ -64,13 +46,37 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
                 f"rank {rank_run.rank}: {len(runs)} of {len(ranks)}, {rank_run.seconds:.0f} s",
                 file=sys.stderr,
             )
-    differing = [figure for rank in figures for figure in rank if figure.differs]
-    print(
-        _json(plan, micro_batches, runs, figures)
-        if args.json
-        else _page(plan, micro_batches, runs, figures, args.all)
-    )
+    if args.json:
+        print(_json(plan, micro_batches, runs, figures))
+    else:
+        print(_page(plan, micro_batches, runs, figures, args.all))
+    differing = any(figure.differs for rank in figures for figure in rank)
     return Exit.CONFIG if differing else Exit.DONE
+
+
+def _check_runnable(plan: Plan) -> None:
+    """Raises OrchError (65) for a plan that the twin cannot run."""
+    from orchestrator.errors import OrchError
+    from orchestrator.plan.exits import Exit
+    from orchestrator.plan.offload import offload_of
+    from orchestrator.plan.trained import refusal
+
+    if problem := refusal(plan):
+        raise OrchError(problem, Exit.CONFIG)
+    offload = offload_of(plan.job.train)
+    for key, target in (
+        ("offload", offload.optimizer),
+        ("offload_activations", offload.activations),
+    ):
+        if target == "disk":
+            raise OrchError(
+                f"train.{key}=disk: orch twin has no disk; legal: none, host", Exit.CONFIG
+            )
+    if offload.delayed:
+        raise OrchError(
+            "train.offload_delayed=true: orch twin runs one step, which has no delayed update",
+            Exit.CONFIG,
+        )
 
 
 def _json(
@@ -125,10 +131,10 @@ def _page(
         else f"all {count} figures are within 5% of the plan"
     )
     if plan.model.moe is not None:
-        lines.append("all experts are chosen equally often, here and in what is planned")
+        lines.append("all experts are chosen equally often, in this run and in the plan")
     if plan.parallel.micro_batches < micro_batches:
         lines.append(
-            f"run with {plan.parallel.micro_batches} of {micro_batches} micro-batches a step: more of them"
-            " hold no more memory, and repeat the same transfers"
+            f"run with {plan.parallel.micro_batches} of {micro_batches} micro-batches per step: more of"
+            " them need no more memory, and repeat the same transfers"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`orch verify`: compares a layout's training arithmetic with that of one process, by running
+"""`orch verify`: compares the training arithmetic of a layout with that of one process, by running
 both."""
 
 from __future__ import annotations
@@ -17,29 +17,33 @@ if TYPE_CHECKING:
     from orchestrator.verify.independent import Verdict as Independent
 
 #: Cells of the matrix that share one launch of ranks.
-TOGETHER = 4
+CELLS_PER_LAUNCH = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--matrix", choices=("quick", "full"), help="the techniques' matrix instead of one layout"
+        "--matrix",
+        choices=("quick", "full"),
+        help="verify the matrix of techniques, not one layout",
     )
     parser.add_argument(
         "--against",
         choices=("one", "independent"),
         default="one",
         help=(
-            "one process of this trainer, or an oracle that shares nothing with it and judges whole"
-            " runs"
+            "compare with one process of this trainer, or with an independent trainer that judges"
+            " whole runs (default: one)"
         ),
     )
     parser.add_argument(
         "--data",
         metavar="RUN",
-        help="read the data of a run's steps once more, and compare with what it trained on",
+        help="read the data of a run again, and compare it with the data of its steps",
     )
     parser.add_argument(
-        "--precision", metavar="P,P", help="with --against independent, of fp64, fp32, bf16, fp16"
+        "--precision",
+        metavar="P,P",
+        help="precisions for --against independent: fp64, fp32, bf16, fp16 (default: all)",
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)"
@@ -50,20 +54,19 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.data is not None:
         if overrides or args.matrix or args.precision or args.out or args.against != "one":
             raise OrchError(
-                "--data RUN takes neither layouts nor other options: the run says what there is"
+                "--data RUN takes neither layouts nor other options: the run has its own layout"
             )
         return _data(args)
     if args.out and not args.matrix:
-        raise OrchError("--out is for --matrix: the page of a whole matrix")
+        raise OrchError("--out needs --matrix: it writes the page of a whole matrix")
     if args.matrix and overrides:
         raise OrchError(
-            f"--matrix brings its own layouts and models: {overrides[0]!r} cannot be combined"
-            " with it"
+            f"{overrides[0]!r}: --matrix takes no overrides, it has its own layouts and models"
         )
     if args.against == "independent":
         return _independent(args, overrides)
     if args.precision:
-        raise OrchError("--precision is for --against independent")
+        raise OrchError("--precision needs --against independent")
     verdicts = _matrix(args) if args.matrix else _layouts(args, overrides)
     return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
 
@@ -94,9 +97,9 @@ def _data(args: argparse.Namespace) -> int:
 
 
 def _layouts(args: argparse.Namespace, overrides: list[str]) -> list[Verdict]:
-    from orchestrator.verify.cells import of_words
+    from orchestrator.verify.cells import cells_of_overrides
 
-    return _show(list(of_words(overrides, args.config_dir)), args.json)
+    return _show(list(cells_of_overrides(overrides, args.config_dir)), args.json)
 
 
 def _independent(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -118,11 +121,11 @@ def _independent(args: argparse.Namespace, overrides: list[str]) -> int:
         cases = list(independent_cases.cases(overrides, precisions, args.config_dir, Path(home)))
         for verdict in independent.judged(cases, Path(home)):
             verdicts.append(verdict)
-            _tell(verdict, args.json)
+            _show_independent(verdict, args.json)
     return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
 
 
-def _tell(verdict: Independent, as_json: bool) -> None:
+def _show_independent(verdict: Independent, as_json: bool) -> None:
     if as_json:
         import msgspec
 
@@ -137,12 +140,13 @@ def _tell(verdict: Independent, as_json: bool) -> None:
 
 
 def _matrix(args: argparse.Namespace) -> list[Verdict]:
-    """Refused cells are part of a matrix, not a failure of it."""
+    """Returns the verdicts of a matrix without the refused cells, which are not failures."""
     from orchestrator.verify import matrix
-    from orchestrator.verify.cells import of_entries
+    from orchestrator.verify.cells import cells_of_entries
 
     entries = getattr(matrix, args.matrix)()
-    verdicts = _show(list(of_entries(entries, args.config_dir)), args.json, TOGETHER)
+    cells = list(cells_of_entries(entries, args.config_dir))
+    verdicts = _show(cells, args.json, CELLS_PER_LAUNCH)
     if args.out:
         from orchestrator.cli.terminal import write_file
         from orchestrator.verify.page import document
@@ -153,7 +157,7 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
 
 
 def _show(cells: Sequence[Cell | Verdict], as_json: bool, together: int = 1) -> list[Verdict]:
-    """Judge, printing each verdict as it becomes known."""
+    """Judges the cells, and prints each verdict as soon as it is known."""
     from orchestrator.verify.page import summary
 
     verdicts = []

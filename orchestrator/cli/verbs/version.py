@@ -1,5 +1,5 @@
-"""`orch version`: what is installed, without importing any of it, and which formats it reads and
-writes."""
+"""`orch version`: prints the installed versions, without importing the packages, and the formats of
+files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import json
 import platform
 
-STANDS_ON = (
+DEPENDENCIES = (
     "torch",
     "hydra-core",
     "omegaconf",
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator import __version__
 
     versions: dict[str, str] = {"orch": __version__, "python": platform.python_version()}
-    for name in STANDS_ON:
+    for name in DEPENDENCIES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def formats() -> dict[str, str]:
-    """The formats of files that this version writes, and the newest that it reads."""
+    """Returns the file formats that this version writes, which are the newest that it reads."""
     from orchestrator.cluster.document import SCHEMA as TOPOLOGY
     from orchestrator.observe.report import SCHEMA as REPORT
     from orchestrator.plan.document import SCHEMA as PLAN
