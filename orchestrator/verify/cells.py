@@ -36,53 +36,55 @@ def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterato
     train.precision. Raises OrchError."""
     from orchestrator.config.compose import load
 
-    rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
+    rest = [override for override in overrides if not override.lstrip("+").startswith("parallel=")]
     lists = [
-        word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")
+        override.split("=", 1)[1]
+        for override in overrides
+        if override.lstrip("+").startswith("parallel=")
     ]
-    given = {word.lstrip("+").split("=", 1)[0] for word in rest}
-    if not lists and "experiment" not in given:
+    keys = {override.lstrip("+").split("=", 1)[0] for override in rest}
+    if not lists and "experiment" not in keys:
         raise OrchError(
             "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or"
             " --matrix"
         )
-    if not given & {"model", "experiment"}:
+    if not keys & {"model", "experiment"}:
         rest = ["model=tiny", *rest]
     for name in [name.strip() for name in lists[-1].strip("[]").split(",")] if lists else [""]:
         config = load([*rest, *[f"parallel={name}"] * bool(name)], config_dir)
         if config.parallel.auto:
             raise OrchError(f"parallel={name}: verify needs degrees, not a search", Exit.USAGE)
-        yield from _of_layout(name, config, given)
+        yield from _of_layout(name, config, keys)
 
 
-def _of_layout(name: str, config: Config, given: set[str]) -> Iterator[Cell | Verdict]:
+def _of_layout(name: str, config: Config, keys: set[str]) -> Iterator[Cell | Verdict]:
     degrees = scale.asked(config)
-    asked = scale.layout(config.parallel, degrees)
-    words: dict[str, Any] = {
+    requested = scale.layout(config.parallel, degrees)
+    settings: dict[str, Any] = {
         "packed": config.data.isolate_documents,
-        "precision": config.train.precision if "train.precision" in given else "",
+        "precision": config.train.precision if "train.precision" in keys else "",
     }
-    for one in scale.smaller(config, degrees):
-        job = small(config, degrees, one, given)
-        par = job.parallel
-        count = (job.train.global_batch_samples or 0) // (
-            (par.micro_batch_size or 1) * one["dp"] * one["ep"]
+    for small_degrees in scale.smaller(config, degrees):
+        small_config = small(config, degrees, small_degrees, keys)
+        par = small_config.parallel
+        count = (small_config.train.global_batch_samples or 0) // (
+            (par.micro_batch_size or 1) * small_degrees["dp"] * small_degrees["ep"]
         )
-        if job.model == config.model and one == degrees:
-            yield make(name or asked, job, **words)
+        if small_config.model == config.model and small_degrees == degrees:
+            yield make(name or requested, small_config, **settings)
             continue
-        label = scale.layout(par, one)
-        model = job.model
+        label = scale.layout(par, small_degrees)
+        model = small_config.model
         note = (
-            f"{asked}, {scale.ranks(degrees):,} ranks, {config.model.name}; as {label},"
-            f" {scale.ranks(one)} ranks, {count} micro-batches; the model with {model.layers}"
+            f"{requested}, {scale.ranks(degrees):,} ranks, {config.model.name}; as {label},"
+            f" {scale.ranks(small_degrees)} ranks, {count} micro-batches; the model with {model.layers}"
             f" layers, {model.heads} heads, {model.kv_heads} key-value heads, hidden {model.hidden}"
         )
         yield make(
-            f"{name or asked} as {label}" if one != degrees else name or asked,
-            job,
+            f"{name or requested} as {label}" if small_degrees != degrees else name or requested,
+            small_config,
             note=note,
-            **words,
+            **settings,
         )
 
 
@@ -96,7 +98,7 @@ def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Itera
         yield make(entry.name, of_entry(base, entry), packed=packed, empty=empty)
 
 
-def make(name: str, config: Config, note: str = "", **words: Any) -> Cell | Verdict:
+def make(name: str, config: Config, note: str = "", **settings: Any) -> Cell | Verdict:
     """The cell, or the planner's refusal. Raises OrchError for a model too large to hold whole."""
     from orchestrator.planner.build import build_plan
 
@@ -113,7 +115,7 @@ def make(name: str, config: Config, note: str = "", **words: Any) -> Cell | Verd
             f" verify holds several whole float64 copies: at most {scale.MOST_PARAMETERS / 1e6:.0f}"
             " million; leave out model=, or shrink it with model.layers and model.hidden"
         )
-    return Cell(name=name, plan=plan, note=note, **words)
+    return Cell(name=name, plan=plan, note=note, **settings)
 
 
 def of_entry(base: Config, entry: Entry) -> Config:
@@ -147,31 +149,34 @@ def _with_budget(config: Config) -> Config:
     return structs.replace(config, train=structs.replace(config.train, recompute_budget_gib=budget))
 
 
-def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set[str]) -> Config:
+def small(
+    config: Config, degrees: scale.Degrees, small_degrees: scale.Degrees, keys: set[str]
+) -> Config:
     """The job at the degrees `one`, with a batch that one process computes in a second. Keys that
     the user gave stay where the layout does. Raises OrchError."""
-    fits = one == degrees
-    named = any(word.split(".")[0] in ("model", "experiment") for word in given)
-    own_batch = bool(given & {"train.global_batch_samples", "train.global_batch_tokens"})
-    count = scale.micro_batches(config, degrees, one, own_batch or "experiment" in given)
-    config = scale.scaled(config, degrees, one, named)
+    fits = small_degrees == degrees
+    named = any(key.split(".")[0] in ("model", "experiment") for key in keys)
+    own_batch = bool(keys & {"train.global_batch_samples", "train.global_batch_tokens"})
+    count = scale.micro_batches(config, degrees, small_degrees, own_batch or "experiment" in keys)
+    config = scale.scaled(config, degrees, small_degrees, named)
     par = config.parallel
     train = config.train
     nodes = (
         2
-        if config.parallel.expert_all_to_all == "hierarchical" and scale.ranks(one) % 2 == 0
+        if config.parallel.expert_all_to_all == "hierarchical"
+        and scale.ranks(small_degrees) % 2 == 0
         else 1
     )
     config = structs.replace(
-        config, cluster=few_nodes(config.cluster, scale.ranks(one), nodes), nodes=None
+        config, cluster=few_nodes(config.cluster, scale.ranks(small_degrees), nodes), nodes=None
     )
-    if not fits or "train.seq_len" not in given:
-        piece = 2 * one["cp"] * one["tp"]
+    if not fits or "train.seq_len" not in keys:
+        piece = 2 * small_degrees["cp"] * small_degrees["tp"]
         train = structs.replace(train, seq_len=piece * ceil(SEQ_LEN / piece))
     par = structs.replace(par, order=None if not fits else par.order, allow_tp_across_nvlink=True)
     if not fits or not own_batch:
         par = structs.replace(par, micro_batch_size=min(par.micro_batch_size or 1, MOST_SAMPLES))
-        replicas = one["dp"] * one["ep"]
+        replicas = small_degrees["dp"] * small_degrees["ep"]
         count = (
             replicas * (count - 1) + 1
             if par.uneven and replicas > 1 and count > 1
@@ -181,14 +186,14 @@ def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set
         train = structs.replace(train, global_batch_samples=samples, global_batch_tokens=None)
     # What is compared in fp64 and fp32 has no precision of its own; a ramp only says how many
     # samples a step has.
-    if "train.precision" not in given:
+    if "train.precision" not in keys:
         train = structs.replace(train, precision="fp32", grad_dtype="fp32")
-    clip = train.clip_grad_norm if "train.clip_grad_norm" in given else CLIP
+    clip = train.clip_grad_norm if "train.clip_grad_norm" in keys else CLIP
     train = structs.replace(train, batch_ramp=None, clip_grad_norm=clip)
     # A full learning rate from the first of the two steps: weights that hardly move prove little.
     optim = structs.replace(config.optim, warmup_steps=0)
     config = structs.replace(config, parallel=par, train=train, optim=optim)
-    budget = train.recompute == "budget" and "train.recompute_budget_gib" not in given
+    budget = train.recompute == "budget" and "train.recompute_budget_gib" not in keys
     return _with_budget(config) if budget else config
 
 

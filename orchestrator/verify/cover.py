@@ -18,38 +18,42 @@ def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
 
     `legal` must hold for every row that uses fewer axes of a legal row.
     """
-    wanted = {one: None for one in _tuples(levels, strength) if legal(_row(one, len(levels)))}
+    uncovered = {
+        combination: None
+        for combination in _tuples(levels, strength)
+        if legal(_row(combination, len(levels)))
+    }
     rows: list[Row] = []
-    while wanted:
-        row = _row(next(iter(wanted)), len(levels))
-        row = _grow(row, levels, strength, wanted, legal)
-        for one in combinations(_used(row), strength):
-            wanted.pop(one, None)
+    while uncovered:
+        row = _row(next(iter(uncovered)), len(levels))
+        row = _grow(row, levels, strength, uncovered, legal)
+        for combination in combinations(_used(row), strength):
+            uncovered.pop(combination, None)
         rows.append(row)
     return rows
 
 
 def _grow(
-    row: Row, levels: Sequence[int], strength: int, wanted: dict[_Tuple, None], legal: Legal
+    row: Row, levels: Sequence[int], strength: int, uncovered: dict[_Tuple, None], legal: Legal
 ) -> Row:
     """Use further axes, each time with the choice that brings the most combinations still
     wanted."""
     while True:
         best = None
-        most = 0
+        best_gain = 0
         for axis, count in enumerate(levels):
             if row[axis]:
                 continue
             for choice in range(1, count + 1):
-                other = (*row[:axis], choice, *row[axis + 1 :])
+                candidate = (*row[:axis], choice, *row[axis + 1 :])
                 gain = sum(
-                    one in wanted
-                    for one in combinations(_used(other), strength)
-                    if (axis, choice) in one
+                    combination in uncovered
+                    for combination in combinations(_used(candidate), strength)
+                    if (axis, choice) in combination
                 )
-                if gain > most and legal(other):
-                    best = other
-                    most = gain
+                if gain > best_gain and legal(candidate):
+                    best = candidate
+                    best_gain = gain
         if best is None:
             return row
         row = best
@@ -61,8 +65,8 @@ def _tuples(levels: Sequence[int], strength: int) -> Iterator[_Tuple]:
             yield tuple(zip(axes, choices, strict=True))
 
 
-def _row(one: _Tuple, axes: int) -> Row:
-    chosen = dict(one)
+def _row(combination: _Tuple, axes: int) -> Row:
+    chosen = dict(combination)
     return tuple(chosen.get(axis, 0) for axis in range(axes))
 
 

@@ -157,25 +157,27 @@ def cases(
     """Of `parallel=word,word,...`: each word begins a case and the next goes on with it; one word
     alone is gone on with by one process. `home`: a folder that lasts as long as the runs. Raises
     OrchError."""
-    rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
+    rest = [override for override in overrides if not override.lstrip("+").startswith("parallel=")]
     lists = [
-        word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")
+        override.split("=", 1)[1]
+        for override in overrides
+        if override.lstrip("+").startswith("parallel=")
     ]
     if not lists:
         raise OrchError(
             "--against independent needs layouts: parallel=tp2_pp2_zero1,dp4", Exit.USAGE
         )
-    for word in rest:
-        key = word.lstrip("+").split("=", 1)[0]
+    for override in rest:
+        key = override.lstrip("+").split("=", 1)[0]
         if key.split(".")[0] not in OPEN:
             raise OrchError(
                 f"--against independent sets {key} itself; yours: {', '.join(OPEN)}", Exit.USAGE
             )
-    own_model = any(word.lstrip("+").startswith("model") for word in rest)
-    words = [name.strip() for name in lists[-1].strip("[]").split(",")]
+    own_model = any(override.lstrip("+").startswith("model") for override in rest)
+    layouts = [name.strip() for name in lists[-1].strip("[]").split(",")]
     write_corpus(home / "text")
-    for number, first in enumerate(words):
-        second = words[(number + 1) % len(words)] if len(words) > 1 else "dp1"
+    for number, first in enumerate(layouts):
+        second = layouts[(number + 1) % len(layouts)] if len(layouts) > 1 else "dp1"
         for precision in precisions:
             name = f"{first} -> {second}"
             try:
@@ -202,10 +204,11 @@ def make(
 ) -> Case:
     from orchestrator.config.compose import load
 
-    turn = number + PRECISIONS.index(precision)
+    variant = number + PRECISIONS.index(precision)
     base = [] if own_model else ["model=tiny"]
     configs = [
-        load(["cluster=local", *base, *rest, f"parallel={word}"], config_dir) for word in layouts
+        load(["cluster=local", *base, *rest, f"parallel={layout}"], config_dir)
+        for layout in layouts
     ]
     if any(config.parallel.auto for config in configs):
         raise OrchError("--against independent needs degrees, not a search", Exit.USAGE)
@@ -219,12 +222,13 @@ def make(
         model = structs.replace(configs[0].model, **shape | {"layers": layers})
         configs = [structs.replace(config, model=model) for config in configs]
     sizes = [
-        config.parallel.micro_batch_size or 1 + (turn + at) % 3 for at, config in enumerate(configs)
+        config.parallel.micro_batch_size or 1 + (variant + at) % 3
+        for at, config in enumerate(configs)
     ]
     batch = _batch(configs, sizes)
-    apart = (number % 2 == 0) == (precision in ("fp64", "fp16"))
+    isolated = (number % 2 == 0) == (precision in ("fp64", "fp16"))
     plans = [
-        _plan(config, precision, turn, apart, size, batch, home)
+        _plan(config, precision, variant, isolated, size, batch, home)
         for config, size in zip(configs, sizes, strict=True)
     ]
     start = "initial" if precision == "fp64" and number % 2 == 0 else "harsh"
@@ -250,20 +254,29 @@ def _batch(configs: Sequence[Config], sizes: Sequence[int]) -> int:
     ]
     both = lcm(*units)
     for times in count(1):
-        enough = True
+        fits = True
         for config, unit in zip(configs, units, strict=True):
-            each = times * both // unit
+            micro_batches = times * both // unit
             pp = config.parallel.pp or 1
             twice = (config.parallel.schedule or "").startswith("dualpipe")
-            enough &= each >= max(2, 2 * pp if twice else pp) and each % (2 if twice else 1) == 0
-            enough &= config.parallel.vpp in (None, 1) or each % pp == 0
-        if enough:
+            fits &= (
+                micro_batches >= max(2, 2 * pp if twice else pp)
+                and micro_batches % (2 if twice else 1) == 0
+            )
+            fits &= config.parallel.vpp in (None, 1) or micro_batches % pp == 0
+        if fits:
             return times * both
     raise AssertionError
 
 
 def _plan(
-    config: Config, precision: Precision, turn: int, apart: bool, size: int, batch: int, home: Path
+    config: Config,
+    precision: Precision,
+    variant: int,
+    isolated: bool,
+    size: int,
+    batch: int,
+    home: Path,
 ) -> Plan:
     """The layout's plan of the case's job. Raises Refused, OrchError."""
     from orchestrator.planner.build import build_plan
@@ -286,15 +299,15 @@ def _plan(
         seq_len=piece * ceil(SEQ_LEN / piece),
         global_batch_samples=batch,
         global_batch_tokens=None,
-        seed=1234 + turn,
+        seed=1234 + variant,
         precision=precision,
         log_every_steps=1,
         grad_dtype="fp64" if precision == "fp64" else "fp32",
-        clip_grad_norm=0.0 if turn % 4 == 3 else 0.7,
-        recompute=("none", "full", "selective")[turn % 3],
+        clip_grad_norm=0.0 if variant % 4 == 3 else 0.7,
+        recompute=("none", "full", "selective")[variant % 3],
         batch_ramp=(
             BatchRampSpec(start_samples=batch // 2, over_samples=2 * batch)
-            if turn % 4 == 1
+            if variant % 4 == 1
             else None
         ),
     )
@@ -303,21 +316,21 @@ def _plan(
         name="independent",
         paths=[str(home / "text")],
         extensions=[".txt", ".jsonl"],
-        seed=99 + turn,
+        seed=99 + variant,
         cache_dir=str(home / "tokens"),
-        isolate_documents=apart,
+        isolate_documents=isolated,
         demo=False,
     )
     changed = structs.replace(
         config,
         cluster=structs.replace(cluster, gpu=gpu),
         parallel=structs.replace(
-            par, dp=dp, micro_batch_size=size, bucket_mib=(25.0, 2.0**-8)[turn % 2]
+            par, dp=dp, micro_batch_size=size, bucket_mib=(25.0, 2.0**-8)[variant % 2]
         ),
         train=train,
         data=data,
         optim=structs.replace(
-            config.optim, lr=1e-2, weight_decay=0.3, eps=1e-8, **_OPTIM[turn % 4]
+            config.optim, lr=1e-2, weight_decay=0.3, eps=1e-8, **_OPTIM[variant % 4]
         ),
         checkpoint=structs.replace(config.checkpoint, every_steps=1, keep_last=STEPS + 2, dir=None),
         metrics=structs.replace(config.metrics, trace_steps=0),

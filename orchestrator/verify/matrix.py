@@ -95,15 +95,15 @@ class Entry(NamedTuple):
     @property
     def settings(self) -> tuple[str, ...]:
         """The variation as it is: model, buckets, micro-batches, text, masks."""
-        model, buckets, _, text, size, masks = self.variation
-        return model, buckets, f"{self.accumulation} x {size}", text, masks
+        model, buckets, _, packing, size, masks = self.variation
+        return model, buckets, f"{self.accumulation} x {size}", packing, masks
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of a replica; the most, where they take unequal numbers."""
         least = 2 if self._unequal or self._even else 1
-        most = max(self.variation.accumulation, least)
-        return most + most % 2 if self._even else most
+        count = max(self.variation.accumulation, least)
+        return count + count % 2 if self._even else count
 
     @property
     def samples(self) -> int:
@@ -127,12 +127,12 @@ class Entry(NamedTuple):
     @property
     def degrees(self) -> dict[str, Any]:
         """Keys of `parallel`; every degree is set."""
-        found: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "vpp": 1}
+        degrees: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "vpp": 1}
         for technique in self.techniques:
-            found |= technique.parallel
-        if found["zero"] and found["cp"] == 1 and found["dp"] == 1:
-            found["dp"] = 2
-        return found
+            degrees |= technique.parallel
+        if degrees["zero"] and degrees["cp"] == 1 and degrees["dp"] == 1:
+            degrees["dp"] = 2
+        return degrees
 
     @property
     def processes(self) -> int:
@@ -150,21 +150,21 @@ class Entry(NamedTuple):
     @property
     def model(self) -> dict[str, Any]:
         """Fields of the model."""
-        found = {
+        fields = {
             **MODELS[self.variation.model],
             "dropout": max((t.dropout for t in self.techniques), default=0.0),
         }
         for technique in self.techniques:
-            found |= technique.model
-        return found
+            fields |= technique.model
+        return fields
 
     @property
     def train(self) -> dict[str, Any]:
         """Further keys of `train`."""
-        found = dict[str, Any]()
+        keys = dict[str, Any]()
         for technique in self.techniques:
-            found |= technique.train
-        return found
+            keys |= technique.train
+        return keys
 
     @property
     def compile(self) -> bool:
@@ -203,8 +203,8 @@ def quick() -> list[Entry]:
 
 
 def pairs() -> Iterator[tuple[Technique, ...]]:
-    for one, other in combinations(AXES.values(), 2):
-        for pair in product(one, other):
+    for axis, second_axis in combinations(AXES.values(), 2):
+        for pair in product(axis, second_axis):
             if all(technique.pairs == "all" for technique in pair):
                 yield pair
 
@@ -212,8 +212,10 @@ def pairs() -> Iterator[tuple[Technique, ...]]:
 def few_pairs() -> Iterator[tuple[Technique, ...]]:
     for axis, techniques in AXES.items():
         for technique in techniques:
-            others = (deep for other in AXES if other != axis for deep in _deep(other))
-            yield from ((deep, technique) for deep in others if technique.pairs == "deep")
+            deep_techniques = (
+                deep for deep_axis in AXES if deep_axis != axis for deep in _deep(deep_axis)
+            )
+            yield from ((deep, technique) for deep in deep_techniques if technique.pairs == "deep")
 
 
 def triples() -> list[tuple[Technique, ...]]:
@@ -223,7 +225,7 @@ def triples() -> list[tuple[Technique, ...]]:
 
 
 def unequal() -> Iterator[tuple[Technique, ...]]:
-    others = [
+    partners = [
         technique
         for axis in AXES.values()
         for technique in axis
@@ -232,9 +234,9 @@ def unequal() -> Iterator[tuple[Technique, ...]]:
     for one in UNEQUAL:
         yield (one,)
         yield from (
-            (one, other)
-            for other in others
-            if (f"zero{one.parallel['zero']}", other.name) not in REFUSED
+            (one, partner)
+            for partner in partners
+            if (f"zero{one.parallel['zero']}", partner.name) not in REFUSED
         )
 
 
@@ -248,8 +250,10 @@ def _of(row: Row) -> tuple[Technique, ...]:
 
 def _fits(row: Row) -> bool:
     techniques = _of(row)
-    known = any((one.name, other.name) in REFUSED for one, other in combinations(techniques, 2))
-    return not known and _processes(techniques) <= MOST_PROCESSES
+    refused = any(
+        (first.name, second.name) in REFUSED for first, second in combinations(techniques, 2)
+    )
+    return not refused and _processes(techniques) <= MOST_PROCESSES
 
 
 def _processes(techniques: Sequence[Technique]) -> int:
@@ -269,8 +273,8 @@ def _spread(part: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry
             return sum(counts), sum(met["", part] for part in enumerate(variation))
 
         chosen = min(VARIATIONS, key=times)
-        for what in enumerate(chosen):
-            met["", what] += 1
+        for setting in enumerate(chosen):
+            met["", setting] += 1
             for technique in techniques:
-                met[technique.name, what] += 1
+                met[technique.name, setting] += 1
         yield Entry(part, techniques, chosen)

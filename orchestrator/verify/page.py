@@ -20,54 +20,53 @@ COLUMNS = ("loss", "grad", "norm", "weight")
 def lines(verdict: Verdict, look: Style) -> list[str]:
     """One verdict: a line of four numbers a precision, the parameter that is furthest off, and the
     term of the loss or state without gradient that is."""
-    word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
-    found = [f"{word} {look.paint(verdict.name, bold=True)}"]
+    verdict_word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
+    rows = [f"{verdict_word} {look.paint(verdict.name, bold=True)}"]
     if verdict.note:
-        found.append(look.paint(f"          {verdict.note}", GRAY))
+        rows.append(look.paint(f"          {verdict.note}", GRAY))
     if verdict.refused or verdict.failed:
-        return [*found, f"          {verdict.refused or verdict.failed}"]
+        return [*rows, f"          {verdict.refused or verdict.failed}"]
     for precision, errors in verdict.errors.items():
         numbers = "  ".join(f"{name} {getattr(errors, name):7.1e}" for name in COLUMNS)
         limit = look.paint(f"<= {LIMITS[precision]:.0e}", GRAY)
         name, _, alone = precision.partition(", ")
-        found.append(f"  {name}  {numbers}  {limit}{alone and ' of ' + alone}")
-        more = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
-        found.append(
+        rows.append(f"  {name}  {numbers}  {limit}{alone and ' of ' + alone}")
+        further_error = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
+        rows.append(
             look.paint(
-                f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}{more}", GRAY
+                f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}{further_error}",
+                GRAY,
             )
         )
-    return found
+    return rows
 
 
 def independent_lines(verdict: Independent, look: Style) -> list[str]:
     """One verdict of the independent oracle: the worst of each quantity over its bound, and what is
     wrong."""
-    word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
+    verdict_word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
     steps = f"{verdict.steps} steps" + (f", {verdict.skipped} skipped" if verdict.skipped else "")
-    found = [f"{word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"]
+    rows = [f"{verdict_word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"]
     if verdict.refused or verdict.failed:
-        return [*found, f"          {verdict.refused or verdict.failed}"]
-    for what, one in verdict.worst.items():
-        text = f"  {what:<14} {one.error:7.1e} <= {one.bound:7.1e}  {one.where}"
-        beyond = not one.error <= one.bound
-        found.append(
-            look.paint(text.replace("<=", "> "), RED) if beyond else look.paint(text, GRAY)
-        )
+        return [*rows, f"          {verdict.refused or verdict.failed}"]
+    for quantity, error in verdict.worst.items():
+        row = f"  {quantity:<14} {error.error:7.1e} <= {error.bound:7.1e}  {error.where}"
+        beyond = not error.error <= error.bound
+        rows.append(look.paint(row.replace("<=", "> "), RED) if beyond else look.paint(row, GRAY))
     listed = verdict.problems[:MOST_PROBLEMS]
-    more = (
+    further = (
         [f"and {len(verdict.problems) - len(listed)} more"]
         if len(verdict.problems) > len(listed)
         else []
     )
-    return found + [f"  {look.paint(line, RED)}" for line in [*listed, *more]]
+    return rows + [f"  {look.paint(line, RED)}" for line in [*listed, *further]]
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """ "3 equal, 1 refused"."""
     counts = Counter(verdict.word for verdict in verdicts)
     return (
-        ", ".join(f"{counts[word]} {word}" for word in COLOUR if counts[word])
+        ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOUR if counts[outcome])
         or "nothing to verify"
     )
 
@@ -78,20 +77,20 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: str) -> str:
     """The published table: every cell with what was measured, or why it is refused."""
-    found = [HEAD.format(**{f"{name}_limit": f"{LIMITS[name]:.0e}" for name in ALWAYS})]
-    found += [
+    blocks = [HEAD.format(**{f"{name}_limit": f"{LIMITS[name]:.0e}" for name in ALWAYS})]
+    blocks += [
         f"Measured with {versions}: **{summary(list(verdicts.values()))}** of {len(entries)}"
         " cells.\n"
     ]
     largest = _largest(list(verdicts.values()))
     if largest:
-        found += [f"Largest error of all equal cells: {largest}.\n"]
-    found += [_models(), _techniques()]
-    for part, title in PARTS.items():
-        rows = [_row(entry, verdicts[entry.name]) for entry in entries if entry.part == part]
+        blocks += [f"Largest error of all equal cells: {largest}.\n"]
+    blocks += [_models(), _techniques()]
+    for section, title in PARTS.items():
+        rows = [_row(entry, verdicts[entry.name]) for entry in entries if entry.part == section]
         if rows:
-            found += [f"## {title}\n", *TABLE, *rows, ""]
-    return "\n".join(found)
+            blocks += [f"## {title}\n", *TABLE, *rows, ""]
+    return "\n".join(blocks)
 
 
 HEAD = """# Parity: every layout against one process
@@ -138,16 +137,16 @@ def _numbers(errors: Errors | None) -> list[str]:
     return ["" if errors is None else f"{getattr(errors, name):.0e}" for name in COLUMNS]
 
 
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|")
+def _escape(reason: str) -> str:
+    return reason.replace("|", "\\|")
 
 
 def _largest(verdicts: Sequence[Verdict]) -> str:
     equal = [verdict for verdict in verdicts if verdict.equal]
     return ", ".join(
-        f"{precision} {max(found):.1e} (limit {LIMITS[precision]:.0e})"
+        f"{precision} {max(errors):.1e} (limit {LIMITS[precision]:.0e})"
         for precision in ALWAYS
-        if (found := [v.errors[precision].largest for v in equal if precision in v.errors])
+        if (errors := [v.errors[precision].largest for v in equal if precision in v.errors])
     )
 
 

@@ -30,14 +30,14 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1"
         }  # the single process runs while other cells' ranks do
-        left = len(cells)
+        remaining = len(cells)
         with running(command, errors, environment) as (lines, _):
             for line in lines:
-                left -= 1
+                remaining -= 1
                 yield msgspec.json.decode(line, type=Verdict)
-        if left:
+        if remaining:
             raise OrchError(
-                f"trainer.verify stopped with {left} cells to go: {last_line(errors)}",
+                f"trainer.verify stopped with {remaining} cells to go: {last_line(errors)}",
                 Exit.INTERNAL,
             )
 

@@ -49,9 +49,9 @@ def asked(config: Config) -> Degrees:
     degrees = {axis: getattr(par, axis) or 1 for axis in AXES[:-1]}
     model = ranks(degrees)
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    left = max(1, min(gpus, RANKS) // model if model <= RANKS else gpus // model)
+    replicas = max(1, min(gpus, RANKS) // model if model <= RANKS else gpus // model)
     shards = par.zero and degrees["cp"] == 1
-    return degrees | {"dp": par.dp or max(left, LEAST if shards else 1)}
+    return degrees | {"dp": par.dp or max(replicas, LEAST if shards else 1)}
 
 
 def ranks(degrees: Degrees) -> int:
@@ -69,16 +69,16 @@ def smaller(config: Config, degrees: Degrees) -> Iterator[Degrees]:
         least["dp"] = min(degrees["dp"], 4)
     if config.parallel.uneven:
         least["dp"] = min(degrees["dp"], 3)
-    found: list[Degrees] = []
+    layouts: list[Degrees] = []
     for axis in sorted(degrees, key=lambda axis: axis == "ep"):
         room = MOST_RANKS * least[axis] // ranks(least)
-        one = least | {axis: _within(degrees[axis], room)}
-        if degrees[axis] > least[axis] and one not in found:
-            found.append(one)
-        alone = {other: degrees[axis] if other == axis else 1 for other in degrees}
+        scaled_degrees = least | {axis: _within(degrees[axis], room)}
+        if degrees[axis] > least[axis] and scaled_degrees not in layouts:
+            layouts.append(scaled_degrees)
+        alone = {other_axis: degrees[axis] if other_axis == axis else 1 for other_axis in degrees}
         if room < degrees[axis] <= MOST_RANKS and axis != "dp" and degrees[axis] > 1:
-            found.append(alone)  # no room for it beside the others: by itself
-    yield from found
+            layouts.append(alone)  # no room for it beside the others: by itself
+    yield from layouts
 
 
 def _within(degree: int, room: int) -> int:
@@ -147,9 +147,9 @@ def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | Non
         or shared != (kv_heads < tp)
         or heads > MOST_HEADS
     ):
-        each = min(heads // kv_heads, 2)  # queries that share a key-value head
+        queries_per_head = min(heads // kv_heads, 2)  # queries that share a key-value head
         kv_heads = max(1, tp * kv_heads // degrees["tp"]) if shared else tp
-        heads = lcm(2 * divides, kv_heads * each)
+        heads = lcm(2 * divides, kv_heads * queries_per_head)
     large = heads != model.heads or model.hidden > MOST_HIDDEN
     hidden, head_dim = (heads * HEAD_DIM, HEAD_DIM) if large else (model.hidden, model.head_dim)
     return structs.replace(
@@ -215,13 +215,13 @@ def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
     """Of the model on a small layout: unequal stages stay so."""
     layers = config.model.layers
     vpp = virtual_stages(config, degrees, small)
-    whole = degrees["pp"] * (config.parallel.vpp or 1)
+    full_stages = degrees["pp"] * (config.parallel.vpp or 1)
     stages = small["pp"] * vpp
-    if vpp > 1 and layers + 2 == whole:
+    if vpp > 1 and layers + 2 == full_stages:
         return stages - 2  # embedding and head are stages of their own
     if stages <= layers <= 8 or stages == layers:
         return layers
-    return (2 * stages if stages <= 4 else stages) + (layers % whole > 0 and stages > 1)
+    return (2 * stages if stages <= 4 else stages) + (layers % full_stages > 0 and stages > 1)
 
 
 def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool) -> int:
@@ -230,26 +230,30 @@ def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool
     par = config.parallel
     train = config.train
     pp = small["pp"]
-    most = max(4, 2 * small["pp"])
+    count = max(4, 2 * small["pp"])
     samples = train.global_batch_samples or (train.global_batch_tokens or 0) // train.seq_len
-    wanted = samples // ((par.micro_batch_size or 1) * degrees["dp"] * degrees["ep"])
-    if chosen and degrees["pp"] > 1 and 0 < wanted < degrees["pp"]:
-        most = max(1, round(wanted * pp / degrees["pp"]))
+    requested = samples // ((par.micro_batch_size or 1) * degrees["dp"] * degrees["ep"])
+    if chosen and degrees["pp"] > 1 and 0 < requested < degrees["pp"]:
+        count = max(1, round(requested * pp / degrees["pp"]))
     schedule = par.schedule or ("interleaved" if (par.vpp or 1) > 1 and pp > 1 else "1f1b")
     vpp = virtual_stages(config, degrees, small)
-    while schedule in SCHEDULES and illegal(schedule, pp, most, vpp) and most < 8 * pp:
-        if illegal(schedule, pp, most + 1, vpp) and illegal(schedule, pp, most + 2, vpp):
+    while schedule in SCHEDULES and illegal(schedule, pp, count, vpp) and count < 8 * pp:
+        if illegal(schedule, pp, count + 1, vpp) and illegal(schedule, pp, count + 2, vpp):
             break  # nothing that another number mends
-        most += 1
-    return most
+        count += 1
+    return count
 
 
 def layout(par: ParallelSpec, degrees: Degrees) -> str:
     """As `parallel=` takes it."""
     etp = min(par.etp, degrees["tp"]) if par.etp is not None else None
     folded = degrees["tp"] // (etp or degrees["tp"]) * (degrees["cp"] if par.fold_cp else 1)
-    words = degrees | {"ep": degrees["ep"] * folded}
-    parts = [f"{axis}{words[axis]}" for axis in ("tp", "pp", "dp", "cp", "ep") if words[axis] > 1]
-    parts += [f"etp{etp}"] * (etp is not None)
-    parts += [f"zero{par.zero}"] * bool(par.zero) + [f"vpp{par.vpp}"] * ((par.vpp or 1) > 1)
-    return "_".join([*parts, *["sp0"] * (par.sp is False)]) or "dp1"
+    shown_degrees = degrees | {"ep": degrees["ep"] * folded}
+    degree_words = [
+        f"{axis}{shown_degrees[axis]}"
+        for axis in ("tp", "pp", "dp", "cp", "ep")
+        if shown_degrees[axis] > 1
+    ]
+    degree_words += [f"etp{etp}"] * (etp is not None)
+    degree_words += [f"zero{par.zero}"] * bool(par.zero) + [f"vpp{par.vpp}"] * ((par.vpp or 1) > 1)
+    return "_".join([*degree_words, *["sp0"] * (par.sp is False)]) or "dp1"

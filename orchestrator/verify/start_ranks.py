@@ -62,8 +62,8 @@ def _wait(pids: list[int]) -> list[int]:
     end = time.monotonic() + TIMEOUT_S
     while len(codes) < len(pids):
         for pid in pids:
-            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(found[1])
+            if pid not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(status[1])
         if time.monotonic() > end:
             for pid in pids:
                 if pid not in codes:

@@ -27,8 +27,8 @@ class Technique(NamedTuple):
     nodes: int = 1  # that its ranks lie on
 
 
-def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
-    return Technique(f"pp2 {schedule}", {"pp": 2, "vpp": vpp, "schedule": schedule}, **more)
+def _pipeline(schedule: str, vpp: int = 1, **settings: Any) -> Technique:
+    return Technique(f"pp2 {schedule}", {"pp": 2, "vpp": vpp, "schedule": schedule}, **settings)
 
 
 #: Latent attention of a small model.
@@ -303,11 +303,11 @@ _SHARE = {"partition_activations": True}
 _SHARED = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
 
 
-def _away(mode: str, place: str, name: str = "", **train: Any) -> Technique:
+def _away(mode: str, storage: str, name: str = "", **train: Any) -> Technique:
     parallel = {"pp": 2, "schedule": "zb_h1"} if name else {}
-    train = {"offload_activations": place, **train}
+    train = {"offload_activations": storage, **train}
     return Technique(
-        f"{name}{mode}, inputs on the {place}", parallel, mode, pairs="none", train=train
+        f"{name}{mode}, inputs on the {storage}", parallel, mode, pairs="none", train=train
     )
 
 

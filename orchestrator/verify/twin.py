@@ -69,17 +69,24 @@ class Compared(NamedTuple):
 def ranks_to_run(plan: Plan) -> list[int]:
     """A rank of every distinct pipeline stage, and of equal stages the first and the last, which
     hold most and fewest micro-batches in flight."""
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    equal_stages: dict[tuple[object, ...], list[int]] = defaultdict(list)
     last = len(plan.parallel.stage_layers) - 1
     for pp_rank, stages in enumerate(rank_stages(plan.parallel)):
         ranges = [held_layers(plan.model, plan.parallel, stage) for stage in stages]
-        kinds = sum(dense_and_moe(plan.model, part.start, part.stop)[1] for part in ranges)
-        alike[sum(map(len, ranges)), kinds, stages.count(0), stages.count(last)].append(pp_rank)
-    wanted = sorted({place for places in alike.values() for place in (places[0], places[-1])})
+        kinds = sum(
+            dense_and_moe(plan.model, stage_range.start, stage_range.stop)[1]
+            for stage_range in ranges
+        )
+        equal_stages[sum(map(len, ranges)), kinds, stages.count(0), stages.count(last)].append(
+            pp_rank
+        )
+    chosen = sorted(
+        {place for pp_ranks in equal_stages.values() for place in (pp_ranks[0], pp_ranks[-1])}
+    )
     first = {
         rank.coord.pp: rank.rank for rank in reversed(plan.ranks)
     }  # the lowest rank of each stage
-    return [first[place] for place in wanted]
+    return [first[place] for place in chosen]
 
 
 def evenly_chosen(plan: Plan) -> Plan:
@@ -97,7 +104,7 @@ def shortened(plan: Plan) -> Plan:
     par = plan.parallel
     if par.schedule == TABLE or par.replica_micro_batches or plan.job.train.batch_ramp:
         return plan
-    whole = _totals(plan)
+    full_totals = _totals(plan)
     for count in range(par.pp, par.micro_batches):
         samples = par.micro_batch_size * count * par.dp * par.ep
         tokens = samples * plan.job.train.seq_len
@@ -109,7 +116,10 @@ def shortened(plan: Plan) -> Plan:
             global_batch_tokens=tokens,
         )
         shorter = structs.replace(plan, parallel=fewer)
-        if illegal(par.schedule, par.pp, count, par.vpp) is None and _totals(shorter) == whole:
+        if (
+            illegal(par.schedule, par.pp, count, par.vpp) is None
+            and _totals(shorter) == full_totals
+        ):
             return seal(shorter)
     return plan
 
@@ -134,82 +144,87 @@ def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
         errors = Path(folder) / "stderr"
         path.write_bytes(to_json(plan))
         command = [*start.command("trainer.twin"), str(path), "--ranks", ",".join(map(str, ranks))]
-        done = 0
+        finished = 0
         with running(command, errors, os.environ) as (lines, wait):
             for line in lines:
-                done += 1
+                finished += 1
                 yield msgspec.json.decode(line, type=RankRun)
             code = wait()
-        if code or done < len(ranks):
-            why = last_line(errors).removeprefix("trainer.twin: ")
-            raise OrchError(why, Exit(code) if code in set(Exit) else Exit.INTERNAL)
+        if code or finished < len(ranks):
+            message = last_line(errors).removeprefix("trainer.twin: ")
+            raise OrchError(message, Exit(code) if code in set(Exit) else Exit.INTERNAL)
 
 
-def compare(plan: Plan, found: RankRun) -> list[Compared]:
+def compare(plan: Plan, rank_run: RankRun) -> list[Compared]:
     """Memory by category, and transfers by axis and operation, of one rank."""
-    pp_rank = plan.ranks[found.rank].coord.pp
-    return [*_memory(plan, found, pp_rank), *_transfers(plan, found, pp_rank)]
+    pp_rank = plan.ranks[rank_run.rank].coord.pp
+    return [*_memory(plan, rank_run, pp_rank), *_transfers(plan, rank_run, pp_rank)]
 
 
-def _memory(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
+def _memory(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
     account = _accounts(plan)[pp_rank]
     total = account.total - context_bytes(account, plan.cluster.device)  # a twin has tensors alone
     for name in STATES:
         planned = getattr(account, name)
-        enough = max(planned, found.memory[name]) > SMALL * total
-        yield _compared(found.rank, f"memory: {name}", planned, found.memory[name], enough)
-    yield _compared(found.rank, "memory: peak", total, found.peak["total"], True)
+        judged = max(planned, rank_run.memory[name]) > SMALL * total
+        yield _compared(rank_run.rank, f"memory: {name}", planned, rank_run.memory[name], judged)
+    yield _compared(rank_run.rank, "memory: peak", total, rank_run.peak["total"], True)
 
 
-def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
+def _transfers(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
     expected: dict[tuple[str, str], float] = defaultdict(float)
-    for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]:
-        share = _share_of_direct(plan, found.rank, item) if item.axis == "ep" else 1.0
-        expected[item.axis, item.operation] += item.sent_bytes * share
+    for exchange in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[
+        pp_rank
+    ]:
+        share = _share_of_direct(plan, rank_run.rank, exchange) if exchange.axis == "ep" else 1.0
+        expected[exchange.axis, exchange.operation] += exchange.sent_bytes * share
         if (
-            item.axis == "pp" and item.operation == "p2p"
+            exchange.axis == "pp" and exchange.operation == "p2p"
         ):  # both neighbours answer every message with a gradient
-            expected["pp", "receive"] += item.sent_bytes
+            expected["pp", "receive"] += exchange.sent_bytes
     sent: dict[tuple[str, str], float] = defaultdict(float)
-    for index in found.sequence:
-        one = found.transfers[index]
-        if one.axis == "norm":  # one number for the gradient's norm
+    for index in rank_run.sequence:
+        transfer = rank_run.transfers[index]
+        if transfer.axis == "norm":  # one number for the gradient's norm
             continue
-        axis = one.axis if one.axis in ("tp", "cp", "ep", "pp") else "dp"
-        sent[axis, OPERATION.get(one.operation, one.operation)] += one.bytes
+        axis = transfer.axis if transfer.axis in ("tp", "cp", "ep", "pp") else "dp"
+        sent[axis, OPERATION.get(transfer.operation, transfer.operation)] += transfer.bytes
     everything = max(sum(expected.values()), sum(sent.values()))
     for key in sorted(expected.keys() | sent.keys()):
-        enough = max(expected[key], sent[key]) > SMALL * everything
-        yield _compared(found.rank, f"{key[0]} {key[1]}, bytes", expected[key], sent[key], enough)
-    yield from _levels(plan, found)
+        judged = max(expected[key], sent[key]) > SMALL * everything
+        yield _compared(
+            rank_run.rank, f"{key[0]} {key[1]}, bytes", expected[key], sent[key], judged
+        )
+    yield from _levels(plan, rank_run)
 
 
-def _share_of_direct(plan: Plan, rank: int, item: Traffic) -> float:
+def _share_of_direct(plan: Plan, rank: int, exchange: Traffic) -> float:
     """Bytes that an exchange of experts' tokens sends, by domain where the plan asks for that, over
     what it sends directly."""
     group = hierarchy(plan, rank)
     near = (len(group.inside) - 1) / (len(group.inside) * len(group.across) - 1)
     direct = structs.replace(NO_PATH, nvlink_s=1.0, share={NVLINK: near, "network": 1 - near})
     return sum(
-        sum(one.share.values()) for one in phases(direct, plan.model, plan.parallel, item.carried)
+        sum(phase.share.values())
+        for phase in phases(direct, plan.model, plan.parallel, exchange.carried)
     )
 
 
-def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
+def _levels(plan: Plan, rank_run: RankRun) -> Iterator[Compared]:
     """The highest level that transfers of an axis cross, against that of the rank's group in the
     plan. Only where no transfer has the whole group may it be lower: between stages, around a ring,
     of shards within a part of the group.
     """
     par = plan.parallel
     by_ring = par.cp_method in ("ring", "zigzag")
-    whole = {"tp": True, "cp": not by_ring, "pp": False, "dp": not par.zero_group, "ep": True}
-    for axis in whole:
-        seen = [one for one in found.transfers if one.axis == axis]
-        if not seen:
+    spans_group = {"tp": True, "cp": not by_ring, "pp": False, "dp": not par.zero_group, "ep": True}
+    for axis in spans_group:
+        transfers = [transfer for transfer in rank_run.transfers if transfer.axis == axis]
+        if not transfers:
             continue
-        members = _members(plan, axis, found.rank)
+        members = _members(plan, axis, rank_run.rank)
         planned = tier_of(plan, members)
-        real = _worst(plan, {level_of(plan, one) for one in seen})
+        measured = _worst(plan, {level_of(plan, transfer) for transfer in transfers})
         if axis not in (
             "dp",
             "ep",
@@ -217,9 +232,9 @@ def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
             planned = min(
                 planned, plan.placement[axis].worst_level, key=lambda level: _height(plan, level)
             )
-        beyond = _height(plan, real) > _height(plan, planned)
-        off = float("inf") if beyond or (whole[axis] and real != planned) else 0.0
-        yield Compared(found.rank, f"{axis}, level", planned, real, off, True)
+        beyond = _height(plan, measured) > _height(plan, planned)
+        off = float("inf") if beyond or (spans_group[axis] and measured != planned) else 0.0
+        yield Compared(rank_run.rank, f"{axis}, level", planned, measured, off, True)
 
 
 def _members(plan: Plan, axis: str, rank: int) -> set[int]:
@@ -236,12 +251,12 @@ def _members(plan: Plan, axis: str, rank: int) -> set[int]:
         pipeline = next(ranks for ranks in plan.groups["pp"] if rank in ranks)
         holders.add(pipeline[-1 - pipeline.index(rank)])
     groups = plan.groups["grad" if axis == "dp" else axis]
-    return {one for ranks in groups if holders & set(ranks) for one in ranks}
+    return {member for ranks in groups if holders & set(ranks) for member in ranks}
 
 
-def _compared(rank: int, what: str, planned: float, found: float, judged: bool) -> Compared:
-    off = found / planned - 1 if planned else (0.0 if not found else float("inf"))
-    return Compared(rank, what, planned, found, off, judged)
+def _compared(rank: int, figure: str, planned: float, measured: float, judged: bool) -> Compared:
+    off = measured / planned - 1 if planned else (0.0 if not measured else float("inf"))
+    return Compared(rank, figure, planned, measured, off, judged)
 
 
 def level_of(plan: Plan, transfer: Transfer) -> str:
@@ -266,7 +281,7 @@ def tier_of(plan: Plan, ranks: Collection[int]) -> str:
 
 
 def _height(plan: Plan, level: str) -> int:
-    return [SELF, NVLINK, *(one.name for one in plan.cluster.levels)].index(level)
+    return [SELF, NVLINK, *(tier.name for tier in plan.cluster.levels)].index(level)
 
 
 def _worst(plan: Plan, levels: set[str]) -> str:

@@ -91,7 +91,7 @@ def test_a_run_of_orch_run_ends_with_it(home, signals, ready):
     for signum in signals[:-1]:
         child.send_signal(signum)
         if ready is heard:
-            assert any("once more within" in line for line in child.stderr)
+            assert any("again within" in line for line in child.stderr)
     child.send_signal(signals[-1])
     _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 128 + signals[-1], err

@@ -104,7 +104,7 @@ def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):
     assert found.left_out == {"with MIG slices": 1, "with shared GPUs": 1}
     assert main(["topology", "show", str(file)]) == Exit.DONE
     told = capsys.readouterr().out
-    assert "4 nodes, 1 with MIG slices, 1 with shared GPUs" in told and "2/8 GPUs a node" in told
+    assert "4 nodes, 1 with MIG slices, 1 with shared GPUs" in told and "2/8 GPUs per node" in told
     job = [
         "cluster=h100x64",
         f"cluster.topology_file={file}",
@@ -288,7 +288,7 @@ def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monk
     assert resolved and all(
         cluster.node_names and "n4" not in cluster.node_names for cluster in resolved
     )
-    assert err.count("without n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
+    assert err.count("avoids n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
     assert sent == ([["n4"]] if sends else [])
 
 
