@@ -1,4 +1,4 @@
-"""Covering arrays: few rows in which every legal combination of `strength` choices occurs (Cohen et
+"""Covering arrays: a few rows that contain every legal combination of `strength` choices (Cohen et
 al. 1997, "The AETG system", IEEE TSE 23(7); greedy, deterministic).
 """
 
@@ -7,16 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 
-Row = tuple[int, ...]  # the choice on each axis, 0 = the axis is not used
+Row = tuple[int, ...]  # the choice on each axis; 0: the axis is not used
 Legal = Callable[[Row], bool]
 _Tuple = tuple[tuple[int, int], ...]  # (axis, choice), by axis
 
 
 def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
-    """Rows over axes with `levels[i]` choices (numbers 1 to levels[i], 0 for none), each row legal,
-    that together contain every combination of `strength` used axes which some legal row contains.
+    """Returns legal rows over axes with `levels[i]` choices (numbers 1 to levels[i], 0 for none).
+    The rows together contain every combination of choices on `strength` axes that some legal row
+    contains.
 
-    `legal` must hold for every row that uses fewer axes of a legal row.
+    A row with fewer axes of a legal row must be legal, too.
     """
     uncovered = {
         combination: None
@@ -36,8 +37,8 @@ def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
 def _grow(
     row: Row, levels: Sequence[int], strength: int, uncovered: dict[_Tuple, None], legal: Legal
 ) -> Row:
-    """Use further axes, each time with the choice that brings the most combinations still
-    wanted."""
+    """Adds choices on further axes to a row, each time the one with the most uncovered
+    combinations."""
     while True:
         best = None
         best_gain = 0

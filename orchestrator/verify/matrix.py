@@ -1,6 +1,6 @@
-"""The matrix: every technique alone, every pair of techniques, a covering set of triples and
-products of up to eight processes, spread over models, bucket sizes, sizes and numbers of
-micro-batches, masks and kinds of text.
+"""The matrix of `orch verify`: every technique alone, every pair of techniques, a covering set of
+triples, and products on up to eight processes. The entries are spread over models, bucket sizes,
+sizes and numbers of micro-batches, masks, and whole or packed samples.
 
 The techniques are in `techniques.py`.
 """
@@ -26,7 +26,7 @@ _SMALL = {
     "vocab": 257,
     "max_seq_len": 64,
 }
-#: 257 tokens: no tp divides them. Five layers: no pp does.
+#: No tp divides the vocabulary of 257 tokens, and no pp divides the five layers of "uneven".
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {**_SMALL, "layers": 4},
     "tied": {**_SMALL, "layers": 4, "tied_embeddings": True},
@@ -44,8 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "uneven": {**_SMALL, "layers": 5, "kv_heads": 1, "tied_embeddings": True},
 }
 BUCKET_MIB = {"one bucket": 25.0, "many buckets": 2.0**-10}
-#: Micro-batches of a replica: as many as any pipeline has stages, one, and numbers that no degree
-#: divides.
+#: Micro-batches of a replica: as many as the longest pipeline has stages, one, and numbers that no
+#: degree divides.
 ACCUMULATION = (4, 1, 3, 5)
 
 
@@ -53,7 +53,7 @@ class Variation(NamedTuple):
     model: str
     buckets: str
     accumulation: int
-    text: str
+    packing: str  # "whole" samples of one document, or "packed" documents
     size: int  # samples of a micro-batch
     # "uneven": every micro-batch has targets, some more than others; "empty": some have none
     masks: str
@@ -67,7 +67,7 @@ _SETTINGS: tuple[Sequence[Any], ...] = (
     (1, 2, 3),
     ("uneven", "empty"),
 )
-#: Every two settings are together in one.
+#: Variations in which every pair of settings occurs.
 VARIATIONS = tuple(
     Variation(
         *(
@@ -77,13 +77,15 @@ VARIATIONS = tuple(
     )
     for at, row in enumerate(cover([len(choices) for choices in _SETTINGS], 2, lambda row: True))
 )
-PLAIN = Variation("gqa", "one bucket", 4, "whole", 1, "uneven")
+PLAIN = Variation(
+    model="gqa", buckets="one bucket", accumulation=4, packing="whole", size=1, masks="uneven"
+)
 
 
 class Entry(NamedTuple):
-    """One cell to be: techniques of different axes, in a variation."""
+    """The description of a cell: techniques of different axes, in a variation."""
 
-    part: str  # of PARTS
+    section: str  # a key of SECTIONS
     techniques: tuple[Technique, ...]
     variation: Variation
 
@@ -94,20 +96,20 @@ class Entry(NamedTuple):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The variation as it is: model, buckets, micro-batches, text, masks."""
+        """The settings as the page shows them: model, buckets, micro-batches, text, masks."""
         model, buckets, _, packing, size, masks = self.variation
         return model, buckets, f"{self.accumulation} x {size}", packing, masks
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a replica; the most, where they take unequal numbers."""
+        """Micro-batches of a replica; the largest number if replicas take unequal numbers."""
         least = 2 if self._unequal or self._even else 1
         count = max(self.variation.accumulation, least)
         return count + count % 2 if self._even else count
 
     @property
     def samples(self) -> int:
-        """Of the global batch."""
+        """Samples of the global batch."""
         replicas = self.degrees["dp"] * self.degrees["ep"]
         count = (
             replicas * (self.accumulation - 1) + 1
@@ -126,7 +128,7 @@ class Entry(NamedTuple):
 
     @property
     def degrees(self) -> dict[str, Any]:
-        """Keys of `parallel`; every degree is set."""
+        """Keys of `parallel`, with every degree."""
         degrees: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "vpp": 1}
         for technique in self.techniques:
             degrees |= technique.parallel
@@ -149,7 +151,7 @@ class Entry(NamedTuple):
 
     @property
     def model(self) -> dict[str, Any]:
-        """Fields of the model."""
+        """The fields of the model that the techniques and the variation set."""
         fields = {
             **MODELS[self.variation.model],
             "dropout": max((t.dropout for t in self.techniques), default=0.0),
@@ -160,7 +162,7 @@ class Entry(NamedTuple):
 
     @property
     def train(self) -> dict[str, Any]:
-        """Further keys of `train`."""
+        """The further keys of `train` that the techniques set."""
         keys = dict[str, Any]()
         for technique in self.techniques:
             keys |= technique.train
@@ -171,7 +173,7 @@ class Entry(NamedTuple):
         return any(technique.compile for technique in self.techniques)
 
 
-PARTS = {
+SECTIONS = {
     "alone": "Every technique alone",
     "pair": "Every pair",
     "product": "A covering set of triples, and products up to eight processes",
@@ -180,7 +182,7 @@ PARTS = {
 
 
 def full() -> list[Entry]:
-    """Every cell of docs/parity.md."""
+    """Returns the entries of docs/parity.md."""
     alone = [
         Entry("alone", (), variation) for variation in dict.fromkeys((PLAIN, *VARIATIONS[::3]))
     ]
@@ -195,14 +197,15 @@ def full() -> list[Entry]:
 
 
 def quick() -> list[Entry]:
-    """Every deep technique alone, and a few products."""
+    """Returns every deep technique alone, and a few products."""
     deep = [technique for axis in AXES for technique in _deep(axis)]
-    few = [_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 1, _fits)]
+    few = [_techniques_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 1, _fits)]
     products = _spread("product", (techniques for techniques in few if len(techniques) > 1))
     return [Entry("alone", (), PLAIN), *(Entry("alone", (t,), PLAIN) for t in deep), *products]
 
 
 def pairs() -> Iterator[tuple[Technique, ...]]:
+    """Yields every pair of techniques of different axes that are combined with all others."""
     for axis, second_axis in combinations(AXES.values(), 2):
         for pair in product(axis, second_axis):
             if all(technique.pairs == "all" for technique in pair):
@@ -210,6 +213,7 @@ def pairs() -> Iterator[tuple[Technique, ...]]:
 
 
 def few_pairs() -> Iterator[tuple[Technique, ...]]:
+    """Yields the pairs of techniques that are combined with deep techniques alone."""
     for axis, techniques in AXES.items():
         for technique in techniques:
             deep_techniques = (
@@ -219,12 +223,13 @@ def few_pairs() -> Iterator[tuple[Technique, ...]]:
 
 
 def triples() -> list[tuple[Technique, ...]]:
-    """Every triple of deep techniques that is legal is in one of these; most hold four or five on
-    eight processes."""
-    return [_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 3, _fits)]
+    """Returns products that contain every legal triple of deep techniques; most have four or five
+    techniques on eight processes."""
+    return [_techniques_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 3, _fits)]
 
 
 def unequal() -> Iterator[tuple[Technique, ...]]:
+    """Yields the techniques with unequal replicas, alone and with each partner."""
     partners = [
         technique
         for axis in AXES.values()
@@ -244,12 +249,13 @@ def _deep(axis: str) -> list[Technique]:
     return [technique for technique in AXES[axis] if technique.deep]
 
 
-def _of(row: Row) -> tuple[Technique, ...]:
+def _techniques_of(row: Row) -> tuple[Technique, ...]:
     return tuple(_deep(axis)[choice - 1] for axis, choice in zip(AXES, row, strict=True) if choice)
 
 
 def _fits(row: Row) -> bool:
-    techniques = _of(row)
+    """Whether the trainer runs the techniques of the row together, on few enough processes."""
+    techniques = _techniques_of(row)
     refused = any(
         (first.name, second.name) in REFUSED for first, second in combinations(techniques, 2)
     )
@@ -260,21 +266,22 @@ def _processes(techniques: Sequence[Technique]) -> int:
     return Entry("", tuple(techniques), PLAIN).processes
 
 
-def _spread(part: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry]:
-    """Give each cell the variation whose parts its techniques have met least, so that all meet
-    all."""
+def _spread(section: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry]:
+    """Gives each entry the variation whose settings its techniques have met least, so that every
+    technique meets every setting."""
     met: Counter[tuple[str, tuple[int, Any]]] = Counter()
     for techniques in cells:
 
-        def times(
+        def times_met(
             variation: Variation, techniques: tuple[Technique, ...] = techniques
         ) -> tuple[int, int]:
-            counts = [met[t.name, part] for t in techniques for part in enumerate(variation)]
-            return sum(counts), sum(met["", part] for part in enumerate(variation))
+            settings = list(enumerate(variation))
+            by_techniques = sum(met[t.name, setting] for t in techniques for setting in settings)
+            return by_techniques, sum(met["", setting] for setting in settings)
 
-        chosen = min(VARIATIONS, key=times)
+        chosen = min(VARIATIONS, key=times_met)
         for setting in enumerate(chosen):
             met["", setting] += 1
             for technique in techniques:
                 met[technique.name, setting] += 1
-        yield Entry(part, techniques, chosen)
+        yield Entry(section, techniques, chosen)

@@ -1,4 +1,4 @@
-"""Verdicts for a terminal, and docs/parity.md."""
+"""The pages of `orch verify`: verdicts for a terminal, and docs/parity.md."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from orchestrator.plan.parity import ALWAYS, LIMITS, Errors, Verdict
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style
 
 from .independent import Verdict as Independent
-from .matrix import AXES, MODELS, PARTS, UNEQUAL, Entry
+from .matrix import AXES, MODELS, SECTIONS, UNEQUAL, Entry
 
 COLOUR = {"equal": GREEN, "DIFFERENT": RED, "failed": RED, "refused": YELLOW}
-#: Lines of the independent oracle that are shown.
+#: Problems of a verdict that are shown.
 MOST_PROBLEMS = 5
 COLUMNS = ("loss", "grad", "norm", "weight")
 
 
 def lines(verdict: Verdict, look: Style) -> list[str]:
-    """One verdict: a line of four numbers a precision, the parameter that is furthest off, and the
-    term of the loss or state without gradient that is."""
+    """Returns the lines of a verdict: four errors per precision, the parameter with the largest
+    error, and the loss term or state without gradient with the largest error."""
     verdict_word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
     rows = [f"{verdict_word} {look.paint(verdict.name, bold=True)}"]
     if verdict.note:
@@ -29,8 +29,8 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
     for precision, errors in verdict.errors.items():
         numbers = "  ".join(f"{name} {getattr(errors, name):7.1e}" for name in COLUMNS)
         limit = look.paint(f"<= {LIMITS[precision]:.0e}", GRAY)
-        name, _, alone = precision.partition(", ")
-        rows.append(f"  {name}  {numbers}  {limit}{alone and ' of ' + alone}")
+        name, _, subset = precision.partition(", ")
+        rows.append(f"  {name}  {numbers}  {limit}{subset and ' of ' + subset}")
         further_error = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
         rows.append(
             look.paint(
@@ -42,28 +42,28 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
 
 
 def independent_lines(verdict: Independent, look: Style) -> list[str]:
-    """One verdict of the independent oracle: the worst of each quantity over its bound, and what is
-    wrong."""
+    """Returns the lines of a verdict of the independent trainer: the largest error of each quantity
+    against its bound, and the problems."""
     verdict_word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
-    steps = f"{verdict.steps} steps" + (f", {verdict.skipped} skipped" if verdict.skipped else "")
+    steps = f"{verdict.steps} steps"
+    if verdict.skipped:
+        steps += f", {verdict.skipped} skipped"
     rows = [f"{verdict_word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"]
     if verdict.refused or verdict.failed:
         return [*rows, f"          {verdict.refused or verdict.failed}"]
     for quantity, error in verdict.worst.items():
         row = f"  {quantity:<14} {error.error:7.1e} <= {error.bound:7.1e}  {error.where}"
+        # Not `>`: an error that is not a number is beyond its bound.
         beyond = not error.error <= error.bound
         rows.append(look.paint(row.replace("<=", "> "), RED) if beyond else look.paint(row, GRAY))
-    listed = verdict.problems[:MOST_PROBLEMS]
-    further = (
-        [f"and {len(verdict.problems) - len(listed)} more"]
-        if len(verdict.problems) > len(listed)
-        else []
-    )
-    return rows + [f"  {look.paint(line, RED)}" for line in [*listed, *further]]
+    problems = list(verdict.problems[:MOST_PROBLEMS])
+    if len(verdict.problems) > len(problems):
+        problems.append(f"and {len(verdict.problems) - len(problems)} more")
+    return rows + [f"  {look.paint(problem, RED)}" for problem in problems]
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """ "3 equal, 1 refused"."""
+    """Counts the verdicts: "3 equal, 1 refused"."""
     counts = Counter(verdict.word for verdict in verdicts)
     return (
         ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOUR if counts[outcome])
@@ -71,12 +71,11 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     )
 
 
-# -------------------------------------------------------------------------------------------
-#     docs/parity.md
+# -------------------------------------------------------------------------------- docs/parity.md
 
 
 def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: str) -> str:
-    """The published table: every cell with what was measured, or why it is refused."""
+    """Returns docs/parity.md: every cell with its measured errors, or the reason of its refusal."""
     blocks = [HEAD.format(**{f"{name}_limit": f"{LIMITS[name]:.0e}" for name in ALWAYS})]
     blocks += [
         f"Measured with {versions}: **{summary(list(verdicts.values()))}** of {len(entries)}"
@@ -86,8 +85,8 @@ def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: s
     if largest:
         blocks += [f"Largest error of all equal cells: {largest}.\n"]
     blocks += [_models(), _techniques()]
-    for section, title in PARTS.items():
-        rows = [_row(entry, verdicts[entry.name]) for entry in entries if entry.part == section]
+    for section, title in SECTIONS.items():
+        rows = [_row(entry, verdicts[entry.name]) for entry in entries if entry.section == section]
         if rows:
             blocks += [f"## {title}\n", *TABLE, *rows, ""]
     return "\n".join(blocks)

@@ -1,10 +1,10 @@
-"""Any layout of any size, scaled down to what one machine runs.
+"""Scaling layouts of any size down to what one machine can run.
 
-Arithmetic goes wrong where techniques meet and where a degree passes a ratio (stages to
-micro-batches, tp to key-value heads, layers to stages), not by thousands of ranks. So a layout that
-is too large becomes a few small ones: in each, one degree is as large as the machine lets it be,
-the others at their least, and every technique is there. A model is scaled in kind: norms,
-positions, activations and ratios stay, sizes go.
+Errors of arithmetic come from combinations of techniques, and from degrees that pass a ratio
+(stages to micro-batches, tp to key-value heads, layers to stages), not from thousands of ranks. So
+a layout that is too large becomes a few small ones with every technique: in each, one degree is as
+large as the machine allows, and the others are at their least. A model keeps its norms, positions,
+activations and ratios, and loses its size.
 """
 
 from __future__ import annotations
@@ -24,43 +24,48 @@ from .techniques import MLA
 
 #: Most ranks of a small layout: 32 take ten seconds and a gigabyte on two cores.
 MOST_RANKS = 32
-#: Ranks that a layout gets where dp is left out: as many as the cluster has, and no more than this.
+#: Most ranks of a layout without dp, which otherwise fills the cluster.
 RANKS = 8
-#: One process holds the model in float64 with its optimizer, and every rank its part of that.
+#: Most parameters of a model: one process holds the model in float64 with its optimizer, and every
+#: rank a part of that.
 MOST_PARAMETERS = 50_000_000
-#: What a model that is scaled down gets, and from which size on it gets that.
+#: Head dimension of models that are scaled down, and their largest sizes.
 HEAD_DIM = 8
 VOCAB = 257
 MOST_HEADS = 32
 MOST_HIDDEN = 512
 MOST_STAGES = 16
-#: Least degree at which an axis that is used does all that it does: a hybrid of two groups of two
-#: wants four ranks.
+#: Least degree at which an axis does everything that it does at larger degrees. (A hybrid of two
+#: groups of two needs four ranks.)
 LEAST = 2
 
 AXES = ("tp", "pp", "cp", "ep", "dp")
 Degrees = dict[str, int]
 
 
-def asked(config: Config) -> Degrees:
-    """The degrees of a layout of words; dp that is left out is what the cluster leaves, and where
-    that is nothing, what ZeRO has to have."""
+def requested_degrees(config: Config) -> Degrees:
+    """Returns the degrees of the configured layout. A missing dp uses the rest of the cluster, and
+    is at least what ZeRO needs."""
     par = config.parallel
     degrees = {axis: getattr(par, axis) or 1 for axis in AXES[:-1]}
-    model = ranks(degrees)
+    if par.dp:
+        return degrees | {"dp": par.dp}
+    model_ranks = ranks(degrees)
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    replicas = max(1, min(gpus, RANKS) // model if model <= RANKS else gpus // model)
-    shards = par.zero and degrees["cp"] == 1
-    return degrees | {"dp": par.dp or max(replicas, LEAST if shards else 1)}
+    if model_ranks <= RANKS:
+        gpus = min(gpus, RANKS)
+    shards_over_dp = par.zero and degrees["cp"] == 1
+    least = LEAST if shards_over_dp else 1
+    return degrees | {"dp": max(gpus // model_ranks, least)}
 
 
 def ranks(degrees: Degrees) -> int:
     return prod(degrees.values())
 
 
-def smaller(config: Config, degrees: Degrees) -> Iterator[Degrees]:
-    """`degrees` as they are if the machine runs them, else the small layouts that stand for
-    them."""
+def small_layouts(config: Config, degrees: Degrees) -> Iterator[Degrees]:
+    """Yields the degrees unchanged if this machine runs them, else those of the small layouts in
+    their place."""
     if ranks(degrees) <= MOST_RANKS:
         yield degrees
         return
@@ -77,62 +82,69 @@ def smaller(config: Config, degrees: Degrees) -> Iterator[Degrees]:
             layouts.append(scaled_degrees)
         alone = {other_axis: degrees[axis] if other_axis == axis else 1 for other_axis in degrees}
         if room < degrees[axis] <= MOST_RANKS and axis != "dp" and degrees[axis] > 1:
-            layouts.append(alone)  # no room for it beside the others: by itself
+            layouts.append(alone)  # too large beside the other axes, so without them
     yield from layouts
 
 
 def _within(degree: int, room: int) -> int:
-    """The largest divisor of a degree that there is room for; for one with few divisors the room
+    """Returns the largest divisor of a degree up to `room`; for a degree with few divisors `room`
     itself, made even."""
     best = max(number for number in range(1, min(degree, room) + 1) if degree % number == 0)
     return best if best > room // 2 or best == degree else max(room - room % 2, 1)
 
 
 def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Config:
-    """The job at other degrees, with a model and stages that keep the ratios. `named`: the user
-    chose the model, which stays as it is where the layout does and it is not too large."""
+    """Returns the job at small degrees, with a model and stages of the same ratios. `named`: the
+    user chose the model, which stays unchanged if the layout does and it is not too large."""
     par = config.parallel
     fits = small == degrees
     pipelined = small["pp"] > 1
     vpp = virtual_stages(config, degrees, small)
-    listed = par.stage_layers
-    group = par.zero_group
+    stage_layers = par.stage_layers
+    zero_group = par.zero_group
     if not fits:
-        listed = _stages(listed, small["pp"] * vpp) if listed and pipelined else None
-        alike = ranks({axis: small[axis] for axis in ("dp", "cp", "ep")})  # hold the same weights
-        group = (
-            group
-            if alike % max(group, 1) == 0 and group < alike
-            else LEAST
-            if alike >= 2 * LEAST
-            else 0
-        )
-    changes: dict[str, Any] = {"vpp": vpp, "zero_group": group, "stage_layers": listed}
+        stages = small["pp"] * vpp
+        stage_layers = _stages(stage_layers, stages) if stage_layers and pipelined else None
+        zero_group = _zero_group(zero_group, small)
+    changes: dict[str, Any] = {"vpp": vpp, "zero_group": zero_group, "stage_layers": stage_layers}
     if par.etp is not None:
         changes["etp"] = tensor_ranks(config, small)
     if not pipelined and degrees["pp"] > 1:
         changes |= {"schedule": None, "schedule_file": None}
     model = config.model
     if not (fits and named) or resolve(model).parameters > MOST_PARAMETERS:
-        model = _in_kind(config, degrees, small, sum(listed) if listed else None)
+        layers = sum(stage_layers) if stage_layers else None
+        model = _small_model(config, degrees, small, layers)
     return structs.replace(config, model=model, parallel=structs.replace(par, **small, **changes))
 
 
-def _stages(listed: list[int], stages: int) -> list[int]:
-    """Layers of fewer stages: the first and the last as they are to the others, each of one layer,
-    two or none."""
-    usual = sorted(listed)[len(listed) // 2]
+def _zero_group(group: int, small: Degrees) -> int:
+    """Returns the size of ZeRO's groups on a small layout: unchanged if it divides the ranks with
+    the same weights, else the least one; 0 if there is no room for two groups."""
+    replicas = ranks({axis: small[axis] for axis in ("dp", "cp", "ep")})
+    if replicas % max(group, 1) == 0 and group < replicas:
+        return group
+    return LEAST if replicas >= 2 * LEAST else 0
+
+
+def _stages(stage_layers: list[int], stages: int) -> list[int]:
+    """Returns the layers of fewer stages: none, one or two for each, so that the first and the last
+    compare with the others as before."""
+    median = sorted(stage_layers)[len(stage_layers) // 2]
 
     def few(layers: int) -> int:
-        return 0 if layers == 0 else 1 if layers < usual else 2
+        if layers == 0:
+            return 0
+        return 1 if layers < median else 2
 
-    middle = [few(listed[1 + at % max(len(listed) - 2, 1)]) for at in range(stages - 2)]
-    return [few(listed[0]), *middle, few(listed[-1])]
+    inner = max(len(stage_layers) - 2, 1)
+    middle = [few(stage_layers[1 + index % inner]) for index in range(stages - 2)]
+    return [few(stage_layers[0]), *middle, few(stage_layers[-1])]
 
 
-def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | None) -> ModelSpec:
-    """The model in small: what the small degrees do not divide, and what is too large, is replaced.
-    `layers`: as many, where that is known."""
+def _small_model(config: Config, degrees: Degrees, small: Degrees, layers: int | None) -> ModelSpec:
+    """Returns the model with smaller sizes: those that the small degrees do not divide, and those
+    that are too large, are replaced. `layers`: their number, if it is known."""
     model = config.model
     par = config.parallel
     tp = small["tp"]
@@ -150,8 +162,19 @@ def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | Non
         queries_per_head = min(heads // kv_heads, 2)  # queries that share a key-value head
         kv_heads = max(1, tp * kv_heads // degrees["tp"]) if shared else tp
         heads = lcm(2 * divides, kv_heads * queries_per_head)
-    large = heads != model.heads or model.hidden > MOST_HIDDEN
-    hidden, head_dim = (heads * HEAD_DIM, HEAD_DIM) if large else (model.hidden, model.head_dim)
+    hidden = model.hidden
+    head_dim = model.head_dim
+    if heads != model.heads or model.hidden > MOST_HIDDEN:
+        hidden = heads * HEAD_DIM
+        head_dim = HEAD_DIM
+    if ffn % tp or ffn > 4 * MOST_HIDDEN:
+        ffn = tp * ceil(48 / tp)
+    moe = model.moe
+    if moe is not None:
+        moe = _few_experts(moe, small, expert_ranks(config, small))
+    mla = model.mla
+    if mla is not None:
+        mla = structs.replace(MLA, q_lora_rank=min(mla.q_lora_rank, MLA.q_lora_rank))
     return structs.replace(
         model,
         heads=heads,
@@ -159,24 +182,23 @@ def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | Non
         head_dim=head_dim,
         hidden=hidden,
         layers=layers or _layers(config, degrees, small),
-        ffn_hidden=tp * ceil(48 / tp) if ffn % tp or ffn > 4 * MOST_HIDDEN else ffn,
+        ffn_hidden=ffn,
         vocab=min(model.vocab, VOCAB),
         max_seq_len=min(model.max_seq_len, MOST_HIDDEN),
-        moe=_few_experts(model.moe, small, spread_of(config, small)) if model.moe else None,
-        mla=structs.replace(MLA, q_lora_rank=min(model.mla.q_lora_rank, MLA.q_lora_rank))
-        if model.mla
-        else None,
+        moe=moe,
+        mla=mla,
     )
 
 
-def spread_of(config: Config, small: Degrees) -> int:
-    """Ranks with different experts, of small degrees."""
+def expert_ranks(config: Config, small: Degrees) -> int:
+    """Returns the number of ranks with different experts on a small layout."""
     folded = small["cp"] if config.parallel.fold_cp else 1
     return small["tp"] // tensor_ranks(config, small) * folded * small["ep"]
 
 
 def tensor_ranks(config: Config, small: Degrees) -> int:
-    """Ranks that each expert is cut over, of small degrees: fewer than tp, where that is so."""
+    """Returns the number of ranks that share each expert on a small layout: fewer than tp if the
+    large layout has fewer."""
     par = config.parallel
     tp = small["tp"]
     if par.etp is None or par.etp >= (par.tp or 1):
@@ -185,7 +207,8 @@ def tensor_ranks(config: Config, small: Degrees) -> int:
 
 
 def _few_experts(moe: Moe, small: Degrees, ranks: int) -> Moe:
-    """Two or more on each rank, in two groups for each that a token may use, chosen as before."""
+    """Returns a mixture with at least two experts per rank, and two groups for each group that a
+    token may use. The choice of experts is unchanged."""
     top_groups = min(moe.top_groups, 2)
     groups = 2 * top_groups if moe.groups > 1 else 1
     experts = lcm(2 * ranks, groups) * (2 if groups > 1 else 1)
@@ -202,8 +225,8 @@ def _few_experts(moe: Moe, small: Degrees, ranks: int) -> Moe:
 
 
 def virtual_stages(config: Config, degrees: Degrees, small: Degrees) -> int:
-    """A rank's: as many as are asked for, fewer where a small layout would have more than
-    MOST_STAGES."""
+    """Returns the number of stages per rank: as configured, or fewer if a small layout would have
+    more than MOST_STAGES."""
     vpp = config.parallel.vpp or 1
     pp = small["pp"]
     if pp == 1 and degrees["pp"] > 1:
@@ -212,7 +235,7 @@ def virtual_stages(config: Config, degrees: Degrees, small: Degrees) -> int:
 
 
 def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
-    """Of the model on a small layout: unequal stages stay so."""
+    """Returns the number of layers of the model on a small layout: unequal stages stay unequal."""
     layers = config.model.layers
     vpp = virtual_stages(config, degrees, small)
     full_stages = degrees["pp"] * (config.parallel.vpp or 1)
@@ -225,8 +248,8 @@ def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
 
 
 def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool) -> int:
-    """For a replica: so many that a pipeline is full, or fewer than stages where the user has
-    `chosen` a batch that is so; a legal number."""
+    """Returns a legal number of micro-batches per replica: enough to fill the pipeline, or fewer
+    than stages if the user has `chosen` such a batch."""
     par = config.parallel
     train = config.train
     pp = small["pp"]
@@ -239,13 +262,13 @@ def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool
     vpp = virtual_stages(config, degrees, small)
     while schedule in SCHEDULES and illegal(schedule, pp, count, vpp) and count < 8 * pp:
         if illegal(schedule, pp, count + 1, vpp) and illegal(schedule, pp, count + 2, vpp):
-            break  # nothing that another number mends
+            break  # another number does not help
         count += 1
     return count
 
 
 def layout(par: ParallelSpec, degrees: Degrees) -> str:
-    """As `parallel=` takes it."""
+    """Returns the layout as `parallel=` takes it."""
     etp = min(par.etp, degrees["tp"]) if par.etp is not None else None
     folded = degrees["tp"] // (etp or degrees["tp"]) * (degrees["cp"] if par.fold_cp else 1)
     shown_degrees = degrees | {"ep": degrees["ep"] * folded}
@@ -254,6 +277,12 @@ def layout(par: ParallelSpec, degrees: Degrees) -> str:
         for axis in ("tp", "pp", "dp", "cp", "ep")
         if shown_degrees[axis] > 1
     ]
-    degree_words += [f"etp{etp}"] * (etp is not None)
-    degree_words += [f"zero{par.zero}"] * bool(par.zero) + [f"vpp{par.vpp}"] * ((par.vpp or 1) > 1)
-    return "_".join([*degree_words, *["sp0"] * (par.sp is False)]) or "dp1"
+    if etp is not None:
+        degree_words.append(f"etp{etp}")
+    if par.zero:
+        degree_words.append(f"zero{par.zero}")
+    if (par.vpp or 1) > 1:
+        degree_words.append(f"vpp{par.vpp}")
+    if par.sp is False:
+        degree_words.append("sp0")
+    return "_".join(degree_words) or "dp1"

@@ -1,9 +1,9 @@
-"""The digital twin: ranks of a plan run by the trainer's own code without data and peers, held
-against the plan.
+"""The digital twin: ranks of a plan, run by the trainer's own code without data and peers, and
+compared with the plan.
 
-`python -m trainer.twin` runs one rank at full size under fake tensors; it answers with its bytes of
-memory by category and every transfer of a step. Here those are compared with what the planner
-expects of the same pipeline rank.
+`python -m trainer.twin` runs a rank at full size under fake tensors, and reports its bytes of
+memory by category and every transfer of a step. This module compares those with the planner's
+predictions for the same pipeline rank.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from orchestrator.planner.model.stages import held_layers, rank_stages
 
 from .run_cells import last_line, running
 
-TOLERANCE = 0.05  # of the plan's figure
-#: Categories smaller than this share of a rank's memory, and axes of less than this share of its
-#: bytes, are not judged.
+TOLERANCE = 0.05  # share of the planned figure
+#: Categories below this share of a rank's memory, and transfers below this share of its bytes, are
+#: not judged.
 SMALL = 0.005
 STATES = ("params", "grads", "optimizer", "activations")
-#: What the trainer calls an operation -> what the plan does.
+#: Names of operations: in the trainer -> in the plan.
 OPERATION = {
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -58,7 +58,7 @@ class Compared(NamedTuple):
     what: str  # "memory: grads", "tp all_gather, bytes", "tp, level"
     planned: float | str
     found: float | str
-    off: float  # found / planned - 1; infinite where one of them is nothing
+    off: float  # found / planned - 1; infinite if the plan has nothing, or levels differ
     judged: bool
 
     @property
@@ -67,40 +67,32 @@ class Compared(NamedTuple):
 
 
 def ranks_to_run(plan: Plan) -> list[int]:
-    """A rank of every distinct pipeline stage, and of equal stages the first and the last, which
-    hold most and fewest micro-batches in flight."""
+    """Returns a rank of every distinct pipeline stage; of equal stages the first and the last,
+    which have the most and the fewest micro-batches in flight."""
     equal_stages: dict[tuple[object, ...], list[int]] = defaultdict(list)
     last = len(plan.parallel.stage_layers) - 1
     for pp_rank, stages in enumerate(rank_stages(plan.parallel)):
         ranges = [held_layers(plan.model, plan.parallel, stage) for stage in stages]
-        kinds = sum(
-            dense_and_moe(plan.model, stage_range.start, stage_range.stop)[1]
-            for stage_range in ranges
-        )
-        equal_stages[sum(map(len, ranges)), kinds, stages.count(0), stages.count(last)].append(
-            pp_rank
-        )
-    chosen = sorted(
-        {place for pp_ranks in equal_stages.values() for place in (pp_ranks[0], pp_ranks[-1])}
-    )
-    first = {
-        rank.coord.pp: rank.rank for rank in reversed(plan.ranks)
-    }  # the lowest rank of each stage
-    return [first[place] for place in chosen]
+        layers = sum(map(len, ranges))
+        moe_layers = sum(dense_and_moe(plan.model, held.start, held.stop)[1] for held in ranges)
+        kind = (layers, moe_layers, stages.count(0), stages.count(last))
+        equal_stages[kind].append(pp_rank)
+    chosen = {pp_ranks[index] for pp_ranks in equal_stages.values() for index in (0, -1)}
+    lowest_rank = {rank.coord.pp: rank.rank for rank in reversed(plan.ranks)}
+    return [lowest_rank[pp_rank] for pp_rank in sorted(chosen)]
 
 
 def evenly_chosen(plan: Plan) -> Plan:
-    """`plan` with experts that are chosen equally often, as its twin chooses them."""
+    """Returns the plan with experts that are chosen equally often, as the twin chooses them."""
     if plan.parallel.expert_imbalance is UNSET:
         return plan
-    return seal(
-        structs.replace(plan, parallel=structs.replace(plan.parallel, expert_imbalance=UNSET))
-    )
+    parallel = structs.replace(plan.parallel, expert_imbalance=UNSET)
+    return seal(structs.replace(plan, parallel=parallel))
 
 
 def shortened(plan: Plan) -> Plan:
-    """`plan` with as few micro-batches as keep the memory of every rank: more of them repeat what
-    the last ones do."""
+    """Returns the plan with the fewest micro-batches that need the same memory on every rank.
+    Further micro-batches repeat the transfers of the last ones."""
     par = plan.parallel
     if par.schedule == TABLE or par.replica_micro_batches or plan.job.train.batch_ramp:
         return plan
@@ -129,16 +121,16 @@ def _totals(plan: Plan) -> list[int]:
 
 
 def _accounts(plan: Plan) -> list[Memory]:
-    """Of each pipeline rank, as the bundled trainer has it."""
+    """Returns the planned memory of each pipeline rank under the bundled trainer."""
     recipe = recipe_of("orch", plan.job.optim)
     return memory_by_pp_rank(
-        plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul
+        plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, matmul=plan.job.matmul
     )
 
 
 def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
-    """The second step of each rank, in order. Raises OrchError (65) where the trainer does not run
-    the plan."""
+    """Runs the ranks, and yields the second step of each in order. Raises OrchError (65) if the
+    trainer does not run the plan."""
     with tempfile.TemporaryDirectory(prefix="orch-twin-") as folder:
         path = Path(folder) / "plan.json"
         errors = Path(folder) / "stderr"
@@ -156,14 +148,15 @@ def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
 
 
 def compare(plan: Plan, rank_run: RankRun) -> list[Compared]:
-    """Memory by category, and transfers by axis and operation, of one rank."""
+    """Compares the memory by category, and the transfers by axis and operation, of one rank."""
     pp_rank = plan.ranks[rank_run.rank].coord.pp
     return [*_memory(plan, rank_run, pp_rank), *_transfers(plan, rank_run, pp_rank)]
 
 
 def _memory(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
     account = _accounts(plan)[pp_rank]
-    total = account.total - context_bytes(account, plan.cluster.device)  # a twin has tensors alone
+    # A twin has tensors, but no CUDA context.
+    total = account.total - context_bytes(account, plan.cluster.device)
     for name in STATES:
         planned = getattr(account, name)
         judged = max(planned, rank_run.memory[name]) > SMALL * total
@@ -172,35 +165,45 @@ def _memory(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
 
 
 def _transfers(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
-    expected: dict[tuple[str, str], float] = defaultdict(float)
-    for exchange in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[
-        pp_rank
-    ]:
-        share = _share_of_direct(plan, rank_run.rank, exchange) if exchange.axis == "ep" else 1.0
-        expected[exchange.axis, exchange.operation] += exchange.sent_bytes * share
-        if (
-            exchange.axis == "pp" and exchange.operation == "p2p"
-        ):  # both neighbours answer every message with a gradient
-            expected["pp", "receive"] += exchange.sent_bytes
-    sent: dict[tuple[str, str], float] = defaultdict(float)
-    for index in rank_run.sequence:
-        transfer = rank_run.transfers[index]
-        if transfer.axis == "norm":  # one number for the gradient's norm
-            continue
-        axis = transfer.axis if transfer.axis in ("tp", "cp", "ep", "pp") else "dp"
-        sent[axis, OPERATION.get(transfer.operation, transfer.operation)] += transfer.bytes
-    everything = max(sum(expected.values()), sum(sent.values()))
-    for key in sorted(expected.keys() | sent.keys()):
-        judged = max(expected[key], sent[key]) > SMALL * everything
-        yield _compared(
-            rank_run.rank, f"{key[0]} {key[1]}, bytes", expected[key], sent[key], judged
-        )
+    planned = _planned_bytes(plan, rank_run.rank, pp_rank)
+    sent = _sent_bytes(rank_run)
+    total = max(sum(planned.values()), sum(sent.values()))
+    for key in sorted(planned.keys() | sent.keys()):
+        axis, operation = key
+        judged = max(planned[key], sent[key]) > SMALL * total
+        figure = f"{axis} {operation}, bytes"
+        yield _compared(rank_run.rank, figure, planned[key], sent[key], judged)
     yield from _levels(plan, rank_run)
 
 
+def _planned_bytes(plan: Plan, rank: int, pp_rank: int) -> dict[tuple[str, str], float]:
+    """Returns the planned bytes of a step by (axis, operation)."""
+    planned: dict[tuple[str, str], float] = defaultdict(float)
+    traffic = step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]
+    for exchange in traffic:
+        share = _share_of_direct(plan, rank, exchange) if exchange.axis == "ep" else 1.0
+        planned[exchange.axis, exchange.operation] += exchange.sent_bytes * share
+        if exchange.axis == "pp" and exchange.operation == "p2p":
+            # The neighbours answer every message with a gradient of the same size.
+            planned["pp", "receive"] += exchange.sent_bytes
+    return planned
+
+
+def _sent_bytes(rank_run: RankRun) -> dict[tuple[str, str], float]:
+    """Returns the bytes of a step that the rank has sent by (axis, operation)."""
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    for index in rank_run.sequence:
+        transfer = rank_run.transfers[index]
+        if transfer.axis == "norm":  # a single number, for the norm of the gradient
+            continue
+        axis = transfer.axis if transfer.axis in ("tp", "cp", "ep", "pp") else "dp"
+        sent[axis, OPERATION.get(transfer.operation, transfer.operation)] += transfer.bytes
+    return sent
+
+
 def _share_of_direct(plan: Plan, rank: int, exchange: Traffic) -> float:
-    """Bytes that an exchange of experts' tokens sends, by domain where the plan asks for that, over
-    what it sends directly."""
+    """Returns the bytes that an exchange of experts' tokens sends by NVLink domain, if the plan
+    does so, as a share of those that it would send directly."""
     group = hierarchy(plan, rank)
     near = (len(group.inside) - 1) / (len(group.inside) * len(group.across) - 1)
     direct = structs.replace(NO_PATH, nvlink_s=1.0, share={NVLINK: near, "network": 1 - near})
@@ -211,9 +214,9 @@ def _share_of_direct(plan: Plan, rank: int, exchange: Traffic) -> float:
 
 
 def _levels(plan: Plan, rank_run: RankRun) -> Iterator[Compared]:
-    """The highest level that transfers of an axis cross, against that of the rank's group in the
-    plan. Only where no transfer has the whole group may it be lower: between stages, around a ring,
-    of shards within a part of the group.
+    """Compares the highest level that the transfers of an axis cross with that of the rank's group
+    in the plan. The level may be lower only on axes whose transfers span a part of the group:
+    between stages, around a ring, and in groups of ZeRO shards.
     """
     par = plan.parallel
     by_ring = par.cp_method in ("ring", "zigzag")
@@ -225,27 +228,32 @@ def _levels(plan: Plan, rank_run: RankRun) -> Iterator[Compared]:
         members = _members(plan, axis, rank_run.rank)
         planned = tier_of(plan, members)
         measured = _worst(plan, {level_of(plan, transfer) for transfer in transfers})
-        if axis not in (
-            "dp",
-            "ep",
-        ):  # gradients are summed over cp and ep, too, and experts may fold over tp and cp
-            planned = min(
-                planned, plan.placement[axis].worst_level, key=lambda level: _height(plan, level)
-            )
+        # Gradients are summed over cp and ep, too, and experts may fold over tp and cp: the
+        # placement of these axes alone does not have their level.
+        if axis not in ("dp", "ep"):
+            worst = plan.placement[axis].worst_level
+            planned = min(planned, worst, key=lambda level: _height(plan, level))
         beyond = _height(plan, measured) > _height(plan, planned)
-        off = float("inf") if beyond or (spans_group[axis] and measured != planned) else 0.0
-        yield Compared(rank_run.rank, f"{axis}, level", planned, measured, off, True)
+        differs = beyond or (spans_group[axis] and measured != planned)
+        yield Compared(
+            rank=rank_run.rank,
+            what=f"{axis}, level",
+            planned=planned,
+            found=measured,
+            off=float("inf") if differs else 0.0,
+            judged=True,
+        )
 
 
 def _members(plan: Plan, axis: str, rank: int) -> set[int]:
-    """Ranks of a rank's group on an axis. Gradients are summed over all that hold the same weights:
-    where a pipeline holds the model twice, the ranks of the opposite stage, too. Tokens go to all
-    that share a layer's experts; where they go by domain, these exchange in parts, of which that
-    between domains goes furthest."""
+    """Returns the ranks of a rank's group on an axis. Gradients are summed over all ranks with the
+    same weights: if a pipeline holds the model twice, these include the ranks of the opposite
+    stage. Tokens go to all ranks that share a layer's experts; if they go by NVLink domain, to
+    those of the exchange between domains, which goes furthest."""
     if axis == "ep":
-        by_domain = is_hierarchical(plan)
-        together = next(ranks for ranks in expert_groups(plan) if rank in ranks)
-        return set(hierarchy(plan, rank).across if by_domain else together)
+        if is_hierarchical(plan):
+            return set(hierarchy(plan, rank).across)
+        return set(next(ranks for ranks in expert_groups(plan) if rank in ranks))
     holders = {rank}
     if axis == "dp" and copies_of(plan.parallel) > 1:
         pipeline = next(ranks for ranks in plan.groups["pp"] if rank in ranks)
@@ -255,18 +263,21 @@ def _members(plan: Plan, axis: str, rank: int) -> set[int]:
 
 
 def _compared(rank: int, figure: str, planned: float, measured: float, judged: bool) -> Compared:
-    off = measured / planned - 1 if planned else (0.0 if not measured else float("inf"))
-    return Compared(rank, figure, planned, measured, off, judged)
+    if planned:
+        off = measured / planned - 1
+    else:
+        off = float("inf") if measured else 0.0
+    return Compared(rank=rank, what=figure, planned=planned, found=measured, off=off, judged=judged)
 
 
 def level_of(plan: Plan, transfer: Transfer) -> str:
-    """The highest tier that a transfer crosses."""
+    """Returns the highest tier that a transfer crosses."""
     return tier_of(plan, transfer.ranks)
 
 
 def tier_of(plan: Plan, ranks: Collection[int]) -> str:
-    """The highest tier that a group of ranks crosses."""
-    index = {name: at for at, name in enumerate(plan.cluster.node_names)}
+    """Returns the highest tier that a group of ranks crosses."""
+    index = {name: number for number, name in enumerate(plan.cluster.node_names)}
     nodes = {index[plan.ranks[rank].node] for rank in ranks}
     if len(ranks) == 1:
         return SELF
