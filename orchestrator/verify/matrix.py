@@ -13,7 +13,8 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 
 from .cover import Row, cover
-from .techniques import AXES, BESIDE_UNEQUAL, REFUSED, UNEQUAL, Technique
+from .technique import Technique
+from .techniques import AXES, REFUSED, UNEQUAL, UNEQUAL_PARTNERS
 
 MOST_PROCESSES = 8
 
@@ -234,7 +235,7 @@ def unequal() -> Iterator[tuple[Technique, ...]]:
         technique
         for axis in AXES.values()
         for technique in axis
-        if technique.name in BESIDE_UNEQUAL
+        if technique.name in UNEQUAL_PARTNERS
     ]
     for one in UNEQUAL:
         yield (one,)

@@ -20,7 +20,7 @@ from orchestrator.plan.document import Moe
 from orchestrator.plan.schedules import SCHEDULES, illegal
 from orchestrator.planner.model.layers import resolve
 
-from .techniques import MLA
+from .expert_models import MLA
 
 #: Most ranks of a small layout: 32 take ten seconds and a gigabyte on two cores.
 MOST_RANKS = 32
