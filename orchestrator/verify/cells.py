@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
-from orchestrator.config.schema import ClusterSpec, Config, TrainSpec
+from orchestrator.config.schema import ClusterSpec, Config, ParallelSpec, TrainSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
@@ -183,12 +183,9 @@ def small(
         multiple = 2 * small_degrees["cp"] * small_degrees["tp"]
         train = structs.replace(train, seq_len=multiple * ceil(SEQ_LEN / multiple))
     if not fits or not own_batch:
-        par = structs.replace(par, micro_batch_size=min(par.micro_batch_size or 1, MOST_SAMPLES))
-        replicas = small_degrees["dp"] * small_degrees["ep"]
-        count = replicas * micro_batches
-        if par.uneven and replicas > 1 and micro_batches > 1:
-            count = replicas * (micro_batches - 1) + 1
-        samples = count * (par.micro_batch_size or 1)
+        size = min(par.micro_batch_size or 1, MOST_SAMPLES)
+        par = structs.replace(par, micro_batch_size=size)
+        samples = size * _batch_micro_batches(par, small_degrees, micro_batches)
         train = structs.replace(train, global_batch_samples=samples, global_batch_tokens=None)
     # The full learning rate in both steps: weights that hardly change prove little.
     optim = structs.replace(config.optim, warmup_steps=0)
@@ -197,6 +194,15 @@ def small(
     )
     budget = train.recompute == "budget" and "train.recompute_budget_gib" not in keys
     return _with_budget(config) if budget else config
+
+
+def _batch_micro_batches(par: ParallelSpec, degrees: scale.Degrees, micro_batches: int) -> int:
+    """Returns the number of micro-batches of all replicas; of uneven replicas, only the first takes
+    all `micro_batches`."""
+    replicas = degrees["dp"] * degrees["ep"]
+    if par.uneven and replicas > 1 and micro_batches > 1:
+        return replicas * (micro_batches - 1) + 1
+    return replicas * micro_batches
 
 
 def _small_cluster(config: Config, small_degrees: scale.Degrees) -> ClusterSpec:

@@ -12,8 +12,8 @@ from orchestrator.plan.document import Mla, Moe
 MLA = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 _PLAIN = {"bias": False, "position": "rope"}
 MIXTURE = {**_PLAIN, "moe": Moe(experts=4, top_k=2, ffn_hidden=24, balance_loss=0.1, z_loss=0.01)}
-#: DeepSeek-V3's block: a dense layer first, shared experts, latent attention, and a choice by groups
-#: and by biases, which change so much that the next step chooses other experts.
+#: DeepSeek-V3's block: a dense layer first, shared experts, latent attention, and a choice by
+#: groups and by biases, which change so much that the next step chooses other experts.
 DEEPSEEK = {
     **_PLAIN,
     "moe": Moe(

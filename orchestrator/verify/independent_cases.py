@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
-from orchestrator.config.schema import BatchRampSpec, ClusterSpec, Config, ModelSpec, TrainSpec
+from orchestrator.config.schema import (
+    BatchRampSpec,
+    ClusterSpec,
+    Config,
+    DataSpec,
+    ModelSpec,
+    TrainSpec,
+)
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal
 from orchestrator.plan.document import Mla, Moe, Mtp, Precision, Yarn
@@ -307,16 +314,7 @@ def _plan(
             par, dp=_dp(config), micro_batch_size=size, bucket_mib=(25.0, 2.0**-8)[variant % 2]
         ),
         train=_train(config, precision, variant, batch),
-        data=structs.replace(
-            config.data,
-            name="independent",
-            paths=[str(home / "text")],
-            extensions=[".txt", ".jsonl"],
-            seed=99 + variant,
-            cache_dir=str(home / "tokens"),
-            isolate_documents=isolated,
-            demo=False,
-        ),
+        data=_data(config, variant, home, isolated),
         optim=structs.replace(
             config.optim, lr=1e-2, weight_decay=0.3, eps=1e-8, **_OPTIM[variant % 4]
         ),
@@ -357,11 +355,27 @@ def _cluster(config: Config) -> ClusterSpec:
     return structs.replace(cluster, gpu=structs.replace(cluster.gpu, peak_tflops=peak_tflops))
 
 
+def _data(config: Config, variant: int, home: Path, isolated: bool) -> DataSpec:
+    """Returns the data settings: the corpus, read in an order of the variant."""
+    return structs.replace(
+        config.data,
+        name="independent",
+        paths=[str(home / "text")],
+        extensions=[".txt", ".jsonl"],
+        seed=99 + variant,
+        cache_dir=str(home / "tokens"),
+        isolate_documents=isolated,
+        demo=False,
+    )
+
+
 def _train(config: Config, precision: Precision, variant: int, batch: int) -> TrainSpec:
     """Returns the training settings of a variant with `batch` samples per step."""
     tp, cp, *_ = _degrees(config)
     multiple = 2 * cp * tp
     ramp = BatchRampSpec(start_samples=batch // 2, over_samples=2 * batch)
+    clip_grad_norm = 0.0 if variant % 4 == 3 else 0.7
+    grad_dtype = "fp64" if precision == "fp64" else "fp32"
     return structs.replace(
         config.train,
         steps=STEPS,
@@ -371,8 +385,8 @@ def _train(config: Config, precision: Precision, variant: int, batch: int) -> Tr
         seed=1234 + variant,
         precision=precision,
         log_every_steps=1,
-        grad_dtype="fp64" if precision == "fp64" else "fp32",
-        clip_grad_norm=0.0 if variant % 4 == 3 else 0.7,
+        grad_dtype=grad_dtype,
+        clip_grad_norm=clip_grad_norm,
         recompute=("none", "full", "selective")[variant % 3],
         batch_ramp=ramp if variant % 4 == 1 else None,
     )

@@ -32,12 +32,8 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
         name, _, subset = precision.partition(", ")
         rows.append(f"  {name}  {numbers}  {limit}{subset and ' of ' + subset}")
         further_error = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
-        rows.append(
-            look.paint(
-                f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}{further_error}",
-                GRAY,
-            )
-        )
+        parameters = f"gradient of {errors.worst_grad}, {errors.worst_weight}"
+        rows.append(look.paint(f"        worst: {parameters}{further_error}", GRAY))
     return rows
 
 
@@ -94,18 +90,20 @@ def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: s
 
 HEAD = """# Parity: every layout against one process
 
-Each cell trains a small model for two optimizer steps on a layout of real processes (gloo, CPU) and once in one process
-that is made of torch's own pieces (autograd, `clip_grad_norm_`, `AdamW`) on the same tokens, in float64. Loss, the
-gradient of every parameter, the norm before clipping and every weight after each step are compared on every rank, as
-the largest difference over the largest element of the tensor. A layout in float64 must agree to {fp64_limit}, in fp32
-to {fp32_limit} (how near-zero tensors are judged: `trainer/verify/compare.py`).
+Each cell trains a small model for two optimizer steps on a layout of real processes (gloo, CPU),
+and once in one process that consists of torch's own functions (autograd, `clip_grad_norm_`,
+`AdamW`) on the same tokens, in float64. On every rank, the loss, the gradient of every parameter,
+the norm before clipping and every weight after each step are compared, as the largest difference
+over the largest element of the tensor. A layout in float64 must agree to {fp64_limit}, in fp32 to
+{fp32_limit} (`trainer/verify/compare.py` has the rule for near-zero tensors).
 
-Every sample masks another share of its targets, so valid tokens are unequal over ranks and micro-batches; where masks
-say "empty", a third of the micro-batches have no target at all, never the same in both steps. Micro-batches are given
-as their number on a replica times their samples; those of one or three samples are clipped to a norm of 0.1. The
-vocabulary is 257, which no tp divides. "packed" samples hold three documents that must not see each other. Refused
-cells say which rule refuses them; `orch` refuses the same at start. Products in 8 bits are compared in float64 alone
-(docs/precision.md).
+Every sample masks a different share of its targets, so ranks and micro-batches have unequal numbers
+of valid tokens. With "empty" masks, a third of the micro-batches have no target, never the same in
+both steps. The column of micro-batches has their number on a replica times their samples; gradients
+of micro-batches of one or three samples are clipped to a norm of 0.1. The vocabulary is 257, which
+no tp divides. "packed" samples have three documents that must not see each other. Refused cells
+name the rule that refuses them; `orch` refuses the same at start. Products in 8 bits are compared
+in float64 alone (docs/precision.md).
 
 Written by `orch verify --matrix full` (`make verify`); do not edit.
 """
@@ -157,16 +155,16 @@ def _models() -> str:
         ]
         rows.append(f"- `{name}`: {', '.join(rest)}")
     return (
-        "Models (what is not said: RMSNorm, rotary positions, gated SiLU, no biases, untied):\n\n"
+        "Models (by default: RMSNorm, rotary positions, gated SiLU, no biases, untied):\n\n"
         + "\n".join(rows)
         + "\n"
     )
 
 
 def _techniques() -> str:
-    axes = {**AXES, "unequal replicas, of which the first takes one micro-batch more": UNEQUAL}
+    axes = {**AXES, "unequal replicas (the first takes one micro-batch more)": UNEQUAL}
     rows = [
         f"- {axis}: {', '.join(technique.name for technique in techniques)}"
         for axis, techniques in axes.items()
     ]
-    return "Techniques, of which a cell takes at most one an axis:\n\n" + "\n".join(rows) + "\n"
+    return "Techniques (a cell has at most one per axis):\n\n" + "\n".join(rows) + "\n"

@@ -93,11 +93,11 @@ def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> st
     lines.append(
         f"{'tier':<10}{'rate':>12}{'described':>14}{'latency':>10}{'described':>14}{'off by':>8}"
     )
-    for name, measured_link in record.links.items():
-        described_link = described[name]
+    for name, link in record.links.items():
+        expected = described[name]
         lines.append(
-            f"{name:<10}{si(measured_link.bytes_per_s, 'B/s'):>12}{si(described_link.bytes_per_s, 'B/s'):>14}"
-            f"{seconds(measured_link.latency_s):>10}{seconds(described_link.latency_s):>14}{measured_link.error:>8.0%}"
+            f"{name:<10}{si(link.bytes_per_s, 'B/s'):>12}{si(expected.bytes_per_s, 'B/s'):>14}"
+            f"{seconds(link.latency_s):>10}{seconds(expected.latency_s):>14}{link.error:>8.0%}"
         )
     lines += ["", look.title("Operations, slowest rank"), _table(record)]
     lines += ["", look.title("One GPU while all compute")]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import ClusterSpec
     from orchestrator.observe.timeline import StepLine
     from orchestrator.plan import Plan
+    from orchestrator.plan.document import Cluster
     from orchestrator.planner.calibrate.update import Update
     from orchestrator.planner.cost.profile import Profile
     from orchestrator.run.folder import RunFolder
@@ -90,9 +91,8 @@ def _table(args: argparse.Namespace) -> int:
     print(f"{'source':<26}{'rows':>6}{'prior':>9}{'fitted':>9}{'left out':>9}")
     for source in profile.left_out:
         unseen = f"{source.left_out:.1%}" if source.left_out >= 0 else "-"
-        print(
-            f"{source.source:<26}{source.rows:>6}{source.prior:>9.1%}{source.fitted:>9.1%}{unseen:>9}"
-        )
+        errors = f"{source.prior:>9.1%}{source.fitted:>9.1%}{unseen:>9}"
+        print(f"{source.source:<26}{source.rows:>6}{errors}")
     sources = profile.left_out
     if len(sources) > 1:
         means = [
@@ -112,8 +112,7 @@ def _table(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from orchestrator.cli.session import home, open_run, plan_of_run
-    from orchestrator.cluster.measured import read, with_measured
+    from orchestrator.cli.session import open_run, plan_of_run
     from orchestrator.observe.report import make_report
     from orchestrator.observe.timeline import nodes_of, read_steps
     from orchestrator.planner.calibrate.update import site_profile, then, update_with_step
@@ -128,14 +127,9 @@ def _run(args: argparse.Namespace) -> int:
         raise OrchError(f"run {folder.run_id} has no measured step", Exit.CONFIG)
     spec = _cluster_of(folder)
     base = _base(args, spec)
-    if folder.run_id in base.fitted_on.runs:
-        raise OrchError(f"run {folder.run_id} is part of profile {base.label} already", Exit.USAGE)
-    record = read(spec, home()) if spec.measured else None
-    # The rates that later plans use, so that the update corrects the predictions of those plans.
-    cluster = with_measured(plan.cluster, record) if record is not None else plan.cluster
-    context = context_of(plan, base, cluster)
+    _check_new(base, folder.run_id, f"run {folder.run_id}")
+    predict_step = step_of(plan, context_of(plan, base, _measured_cluster(spec, plan)))
     load_update = _loads(base, plan, lines)
-    predict_step = step_of(plan, context)
     if load_update is None:
         update, _ = update_with_step(base, predict_step, measured)
     else:
@@ -146,6 +140,16 @@ def _run(args: argparse.Namespace) -> int:
     step_before = float(predict_step(base.values))  # type: ignore[arg-type]
     facts = {"measured_s": measured, "before_s": step_before, "after_s": step_after}
     return _save(args, spec, base, update, source=("run", folder.run_id), facts=facts)
+
+
+def _measured_cluster(spec: ClusterSpec, plan: Plan) -> Cluster:
+    """Returns the cluster with the rates that later plans use, so that the update corrects the
+    predictions of those plans."""
+    from orchestrator.cli.session import home
+    from orchestrator.cluster.measured import read, with_measured
+
+    record = read(spec, home()) if spec.measured else None
+    return with_measured(plan.cluster, record) if record is not None else plan.cluster
 
 
 def _cluster_of(folder: RunFolder) -> ClusterSpec:
@@ -194,11 +198,16 @@ def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
         )
     base = _base(args, spec)
     source = f"bench {record.at}"
-    if source in base.fitted_on.runs:
-        raise OrchError(f"{source} is part of profile {base.label} already", Exit.USAGE)
+    _check_new(base, source, source)
     described = ClusterResolver(home())(structs.replace(spec, measured=False))
     update = update_with_bench(base, described, record)
     return _save(args, spec, base, update, source=("bench", source), facts={})
+
+
+def _check_new(base: Profile, source: str, label: str) -> None:
+    """Raises OrchError (64) if the profile already includes this source."""
+    if source in base.fitted_on.runs:
+        raise OrchError(f"{label} is part of profile {base.label} already", Exit.USAGE)
 
 
 def _base(args: argparse.Namespace, spec: ClusterSpec) -> Profile:

@@ -66,25 +66,25 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 def complete(line: str) -> list[str]:
     """Returns the words that may replace the last word of a command line (empty after a space), in
     an order for people."""
-    *arguments, word = line.split(" ")
+    *arguments, last_word = line.split(" ")
     arguments = [argument for argument in arguments if argument]
     if len(arguments) <= 1:
-        return _starting(VERBS, word)
+        return _starting(VERBS, last_word)
     verb = arguments[1]
     if verb not in VERBS or "--" in arguments:
         return []
-    if word.startswith("-"):
-        return _starting(_flags(verb), word)
+    if last_word.startswith("-"):
+        return _starting(_flags(verb), last_word)
     if verb == "completion":
-        return _starting(SCRIPTS, word)
+        return _starting(SCRIPTS, last_word)
     if verb in RUN_VERBS:
-        return _starting(_runs(), word.removeprefix("local://"))
+        return _starting(_runs(), last_word.removeprefix("local://"))
     if arguments[-1] == "--choices":
-        return _starting(_library(arguments).groups(), word)
+        return _starting(_library(arguments).groups(), last_word)
     if arguments[-1].startswith("--") or not VERBS[verb].overrides:
         return []  # the value may be a file name, which the shell completes
-    prefix = word[: len(word) - len(word.lstrip("+"))]
-    return [prefix + override for override in _overrides(word.removeprefix(prefix), arguments)]
+    prefix = last_word[: len(last_word) - len(last_word.lstrip("+"))]
+    return [prefix + override for override in _overrides(last_word.removeprefix(prefix), arguments)]
 
 
 def _starting(choices: object, prefix: str) -> list[str]:

@@ -7,12 +7,13 @@ import argparse
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    from orchestrator.backends.base import Backend
     from orchestrator.run.folder import RunFolder
     from orchestrator.style import Style
 
@@ -33,40 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.cli.session import options_from_here
-    from orchestrator.cli.streams import announce
+    import json
+
     from orchestrator.cli.terminal import style
-    from orchestrator.config.compose import load
     from orchestrator.observe.follow import follow
-    from orchestrator.observe.pages.plan_page import render
-    from orchestrator.run.folder import RunFolder
-    from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.submit.submission import check, prepare, send
 
     if args.steps is not None and args.steps < 2:
         raise OrchError(f"--steps {args.steps}: needs at least 2, to see the loss fall", Exit.USAGE)
-    job_overrides = [*OVERRIDES, *([f"train.steps={args.steps}"] if args.steps else [])]
     out = sys.stderr if args.json else sys.stdout
     look = style()
-    options = options_from_here()
-    submission = prepare(load(job_overrides, None), options)
-    check(submission, options)
-    backend, [(_, plan, bundle)] = submission
-    command = f"$ orch submit {' '.join(job_overrides)} --follow\n"
-    print(command, render(plan, look), "", sep="\n", file=out)
-
-    with HeldSignals():
-        handle = send(bundle, backend, options)
-        announce(handle, out)
-    folder = RunFolder(Path(bundle.request.run_dir))
+    backend, handle, folder = _submit(args, out, look)
     scraper = Scraper(folder)
     state = follow(folder, backend.state, out, look)
     metrics = scraper.stop()
     losses = read_losses(folder)
     fell = len(losses) > 1 and losses[-1][1] < losses[0][1]
     if args.json:
-        import json
-
         document = {
             "handle": handle,
             "state": state.state,
@@ -83,6 +66,31 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if state.exit_code == Exit.DONE:
         _check_shown(losses, fell, metrics)
     return state.exit_code or 0
+
+
+def _submit(args: argparse.Namespace, out: TextIO, look: Style) -> tuple[Backend, str, RunFolder]:
+    """Submits the job, and shows its command and its plan."""
+    from orchestrator.cli.session import options_from_here
+    from orchestrator.cli.streams import announce
+    from orchestrator.config.compose import load
+    from orchestrator.observe.pages.plan_page import render
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.run.held_signals import HeldSignals
+    from orchestrator.submit.submission import check, prepare, send
+
+    steps = [f"train.steps={args.steps}"] if args.steps else []
+    overrides = [*OVERRIDES, *steps]
+    options = options_from_here()
+    submission = prepare(load(overrides, None), options)
+    check(submission, options)
+    backend, [(_, plan, bundle)] = submission
+    command = f"$ orch submit {' '.join(overrides)} --follow\n"
+    print(command, render(plan, look), "", sep="\n", file=out)
+
+    with HeldSignals():
+        handle = send(bundle, backend, options)
+        announce(handle, out)
+    return backend, handle, RunFolder(Path(bundle.request.run_dir))
 
 
 def _check_shown(losses: list[tuple[int, float]], fell: bool, metrics: list[str]) -> None:

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print(f"warning: skipped {problem}", file=sys.stderr)
     print(
         f"{export['file']}: {export['parameters']:,} parameters in {export['tensors']} tensors,"
-        f" {export['dtype']}, {export['bytes']:,} bytes, step {export['step']} of {export['run_id']}"
+        f" {export['dtype']}, {export['bytes']:,} bytes, step {export['step']} of"
+        f" {export['run_id']}"
     )
     return Exit.DONE

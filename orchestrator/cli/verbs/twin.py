@@ -120,9 +120,8 @@ def _page(
                 )
                 mark = "!" if figure.differs else " "
                 deviation = f"{figure.off:+.1%}" if figure.off not in (0.0, float("inf")) else ""
-                lines.append(
-                    f"  {mark} {figure.what:<28} planned {planned:>10}  found {measured:>10}  {deviation}"
-                )
+                values = f"planned {planned:>10}  found {measured:>10}  {deviation}"
+                lines.append(f"  {mark} {figure.what:<28} {values}")
     count = sum(figure.judged for rank in figures for figure in rank)
     differing = sum(figure.differs for rank in figures for figure in rank)
     lines.append(
@@ -134,7 +133,7 @@ def _page(
         lines.append("all experts are chosen equally often, in this run and in the plan")
     if plan.parallel.micro_batches < micro_batches:
         lines.append(
-            f"run with {plan.parallel.micro_batches} of {micro_batches} micro-batches per step: more of"
-            " them need no more memory, and repeat the same transfers"
+            f"run with {plan.parallel.micro_batches} of {micro_batches} micro-batches per step:"
+            " more of them need no more memory, and repeat the same transfers"
         )
     return "\n".join(lines)
