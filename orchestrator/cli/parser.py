@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help().replace(plain, self.format_usage(), 1)
 
     def flags(self) -> list[str]:
-        """Returns every long flag, for "did you mean"."""
+        """Every long flag, for did-you-mean."""
         return sorted(flag for flag in self._option_string_actions if flag.startswith("--"))
 
 

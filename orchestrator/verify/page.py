@@ -12,7 +12,7 @@ from .independent import Verdict as Independent
 from .matrix import AXES, MODELS, SECTIONS, UNEQUAL, Entry
 
 COLOUR = {"equal": GREEN, "DIFFERENT": RED, "failed": RED, "refused": YELLOW}
-#: Problems of a verdict that are shown.
+#: Lines of the independent oracle that are shown.
 MOST_PROBLEMS = 5
 COLUMNS = ("loss", "grad", "norm", "weight")
 
@@ -38,24 +38,26 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
 
 
 def independent_lines(verdict: Independent, look: Style) -> list[str]:
-    """Returns the lines of a verdict of the independent trainer: the largest error of each quantity
-    against its bound, and the problems."""
-    verdict_word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
-    steps = f"{verdict.steps} steps"
-    if verdict.skipped:
-        steps += f", {verdict.skipped} skipped"
-    rows = [f"{verdict_word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"]
+    """One verdict of the independent oracle: the worst of each quantity over its bound, and what is
+    wrong."""
+    word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
+    steps = f"{verdict.steps} steps" + (f", {verdict.skipped} skipped" if verdict.skipped else "")
+    found = [f"{word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"]
     if verdict.refused or verdict.failed:
-        return [*rows, f"          {verdict.refused or verdict.failed}"]
-    for quantity, error in verdict.worst.items():
-        row = f"  {quantity:<14} {error.error:7.1e} <= {error.bound:7.1e}  {error.where}"
-        # Not `>`: an error that is not a number is beyond its bound.
-        beyond = not error.error <= error.bound
-        rows.append(look.paint(row.replace("<=", "> "), RED) if beyond else look.paint(row, GRAY))
-    problems = list(verdict.problems[:MOST_PROBLEMS])
-    if len(verdict.problems) > len(problems):
-        problems.append(f"and {len(verdict.problems) - len(problems)} more")
-    return rows + [f"  {look.paint(problem, RED)}" for problem in problems]
+        return [*found, f"          {verdict.refused or verdict.failed}"]
+    for what, one in verdict.worst.items():
+        text = f"  {what:<14} {one.error:7.1e} <= {one.bound:7.1e}  {one.where}"
+        beyond = not one.error <= one.bound
+        found.append(
+            look.paint(text.replace("<=", "> "), RED) if beyond else look.paint(text, GRAY)
+        )
+    listed = verdict.problems[:MOST_PROBLEMS]
+    more = (
+        [f"and {len(verdict.problems) - len(listed)} more"]
+        if len(verdict.problems) > len(listed)
+        else []
+    )
+    return found + [f"  {look.paint(line, RED)}" for line in [*listed, *more]]
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("one", "independent"),
         default="one",
         help=(
-            "compare with one process of this trainer, or with an independent trainer that judges"
-            " whole runs (default: one)"
+            "one process of this trainer, or an oracle that shares nothing with it and judges whole"
+            " runs"
         ),
     )
     parser.add_argument(
@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read the data of a run again, and compare it with the data of its steps",
     )
     parser.add_argument(
-        "--precision",
-        metavar="P,P",
-        help="precisions for --against independent: fp64, fp32, bf16, fp16 (default: all)",
+        "--precision", metavar="P,P", help="with --against independent, of fp64, fp32, bf16, fp16"
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)"
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.against == "independent":
         return _independent(args, overrides)
     if args.precision:
-        raise OrchError("--precision needs --against independent")
+        raise OrchError("--precision is for --against independent")
     verdicts = _matrix(args) if args.matrix else _layouts(args, overrides)
     return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
 
@@ -110,22 +108,19 @@ def _independent(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.matrix:
         raise OrchError("--against independent takes layouts (parallel=tp2,dp2), not --matrix")
     independent.check_installed()
-    precisions = args.precision.split(",") if args.precision else independent_cases.PRECISIONS
-    if unknown := next(
-        (precision for precision in precisions if precision not in independent_cases.PRECISIONS),
-        None,
-    ):
-        raise OrchError(f"--precision {unknown}; legal: {', '.join(independent_cases.PRECISIONS)}")
-    verdicts = []
+    wanted = args.precision.split(",") if args.precision else independent_cases.PRECISIONS
+    if odd := next((one for one in wanted if one not in independent_cases.PRECISIONS), None):
+        raise OrchError(f"--precision {odd}; legal: {', '.join(independent_cases.PRECISIONS)}")
+    found = []
     with tempfile.TemporaryDirectory(prefix="orch-independent-") as home:
-        cases = list(independent_cases.cases(overrides, precisions, args.config_dir, Path(home)))
+        cases = list(independent_cases.cases(overrides, wanted, args.config_dir, Path(home)))
         for verdict in independent.judged(cases, Path(home)):
-            verdicts.append(verdict)
-            _show_independent(verdict, args.json)
-    return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
+            found.append(verdict)
+            _tell(verdict, args.json)
+    return Exit.DONE if all(verdict.equal for verdict in found) else Exit.CONFIG
 
 
-def _show_independent(verdict: Independent, as_json: bool) -> None:
+def _tell(verdict: Independent, as_json: bool) -> None:
     if as_json:
         import msgspec
 
