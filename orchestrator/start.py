@@ -23,10 +23,15 @@ FILE = Path(__file__).resolve().parents[1] / "orch_start.py"
 def code_version() -> str:
     """Returns the version of orch and a digest of its code, which distinguishes two states of one
     version."""
-    packages = [FILE.with_name("orchestrator"), FILE.with_name("trainer")]
+    files: list[Path] = []
+    for package in ("orchestrator", "trainer"):
+        files += FILE.with_name(package).rglob("*.py")
     digest = hashlib.sha256()
-    for file in sorted(path for package in packages for path in package.rglob("*.py")):
-        digest.update(f"{file.relative_to(FILE.parent)}\0".encode() + file.read_bytes() + b"\0")
+    for file in sorted(files):
+        name = file.relative_to(FILE.parent)
+        digest.update(f"{name}\0".encode())
+        digest.update(file.read_bytes())
+        digest.update(b"\0")
     return f"{__version__}+{digest.hexdigest()[:12]}"
 
 
@@ -36,20 +41,23 @@ def command(module: str, roots: Sequence[str] = ()) -> list[str]:
     trainer if torch is not installed."""
     if module.split(".")[0] == "trainer":
         check_installed("torch", "the bundled trainer")
-    files = [file for root in roots if (file := Path(root, FILE.name)).is_file()]
-    return [sys.executable, "-P", str(next(iter(files), FILE)), module]
+    files = (Path(root, FILE.name) for root in roots)
+    starter = next(filter(Path.is_file, files), FILE)
+    return [sys.executable, "-P", str(starter), module]
 
 
 def output(module: str, *arguments: str, stdin: str = "") -> str:
     """Runs a module of orch to its end and returns its output. Raises OrchError with the last line
     of its stderr and its exit code if it fails."""
     process = subprocess.run(
-        [*command(module), *arguments], input=stdin, capture_output=True, text=True
+        [*command(module), *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
     )
     if process.returncode:
-        error_lines = process.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        error_lines = process.stderr.strip().splitlines() or ["it printed nothing"]
+        message = error_lines[-1].removeprefix(f"{module}: ")
         codes = {int(code): code for code in Exit}
-        raise OrchError(
-            error_lines[0].removeprefix(f"{module}: "), codes.get(process.returncode, Exit.INTERNAL)
-        )
+        raise OrchError(message, codes.get(process.returncode, Exit.INTERNAL))
     return process.stdout

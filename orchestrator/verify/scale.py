@@ -70,27 +70,32 @@ def small_layouts(config: Config, degrees: Degrees) -> Iterator[Degrees]:
         yield degrees
         return
     least = {axis: min(degree, LEAST) for axis, degree in degrees.items()}
-    if config.parallel.zero_group > 1 and least["dp"] * least["cp"] * least["ep"] < 4:
-        least["dp"] = min(degrees["dp"], 4)
+    replicas = least["dp"] * least["cp"] * least["ep"]
+    if config.parallel.zero_group > 1 and replicas < 2 * LEAST:
+        least["dp"] = min(degrees["dp"], 2 * LEAST)
     if config.parallel.uneven:
         least["dp"] = min(degrees["dp"], 3)
     layouts: list[Degrees] = []
     for axis in sorted(degrees, key=lambda axis: axis == "ep"):
+        degree = degrees[axis]
         room = MOST_RANKS * least[axis] // ranks(least)
-        scaled_degrees = least | {axis: _within(degrees[axis], room)}
-        if degrees[axis] > least[axis] and scaled_degrees not in layouts:
+        scaled_degrees = least | {axis: _within(degree, room)}
+        if degree > least[axis] and scaled_degrees not in layouts:
             layouts.append(scaled_degrees)
-        alone = {other_axis: degrees[axis] if other_axis == axis else 1 for other_axis in degrees}
-        if room < degrees[axis] <= MOST_RANKS and axis != "dp" and degrees[axis] > 1:
-            layouts.append(alone)  # too large beside the other axes, so without them
+        if axis != "dp" and max(room, 1) < degree <= MOST_RANKS:
+            # The other axes leave no room for the whole degree: also without them.
+            layouts.append(dict.fromkeys(degrees, 1) | {axis: degree})
     yield from layouts
 
 
 def _within(degree: int, room: int) -> int:
     """Returns the largest divisor of a degree up to `room`; for a degree with few divisors `room`
     itself, made even."""
-    best = max(number for number in range(1, min(degree, room) + 1) if degree % number == 0)
-    return best if best > room // 2 or best == degree else max(room - room % 2, 1)
+    candidates = range(1, min(degree, room) + 1)
+    divisor = max(number for number in candidates if degree % number == 0)
+    if divisor > room // 2 or divisor == degree:
+        return divisor
+    return max(room - room % 2, 1)
 
 
 def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Config:
@@ -151,17 +156,15 @@ def _small_model(config: Config, degrees: Degrees, small: Degrees, layers: int |
     heads = model.heads
     kv_heads = model.kv_heads or model.heads
     ffn = model.ffn_hidden
-    divides = tp * (small["cp"] if par.cp_method == "ulysses" else 1)
+    head_ranks = tp
+    if par.cp_method == "ulysses":
+        head_ranks *= small["cp"]
     shared = kv_heads < degrees["tp"]  # a key-value head is on several ranks
-    if (
-        heads % divides
-        or (kv_heads % tp and tp % kv_heads)
-        or shared != (kv_heads < tp)
-        or heads > MOST_HEADS
-    ):
+    splits = heads % head_ranks == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    if not splits or shared != (kv_heads < tp) or heads > MOST_HEADS:
         queries_per_head = min(heads // kv_heads, 2)  # queries that share a key-value head
         kv_heads = max(1, tp * kv_heads // degrees["tp"]) if shared else tp
-        heads = lcm(2 * divides, kv_heads * queries_per_head)
+        heads = lcm(2 * head_ranks, kv_heads * queries_per_head)
     hidden = model.hidden
     head_dim = model.head_dim
     if heads != model.heads or model.hidden > MOST_HIDDEN:
@@ -203,21 +206,27 @@ def tensor_ranks(config: Config, small: Degrees) -> int:
     tp = small["tp"]
     if par.etp is None or par.etp >= (par.tp or 1):
         return tp
-    return max(number for number in range(1, max(tp, 2)) if tp % number == 0 and number <= par.etp)
+    divisors = (number for number in range(1, max(tp, 2)) if tp % number == 0)
+    return max(divisor for divisor in divisors if divisor <= par.etp)
 
 
 def _few_experts(moe: Moe, small: Degrees, ranks: int) -> Moe:
     """Returns a mixture with at least two experts per rank, and two groups for each group that a
     token may use. The choice of experts is unchanged."""
+    tp = small["tp"]
     top_groups = min(moe.top_groups, 2)
-    groups = 2 * top_groups if moe.groups > 1 else 1
-    experts = lcm(2 * ranks, groups) * (2 if groups > 1 else 1)
+    groups = 1
+    experts = 2 * ranks
+    if moe.groups > 1:
+        groups = 2 * top_groups
+        experts = 2 * lcm(experts, groups)
+    usable_experts = experts // groups * top_groups
     return structs.replace(
         moe,
         experts=experts,
-        top_k=min(moe.top_k, 3, experts // groups * top_groups),
-        ffn_hidden=small["tp"] * ceil(16 / small["tp"]),
-        shared_ffn_hidden=small["tp"] * ceil(24 / small["tp"]) if moe.shared_ffn_hidden else 0,
+        top_k=min(moe.top_k, 3, usable_experts),
+        ffn_hidden=tp * ceil(16 / tp),
+        shared_ffn_hidden=tp * ceil(24 / tp) if moe.shared_ffn_hidden else 0,
         first_dense_layers=min(moe.first_dense_layers, 1),
         groups=groups,
         top_groups=top_groups,
@@ -231,7 +240,9 @@ def virtual_stages(config: Config, degrees: Degrees, small: Degrees) -> int:
     pp = small["pp"]
     if pp == 1 and degrees["pp"] > 1:
         return 1
-    return vpp if small == degrees or pp * vpp <= MOST_STAGES else max(2, MOST_STAGES // pp)
+    if small == degrees or pp * vpp <= MOST_STAGES:
+        return vpp
+    return max(2, MOST_STAGES // pp)
 
 
 def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
@@ -244,7 +255,9 @@ def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
         return stages - 2  # embedding and head are stages of their own
     if stages <= layers <= 8 or stages == layers:
         return layers
-    return (2 * stages if stages <= 4 else stages) + (layers % full_stages > 0 and stages > 1)
+    small_layers = 2 * stages if stages <= 4 else stages
+    unequal = layers % full_stages > 0 and stages > 1
+    return small_layers + 1 if unequal else small_layers
 
 
 def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool) -> int:
@@ -269,8 +282,11 @@ def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool
 
 def layout(par: ParallelSpec, degrees: Degrees) -> str:
     """Returns the layout as `parallel=` takes it."""
-    etp = min(par.etp, degrees["tp"]) if par.etp is not None else None
-    folded = degrees["tp"] // (etp or degrees["tp"]) * (degrees["cp"] if par.fold_cp else 1)
+    tp = degrees["tp"]
+    etp = min(par.etp, tp) if par.etp is not None else None
+    folded = tp // (etp or tp)
+    if par.fold_cp:
+        folded *= degrees["cp"]
     shown_degrees = degrees | {"ep": degrees["ep"] * folded}
     degree_words = [
         f"{axis}{shown_degrees[axis]}"
