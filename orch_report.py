@@ -74,9 +74,8 @@ class _Worker:
         if self.fd is None or not self.is_reporter():
             return
         origin = {"rank": self.rank, "epoch": self.epoch}
-        line = json.dumps(
-            {**origin, **{name: value for name, value in report.items() if value is not None}}
-        )
+        known = {name: value for name, value in report.items() if value is not None}
+        line = json.dumps({**origin, **known})
         try:
             os.write(self.fd, line.encode() + b"\n")
         except BlockingIOError:
@@ -185,9 +184,8 @@ def checkpoint_dir(default: str | os.PathLike[str] = "checkpoints") -> Path:
     if "ORCH_RUN_DIR" not in os.environ:
         path = Path(default)
     else:
-        path = Path(
-            _plan()["job"]["checkpoint"]["dir"] or Path(os.environ["ORCH_RUN_DIR"], "checkpoints")
-        )
+        configured = _plan()["job"]["checkpoint"]["dir"]
+        path = Path(configured or Path(os.environ["ORCH_RUN_DIR"], "checkpoints"))
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -128,11 +128,14 @@ def prepare_job(
     check(submission, options)
     candidate, scheduler_messages = choose(submission, options)
     request = candidate.bundle.request
-    warnings = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
-    warnings += rate_breaks(candidate.plan, request, submission.backend)
-    if submission.backend.shares_folders and options.code is None:
-        warnings += interpreter(request, options)
-    return PreparedJob(submission.backend, candidate, [*scheduler_messages, *warnings])
+    backend = submission.backend
+    messages = [*scheduler_messages]
+    messages += simulated_nodes(request, backend)
+    messages += not_passed(request, options)
+    messages += rate_breaks(candidate.plan, request, backend)
+    if backend.shares_folders and options.code is None:
+        messages += interpreter(request, options)
+    return PreparedJob(backend, candidate, messages)
 
 
 def submit_job(
@@ -277,7 +280,8 @@ class Run:
         now = time.time()
         self._steps = self._steps or StepFollower(self.folder)
         steps = self._steps.read(state.nodes)
-        spent = account(run_timeline(state, read_events(self.folder, state.nodes), steps), now)
+        events = read_events(self.folder, state.nodes)
+        spent = account(run_timeline(state, events, steps), now)
         return Status(state, read_live(self.folder, state, now), spent)
 
     def wait(self, timeout_s: float | None = None) -> RunState:
@@ -303,7 +307,8 @@ class Run:
     def logs(self, rank: int, last: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yields the log lines of a rank. last: only this many of the existing lines. follow: also
         new lines, until the run has ended."""
-        for _, line in self.lines(lambda: {"": self.folder.rank_log(rank)}, last, follow):
+        log = self.folder.rank_log(rank)
+        for _, line in self.lines(lambda: {"": log}, last, follow):
             yield line
 
     def lines(
@@ -406,4 +411,5 @@ class Run:
         plan = self.plan()
         state = self.state
         lines = self.steps() if steps is None else steps
-        return make_report(plan, state, lines, read_events(self.folder, nodes_of(plan, state)))
+        events = read_events(self.folder, nodes_of(plan, state))
+        return make_report(plan, state, lines, events)

@@ -7,7 +7,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -27,7 +27,14 @@ def at_home(config: Config, home: Path) -> Config:
     """Returns the configuration with the user's folder of token files, unless it names one."""
     if config.data.cache_dir is not None:
         return config
-    return structs.replace(config, data=structs.replace(config.data, cache_dir=str(home / "data")))
+    data = structs.replace(config.data, cache_dir=str(home / "data"))
+    return structs.replace(config, data=data)
+
+
+def with_backend_options(config: Config, options: dict[str, Any]) -> Config:
+    """Returns the configuration with other `backend.options`."""
+    backend = structs.replace(config.backend, options=options)
+    return structs.replace(config, backend=backend)
 
 
 class ClusterResolver:
@@ -52,7 +59,8 @@ class ClusterResolver:
         if cluster not in self._bad_nodes:
             from orchestrator.run.bad_nodes import NodeMemory
 
-            bad_nodes = [entry.node for entry in NodeMemory(self._home).read(time.time(), cluster)]
+            entries = NodeMemory(self._home).read(time.time(), cluster)
+            bad_nodes = [entry.node for entry in entries]
             if bad_nodes:
                 print(
                     f"orch: avoids {', '.join(bad_nodes)}, found bad by earlier runs (orch nodes)",
@@ -68,8 +76,9 @@ class ClusterResolver:
 
         if not isinstance(backend, NodeExclusion):
             return config
-        options = without_nodes(config.backend.options, self.bad_nodes(config.cluster.name))
-        return structs.replace(config, backend=structs.replace(config.backend, options=options))
+        bad_nodes = self.bad_nodes(config.cluster.name)
+        options = without_nodes(config.backend.options, bad_nodes)
+        return with_backend_options(config, options)
 
     def profile(self, config: Config) -> Profile | None:
         """Reads the parameters of the cost model: those of `cost.profile`, else those of the site

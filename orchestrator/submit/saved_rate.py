@@ -26,7 +26,8 @@ def rate_jump(plan: Plan, run_dir: str) -> list[str]:
     the plan has at that step. Returns nothing if the folder is empty or unreadable from this
     machine, and for a checkpoint without a learning rate."""
     with contextlib.suppress(OSError):
-        for step, path in committed(checkpoint_dir(plan.job.checkpoint.dir, run_dir)):
+        folder = checkpoint_dir(plan.job.checkpoint.dir, run_dir)
+        for step, path in committed(folder):
             try:
                 head = msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Head)
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):

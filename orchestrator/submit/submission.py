@@ -24,7 +24,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run import registry
 from orchestrator.run.folder import RunFolder, new_run_id, private_umask
 
-from .cluster import ClusterResolver, at_home
+from .cluster import ClusterResolver, at_home, with_backend_options
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -125,16 +125,14 @@ def _with_dependencies(config: Config, backend: Backend, options: SubmitOptions)
         raise OrchError(
             f"--after: backend {backend.name} has no queue in which a run could wait", Exit.USAGE
         )
-    backend_options = backend.after(config.backend.options, dependencies)
-    return structs.replace(config, backend=structs.replace(config.backend, options=backend_options))
+    return with_backend_options(config, backend.after(config.backend.options, dependencies))
 
 
 def without_host(config: Config) -> Config:
     """Returns the configuration without the options that name another host."""
-    options = {
-        name: value for name, value in config.backend.options.items() if name not in HOST_OPTIONS
-    }
-    return structs.replace(config, backend=structs.replace(config.backend, options=options))
+    options = config.backend.options
+    others = {name: options[name] for name in options if name not in HOST_OPTIONS}
+    return with_backend_options(config, others)
 
 
 def parse_after(dependencies: Sequence[str], home: Path) -> list[After]:
@@ -168,10 +166,11 @@ _MODEL_GROUPS = frozenset({"model", "experiment", "data", "optim", "train", "cos
 
 def names_model(overrides: Sequence[str]) -> bool:
     """Whether the overrides name a model or its training, by which a program is planned then."""
-    return any(
-        re.split(r"[=.@/]", override.lstrip("+~"), maxsplit=1)[0] in _MODEL_GROUPS
-        for override in overrides
-    )
+    for override in overrides:
+        group, *_ = re.split(r"[=.@/]", override.lstrip("+~"), maxsplit=1)
+        if group in _MODEL_GROUPS:
+            return True
+    return False
 
 
 def program_name(config: Config, command: Sequence[str]) -> str:
@@ -181,7 +180,8 @@ def program_name(config: Config, command: Sequence[str]) -> str:
     arguments = list(command)
     if len(arguments) > 1 and Path(arguments[0]).name.startswith("python"):
         arguments = _after_python(arguments[1:])
-    name = Path(arguments[0] if arguments else command[0]).name.removesuffix(".py").lower()
+    program = Path(arguments[0] if arguments else command[0])
+    name = program.name.removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9]+", "-", name)[:40].strip("-") or "program"
 
 
@@ -207,9 +207,10 @@ def _after_python(arguments: Sequence[str]) -> list[str]:
 
 
 def job_name(config: Config) -> str:
-    return config.run.name or "-".join(
-        filter(None, (config.model.name, config.choices.get("parallel")))
-    )
+    if config.run.name:
+        return config.run.name
+    names = (config.model.name, config.choices.get("parallel"))
+    return "-".join(filter(None, names))
 
 
 def make_bundle(
@@ -344,13 +345,15 @@ def check(submission: Submission, options: SubmitOptions) -> None:
 
 def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> str:
     """Starts the run and returns its handle. From now on `orch list` finds it."""
-    with private_umask(), listed([backend.folder_of(bundle.request, options.home)], options.home):
+    folder = backend.folder_of(bundle.request, options.home)
+    with private_umask(), listed([folder], options.home):
         return backend.submit(bundle, options.environ)
 
 
 def render(bundle: SubmissionBundle, backend: Rendering, options: SubmitOptions) -> str:
     """Writes the folder of the run, and returns the document for its scheduler."""
-    with private_umask(), listed([RunFolder(Path(bundle.request.run_dir))], options.home):
+    folder = RunFolder(Path(bundle.request.run_dir))
+    with private_umask(), listed([folder], options.home):
         return backend.render(bundle)
 
 

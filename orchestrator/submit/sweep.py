@@ -94,7 +94,8 @@ def _name(config: Config, options: SubmitOptions) -> str:
 def _labelled(candidate: SizeCandidate, label: str) -> SizeCandidate:
     """Adds the label of the run to its summary, for `orch list` and `orch status`."""
     request = candidate.bundle.request
-    request = structs.replace(request, summary={**request.summary, "sweep": label[:200]})
+    summary = {**request.summary, "sweep": label[:200]}
+    request = structs.replace(request, summary=summary)
     return candidate._replace(bundle=structs.replace(candidate.bundle, request=request))
 
 
@@ -102,10 +103,8 @@ def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOption
     """Sends all runs to a scheduler, together if it can take them so (Slurm: as one array), and
     returns their handles."""
     bundles = [run.bundle for run in runs]
-    with (
-        private_umask(),
-        listed([RunFolder(Path(bundle.request.run_dir)) for bundle in bundles], options.home),
-    ):
+    folders = [RunFolder(Path(bundle.request.run_dir)) for bundle in bundles]
+    with private_umask(), listed(folders, options.home):
         if isinstance(backend, ArraySubmission):
             return backend.submit_all(bundles, options.environ)
         return [backend.submit(bundle, options.environ) for bundle in bundles]

@@ -27,14 +27,12 @@ def load_job(
     processes; a program on a machine with GPUs gets one node with these GPUs instead. Raises
     OrchError as `load` does."""
     config = load(list(overrides), config_dir, ranges=True)
+    if not options.program or config.backend.options.get("ssh"):
+        return config
+    if config.backend.name != "local" or config.cluster.name != "local":
+        return config
     keys = {override.lstrip("+").partition("=")[0] for override in overrides}
-    ours = (config.backend.name, config.cluster.name) == ("local", "local")
-    if (
-        not ours
-        or not options.program
-        or keys.intersection(_SHAPE)
-        or config.backend.options.get("ssh")
-    ):
+    if keys.intersection(_SHAPE):
         return config
     from orchestrator.backends.local.gpus import visible_gpus
 
@@ -65,7 +63,8 @@ def interpreter(request: LaunchRequest, options: SubmitOptions) -> list[str]:
 def other_python(ours: str, path: str, remedy: str) -> list[str]:
     """Returns a message if the search path finds a Python in another folder than that of `ours`.
     `remedy`: how to select that one."""
-    shell_python = shutil.which(Path(ours).name, path=path) or shutil.which("python3", path=path)
+    names = (Path(ours).name, "python3")
+    shell_python = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
     if shell_python is None or Path(shell_python).parent == Path(ours).parent:
         return []
     return [

@@ -53,7 +53,9 @@ def cells_of_overrides(
         )
     if not keys & {"model", "experiment"}:
         rest = ["model=tiny", *rest]
-    names = [name.strip() for name in lists[-1].strip("[]").split(",")] if lists else [""]
+    names = [""]
+    if lists:
+        names = [name.strip() for name in lists[-1].strip("[]").split(",")]
     for name in names:
         layout = [f"parallel={name}"] if name else []
         config = load([*rest, *layout], config_dir)

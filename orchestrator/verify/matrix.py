@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
+from math import prod
 from typing import Any, NamedTuple
 
 from .cover import Row, cover
@@ -130,7 +131,8 @@ class Entry(NamedTuple):
     @property
     def degrees(self) -> dict[str, Any]:
         """Keys of `parallel`, with every degree."""
-        degrees: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "vpp": 1}
+        degrees: dict[str, Any] = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "vpp"), 1)
+        degrees["zero"] = 0
         for technique in self.techniques:
             degrees |= technique.parallel
         if degrees["zero"] and degrees["cp"] == 1 and degrees["dp"] == 1:
@@ -140,7 +142,7 @@ class Entry(NamedTuple):
     @property
     def processes(self) -> int:
         degrees = self.degrees
-        return degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] * degrees["ep"]
+        return prod(degrees[axis] for axis in ("dp", "tp", "pp", "cp", "ep"))
 
     @property
     def nodes(self) -> int:
@@ -200,9 +202,10 @@ def full() -> list[Entry]:
 def quick() -> list[Entry]:
     """Returns every deep technique alone, and a few products."""
     deep = [technique for axis in AXES for technique in _deep(axis)]
-    few = [_techniques_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 1, _fits)]
-    products = _spread("product", (techniques for techniques in few if len(techniques) > 1))
-    return [Entry("alone", (), PLAIN), *(Entry("alone", (t,), PLAIN) for t in deep), *products]
+    alone = [Entry("alone", (), PLAIN)]
+    alone += [Entry("alone", (technique,), PLAIN) for technique in deep]
+    products = [techniques for techniques in _covering(1) if len(techniques) > 1]
+    return [*alone, *_spread("product", products)]
 
 
 def pairs() -> Iterator[tuple[Technique, ...]]:
@@ -226,7 +229,13 @@ def few_pairs() -> Iterator[tuple[Technique, ...]]:
 def triples() -> list[tuple[Technique, ...]]:
     """Returns products that contain every legal triple of deep techniques; most have four or five
     techniques on eight processes."""
-    return [_techniques_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 3, _fits)]
+    return _covering(3)
+
+
+def _covering(strength: int) -> list[tuple[Technique, ...]]:
+    """Returns products that contain every legal combination of `strength` deep techniques."""
+    levels = [len(_deep(axis)) for axis in AXES]
+    return [_techniques_of(row) for row in cover(levels, strength, _fits)]
 
 
 def unequal() -> Iterator[tuple[Technique, ...]]:
@@ -251,7 +260,8 @@ def _deep(axis: str) -> list[Technique]:
 
 
 def _techniques_of(row: Row) -> tuple[Technique, ...]:
-    return tuple(_deep(axis)[choice - 1] for axis, choice in zip(AXES, row, strict=True) if choice)
+    choices = zip(AXES, row, strict=True)
+    return tuple(_deep(axis)[choice - 1] for axis, choice in choices if choice)
 
 
 def _fits(row: Row) -> bool:

@@ -25,7 +25,8 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
     with tempfile.TemporaryDirectory(prefix="orch-verify-") as folder:
         path = Path(folder) / "cells.jsonl"
         errors = Path(folder) / "stderr"
-        path.write_bytes(b"".join(msgspec.json.encode(cell) + b"\n" for cell in cells))
+        documents = [msgspec.json.encode(cell) for cell in cells]
+        path.write_bytes(b"".join(document + b"\n" for document in documents))
         command = [*start.command("trainer.verify"), str(path), "--together", str(together)]
         # One thread: the single process of a cell runs beside the ranks of other cells.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

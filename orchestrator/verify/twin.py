@@ -135,7 +135,8 @@ def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
         path = Path(folder) / "plan.json"
         errors = Path(folder) / "stderr"
         path.write_bytes(to_json(plan))
-        command = [*start.command("trainer.twin"), str(path), "--ranks", ",".join(map(str, ranks))]
+        rank_list = ",".join(map(str, ranks))
+        command = [*start.command("trainer.twin"), str(path), "--ranks", rank_list]
         finished = 0
         with running(command, errors, os.environ) as (lines, wait):
             for line in lines:
@@ -144,7 +145,8 @@ def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
             code = wait()
         if code or finished < len(ranks):
             message = last_line(errors).removeprefix("trainer.twin: ")
-            raise OrchError(message, Exit(code) if code in set(Exit) else Exit.INTERNAL)
+            known = code in set(Exit)
+            raise OrchError(message, Exit(code) if known else Exit.INTERNAL)
 
 
 def compare(plan: Plan, rank_run: RankRun) -> list[Compared]:
@@ -205,7 +207,8 @@ def _share_of_direct(plan: Plan, rank: int, exchange: Traffic) -> float:
     """Returns the bytes that an exchange of experts' tokens sends by NVLink domain, if the plan
     does so, as a share of those that it would send directly."""
     group = hierarchy(plan, rank)
-    near = (len(group.inside) - 1) / (len(group.inside) * len(group.across) - 1)
+    peers = len(group.inside) * len(group.across) - 1
+    near = (len(group.inside) - 1) / peers
     direct = structs.replace(NO_PATH, nvlink_s=1.0, share={NVLINK: near, "network": 1 - near})
     return sum(
         sum(phase.share.values())
@@ -285,10 +288,10 @@ def tier_of(plan: Plan, ranks: Collection[int]) -> str:
         (NVLINK, plan.cluster.nvlink_domains),
         *((level.name, level.switches) for level in plan.cluster.levels),
     ]
-    return next(
-        (name for name, blocks in tiers if any(nodes <= set(block) for block in blocks)),
-        tiers[-1][0],
-    )
+    for name, blocks in tiers:
+        if any(nodes <= set(block) for block in blocks):
+            return name
+    return tiers[-1][0]
 
 
 def _height(plan: Plan, level: str) -> int:

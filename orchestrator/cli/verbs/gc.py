@@ -45,9 +45,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     for flag, number in (("--keep", args.keep), ("--keep-best", args.keep_best)):
         if number < 0:
             raise OrchError(f"{flag} must not be negative", Exit.USAGE)
-    least_age = (
-        seconds(args.older_than or "30d") if args.older_than or not args.size else float("-inf")
-    )
+    least_age = float("-inf")
+    if args.older_than or not args.size:
+        least_age = seconds(args.older_than or "30d")
     size_limit = byte_count(args.size) if args.size else None
     folders = all_runs(home())
     now = time.time()
@@ -103,7 +103,7 @@ def _best(ended: list[RunFolder], count: int) -> set[str]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OrchError):
             loss = float(json.loads(folder.report.read_bytes())["loss"]["last"])
             summary = read_request(folder).summary
-            losses.setdefault(str(summary.get("model") or summary.get("program")), []).append(
-                (loss, folder.run_id)
-            )
-    return {run_id for candidates in losses.values() for _, run_id in sorted(candidates)[:count]}
+            kind = str(summary.get("model") or summary.get("program"))
+            losses.setdefault(kind, []).append((loss, folder.run_id))
+    best = [sorted(candidates)[:count] for candidates in losses.values()]
+    return {run_id for candidates in best for _, run_id in candidates}

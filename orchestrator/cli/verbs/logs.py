@@ -75,11 +75,11 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
             (f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)
         ]
         local = folder.logs / "supervisor.log"
-        return (
-            agent_logs if args.node or not local.exists() else [("supervisor", local), *agent_logs]
-        )
-    started = any(folder.rank_log(rank).exists() for rank in ranks)
-    if not args.rank and not started:
+        if not args.node and local.exists():
+            return [("supervisor", local), *agent_logs]
+        return agent_logs
+    if not args.rank and not any(folder.rank_log(rank).exists() for rank in ranks):
+        # No worker has started: the log of the job has the reason.
         jobs = sorted(
             path for path in folder.logs.glob("*.log") if not path.name.startswith("agent-")
         )
@@ -100,7 +100,8 @@ def _nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
     from orchestrator.cli.session import plan_of_run
     from orchestrator.run.state import read_state
 
-    actual = {rank: name for name, node in read_state(folder).nodes.items() for rank in node.ranks}
+    nodes = read_state(folder).nodes
+    actual = {rank: name for name, node in nodes.items() for rank in node.ranks}
     if actual:
         return dict(sorted(actual.items()))
     return {rank.rank: rank.node for rank in plan_of_run(folder).ranks}
