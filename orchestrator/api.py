@@ -75,10 +75,10 @@ def plan_all_sizes(
     layout that it chooses, so that the layout can be explained."""
     from orchestrator.config.compose import load
     from orchestrator.planner.elastic.sizes import plan_sizes
-    from orchestrator.submit.cluster import ClusterResolver, at_home
+    from orchestrator.submit.cluster import ClusterResolver, with_token_folder
 
     resolve = ClusterResolver(home())
-    config = at_home(load(overrides, config_dir, ranges=True), home())
+    config = with_token_folder(load(overrides, config_dir, ranges=True), home())
     profile = resolve.profile(config)
     if settle and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.search.auto import settled
@@ -112,27 +112,27 @@ def prepare_job(
     from orchestrator.submit.submission import (
         check,
         choose,
-        not_passed,
+        dropped_variable_messages,
         prepare,
-        rate_breaks,
-        simulated_nodes,
+        rate_messages,
+        simulation_messages,
     )
     from orchestrator.submit.this_machine import interpreter, load_job
 
     config = load_job(overrides, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
-        from orchestrator.submit.over_ssh import prepare_there
+        from orchestrator.submit.over_ssh import prepare_on_host
 
-        return PreparedJob(*prepare_there(config, overrides, options, config_dir))
+        return PreparedJob(*prepare_on_host(config, overrides, options, config_dir))
     submission = prepare(config, options)
     check(submission, options)
     candidate, scheduler_messages = choose(submission, options)
     request = candidate.bundle.request
     backend = submission.backend
     messages = [*scheduler_messages]
-    messages += simulated_nodes(request, backend)
-    messages += not_passed(request, options)
-    messages += rate_breaks(candidate.plan, request, backend)
+    messages += simulation_messages(request, backend)
+    messages += dropped_variable_messages(request, options)
+    messages += rate_messages(candidate.plan, request, backend)
     if backend.shares_folders and options.code is None:
         messages += interpreter(request, options)
     return PreparedJob(backend, candidate, messages)
@@ -392,9 +392,9 @@ class Run:
         """Returns a message if a `resume` would continue at another learning rate than that of the
         last checkpoint."""
         from orchestrator.run.request import read_request
-        from orchestrator.submit.submission import rate_breaks
+        from orchestrator.submit.submission import rate_messages
 
-        return rate_breaks(self.plan(), read_request(self.folder), self.backend)
+        return rate_messages(self.plan(), read_request(self.folder), self.backend)
 
     def steps(self) -> list[StepLine]:
         """Returns every step that the ranks have reported."""

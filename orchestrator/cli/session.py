@@ -76,8 +76,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     run_id_help = "id of the run (default: <name>-<time>-<random>)"
     parser.add_argument("--run-id", metavar="ID", help=run_id_help)
     after_help = (
-        "start when this run has succeeded (any:RUN when it has ended, notok:RUN when it has"
-        " failed); repeatable"
+        "start when this run has succeeded (any:RUN when it has ended, notok:RUN when it has ended"
+        " without success); repeatable"
     )
     parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after_help)
 

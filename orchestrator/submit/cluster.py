@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orchestrator.planner.cost.profile import Profile
 
 
-def at_home(config: Config, home: Path) -> Config:
+def with_token_folder(config: Config, home: Path) -> Config:
     """Returns the configuration with the user's folder of token files, unless it names one."""
     if config.data.cache_dir is not None:
         return config
@@ -69,7 +69,7 @@ class ClusterResolver:
             self._bad_nodes[cluster] = bad_nodes
         return self._bad_nodes[cluster]
 
-    def leave_out(self, config: Config, backend: Backend) -> Config:
+    def without_bad_nodes(self, config: Config, backend: Backend) -> Config:
         """Returns the configuration without the bad nodes of its cluster, if the backend can
         exclude nodes."""
         from orchestrator.backends.base import NodeExclusion, without_nodes

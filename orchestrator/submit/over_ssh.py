@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 _PYTHON = "python3"  # default interpreter of the host
 
 
-class PreparedThere(NamedTuple):
+class PreparedOnHost(NamedTuple):
     backend: Backend
     candidate: SizeCandidate
     messages: list[str]
 
 
-def prepare_there(
+def prepare_on_host(
     config: Config, overrides: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
-) -> PreparedThere:
+) -> PreparedOnHost:
     """Lets the orch of the host plan and check a job, and sends it what it needs of this machine.
 
     Raises OrchError: the refusals of the host; 64 for `--in-place`; 76 when the host does not
@@ -76,7 +76,7 @@ def prepare_there(
     request = request_of(prepared)
     bundle = SubmissionBundle(request=request, contents={"plan.json": raw})
     candidate = SizeCandidate(config, from_json(raw), bundle)
-    return PreparedThere(SshBackend(session, prepared), candidate, prepared.said)
+    return PreparedOnHost(SshBackend(session, prepared), candidate, prepared.said)
 
 
 def _pack(code: Code, user_config: Path | None, host: str) -> bytes:

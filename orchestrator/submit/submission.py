@@ -24,7 +24,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run import registry
 from orchestrator.run.folder import RunFolder, new_run_id, private_umask
 
-from .cluster import ClusterResolver, at_home, with_backend_options
+from .cluster import ClusterResolver, with_backend_options, with_token_folder
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -85,11 +85,11 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
     config = without_host(config)
     given_data = config.data
     resolve = ClusterResolver(options.home)
-    config = at_home(config, options.home)
+    config = with_token_folder(config, options.home)
     backend = get_backend(config.backend.name)
     if options.after:
         config = _with_dependencies(config, backend, options)
-    config = resolve.leave_out(config, backend)
+    config = resolve.without_bad_nodes(config, backend)
     if isinstance(backend, Prefetching) and not options.dry_run:
         backend.look_ahead(config)
     from orchestrator.planner.elastic.sizes import plan_sizes  # while the cluster answers
@@ -276,7 +276,7 @@ def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidat
     return candidates[index], lines
 
 
-def simulated_nodes(request: LaunchRequest, backend: Backend) -> list[str]:
+def simulation_messages(request: LaunchRequest, backend: Backend) -> list[str]:
     """Returns a message if the nodes of a program are simulated on this machine, where torchrun
     would wait for other machines."""
     most_nodes = max([request.nodes, *request.sizes])
@@ -286,7 +286,7 @@ def simulated_nodes(request: LaunchRequest, backend: Backend) -> list[str]:
     return [f"{shape} are simulated on this machine (for one node: cluster.nodes=1)"]
 
 
-def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
+def dropped_variable_messages(request: LaunchRequest, options: SubmitOptions) -> list[str]:
     """Returns a message with the variables of this shell that a program does not get, if there are
     any."""
     from orchestrator.run.variables import dropped_names
@@ -303,7 +303,7 @@ def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
     ]
 
 
-def rate_breaks(plan: Plan, request: LaunchRequest, backend: Backend) -> list[str]:
+def rate_messages(plan: Plan, request: LaunchRequest, backend: Backend) -> list[str]:
     """Returns a message if the bundled trainer would continue from a checkpoint at another learning
     rate than that of the checkpoint, and if this machine can read the folder of the checkpoint."""
     from .saved_rate import rate_jump
@@ -346,19 +346,19 @@ def check(submission: Submission, options: SubmitOptions) -> None:
 def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> str:
     """Starts the run and returns its handle. From now on `orch list` finds it."""
     folder = backend.folder_of(bundle.request, options.home)
-    with private_umask(), listed([folder], options.home):
+    with private_umask(), registered([folder], options.home):
         return backend.submit(bundle, options.environ)
 
 
 def render(bundle: SubmissionBundle, backend: Rendering, options: SubmitOptions) -> str:
     """Writes the folder of the run, and returns the document for its scheduler."""
     folder = RunFolder(Path(bundle.request.run_dir))
-    with private_umask(), listed([folder], options.home):
+    with private_umask(), registered([folder], options.home):
         return backend.render(bundle)
 
 
 @contextlib.contextmanager
-def listed(folders: Sequence[RunFolder], home: Path) -> Iterator[None]:
+def registered(folders: Sequence[RunFolder], home: Path) -> Iterator[None]:
     """Registers the folders, which the body creates, so that runs are found by their ids wherever
     their folders are."""
     try:

@@ -20,13 +20,13 @@ from .submission import (
     SubmitOptions,
     check,
     choose,
+    dropped_variable_messages,
     job_name,
-    listed,
-    not_passed,
     prepare,
     program_name,
-    rate_breaks,
-    simulated_nodes,
+    rate_messages,
+    registered,
+    simulation_messages,
 )
 
 if TYPE_CHECKING:
@@ -73,8 +73,12 @@ def prepare_sweep(
             backend = backend or submission.backend
             candidate, _ = choose(submission._replace(backend=backend), options)
             request = candidate.bundle.request
-            breaks = rate_breaks(candidate.plan, request, backend)
-            messages = [*simulated_nodes(request, backend), *not_passed(request, options), *breaks]
+            breaks = rate_messages(candidate.plan, request, backend)
+            messages = [
+                *simulation_messages(request, backend),
+                *dropped_variable_messages(request, options),
+                *breaks,
+            ]
             if not options.dry_run:
                 backend.check(request)
         except OrchError as error:
@@ -104,7 +108,7 @@ def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOption
     returns their handles."""
     bundles = [run.bundle for run in runs]
     folders = [RunFolder(Path(bundle.request.run_dir)) for bundle in bundles]
-    with private_umask(), listed(folders, options.home):
+    with private_umask(), registered(folders, options.home):
         if isinstance(backend, ArraySubmission):
             return backend.submit_all(bundles, options.environ)
         return [backend.submit(bundle, options.environ) for bundle in bundles]

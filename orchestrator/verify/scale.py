@@ -172,7 +172,7 @@ def _small_model(config: Config, degrees: Degrees, small: Degrees, layers: int |
         head_dim = HEAD_DIM
     if ffn % tp or ffn > 4 * MOST_HIDDEN:
         ffn = tp * ceil(48 / tp)
-    moe = model.moe
+    moe: Moe | None = model.moe
     if moe is not None:
         moe = _few_experts(moe, small, expert_ranks(config, small))
     mla = model.mla
