@@ -71,6 +71,7 @@ def follow_run(
     handle: str,
     folder: RunFolder,
     backend: Backend,
+    *,
     as_json: bool,
     signals: HeldSignals,
     owned: bool = False,

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
-            return follow_run(handle, job.folder, job.backend, args.json, signals)
+            return follow_run(handle, job.folder, job.backend, as_json=args.json, signals=signals)
         if args.json:
             import json
 

@@ -70,8 +70,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
                 submitted.handle,
                 submitted.folder,
                 backend,
-                args.json,
-                signals,
+                as_json=args.json,
+                signals=signals,
                 owned=args.owned,
             )
         announcement = submitted.handle
@@ -203,5 +203,6 @@ def _one_after_another(
         with HeldSignals() as signals:
             handle = send(run.bundle, backend, options)
             folder = RunFolder(Path(run.bundle.request.run_dir))
-            codes.append(follow_run(handle, folder, backend, as_json, signals))
+            code = follow_run(handle, folder, backend, as_json=as_json, signals=signals)
+            codes.append(code)
     return next(filter(None, codes), Exit.DONE)
