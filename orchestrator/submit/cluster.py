@@ -63,7 +63,7 @@ class ClusterResolver:
             bad_nodes = [entry.node for entry in entries]
             if bad_nodes:
                 print(
-                    f"orch: avoids {', '.join(bad_nodes)}, found bad by earlier runs (orch nodes)",
+                    f"orch: without {', '.join(bad_nodes)}, found bad by earlier runs (orch nodes)",
                     file=sys.stderr,
                 )
             self._bad_nodes[cluster] = bad_nodes

@@ -288,7 +288,7 @@ def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monk
     assert resolved and all(
         cluster.node_names and "n4" not in cluster.node_names for cluster in resolved
     )
-    assert err.count("avoids n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
+    assert err.count("without n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
     assert sent == ([["n4"]] if sends else [])
 
 

@@ -135,7 +135,7 @@ def test_a_submission_leaves_out_what_is_on_the_list_and_says_so(tmp_path, monke
     options = json.loads(seen.out)["backend_options"]
     assert (options["exclude"], options["bad_nodes"]) == (["n7"], [BAD])
     assert read_options(options).without == ["n7", BAD]
-    assert f"orch: avoids {BAD}, found bad by earlier runs (orch nodes)" in seen.err
+    assert f"orch: without {BAD}, found bad by earlier runs (orch nodes)" in seen.err
 
 
 #: Of a run that was submitted while `old` was on the list.
@@ -194,11 +194,11 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
     request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
     for generation in (0, 1):
         runs._send(folder, request, None, {}, generation, [])
-    assert f"orch: avoids {BAD}" in capsys.readouterr().err
+    assert f"orch: without {BAD}" in capsys.readouterr().err
     NodeMemory.of(folder).forget(time.time(), lambda one: True)
     runs._send(folder, request, None, {}, 2, [])
     assert sent == [OF_A_SUBMISSION, {"exclude": ["n7"], "bad_nodes": [BAD]}, {"exclude": ["n7"]}]
-    assert "orch: avoids" not in capsys.readouterr().err
+    assert "orch: without" not in capsys.readouterr().err
 
 
 def test_and_so_does_one_that_a_controller_starts_again(tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ def test_a_submission_to_slurm_leaves_them_out_and_says_so(tmp_path, monkeypatch
     seen = capsys.readouterr()
     options = json.loads(seen.out)["backend_options"]
     assert (options["exclude"], options["bad_nodes"]) == (["n7"], ["n5"])
-    assert "orch: avoids n5, found bad by earlier runs (orch nodes)" in seen.err
+    assert "orch: without n5, found bad by earlier runs (orch nodes)" in seen.err
 
 
 def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(
@@ -134,7 +134,7 @@ def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(
         memory.add(bad(found, at=time.time(), cluster="h100x64"))
         assert main(["resume", "r"]) == 0
         assert (
-            f"orch: avoids {found}, found bad by earlier runs (orch nodes)"
+            f"orch: without {found}, found bad by earlier runs (orch nodes)"
             in capsys.readouterr().err
         )
         assert (
@@ -146,4 +146,4 @@ def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(
     assert (folder.path / "slurm" / "exclude").read_text() == "n[1,7,9]\n"
     assert main(["nodes", "--forget-all"]) == 0
     assert main(["resume", "r"]) == 0
-    assert "#SBATCH --exclude=n7\n" in sent[-1] and "orch: avoids" not in capsys.readouterr().err
+    assert "#SBATCH --exclude=n7\n" in sent[-1] and "orch: without" not in capsys.readouterr().err
