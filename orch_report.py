@@ -280,7 +280,7 @@ def hf_callback() -> Any:
     """
     from transformers import TrainerCallback
 
-    class OrchCallback(_TransformersReporter, TrainerCallback):  # type: ignore[misc]
+    class OrchCallback(_TransformersReporter, TrainerCallback):
         pass
 
     return OrchCallback() if active() else TrainerCallback()

@@ -319,8 +319,12 @@ class Run:
         from orchestrator.backends.base import LogMirroring
         from orchestrator.observe.logs import LogTail
 
-        mirrors = isinstance(self.backend, LogMirroring)
-        with self.backend.mirror(self.folder, follow) if mirrors else nullcontext():
+        backend = self.backend
+        if isinstance(backend, LogMirroring):
+            mirror = backend.mirror(self.folder, follow)
+        else:
+            mirror = nullcontext()
+        with mirror:
             tails = {name: LogTail(path, last) for name, path in logs().items()}
             while True:
                 # Before reading: a process that exits in between has written its last lines.
