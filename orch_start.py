@@ -1,9 +1,9 @@
-"""`python -P -m orch_start MODULE ARGUMENTS...`, or this file by its path: runs a module of orch
-from beside this file.
+"""`python -P -m orch_start MODULE ARGUMENTS...`, or this file by its path: runs a module of the
+orch that is installed beside this file.
 
-Started by name (`python -m trainer`), a package called `trainer` on PYTHONPATH or in the working
-folder would run in its place. This file's name is nobody else's. Only the names of our own packages
-are looked up beside it first: other imports are as the user's paths have them.
+With `python -m trainer`, another package called `trainer` on PYTHONPATH or in the working folder
+would run in its place; no other package is called `orch_start`. Only orch's own packages are
+searched beside this file first. Other imports follow the user's paths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OURS = ("orchestrator", "trainer")
 
 
 class _OwnPackages:
-    """A finder of `sys.meta_path`."""
+    """A finder for `sys.meta_path` that finds orch's packages beside this file."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -7,8 +7,8 @@ line uses the same.
     run = orchestrator.submit_job("nproc=2", command=["python", "train.py"])
     print(run.wait().state, run.report()["steps"])
 
-Words are those of the command line (`key=value`). What is refused is an OrchError with `message`
-and `exit`. Not for use from several threads at once, as `orchestrator.config.compose.load` is not.
+Overrides (`key=value`) are those of the command line. Refusals raise OrchError with `message` and
+`exit`. The functions are not thread-safe, as `orchestrator.config.compose.load` is not.
 """
 
 from __future__ import annotations
@@ -37,106 +37,109 @@ if TYPE_CHECKING:
     from orchestrator.submit.cluster import ClusterResolver
     from orchestrator.submit.submission import SizeCandidate, SubmitOptions
 
-_LOOK_S = 0.1
-_CANCEL_S = 120.0  # for agents, pods or a job to go, beyond the grace period of the workers
-_END_S = 10.0  # for the last processes of a run that has ended
+_POLL_S = 0.1
+#: Seconds for agents, pods or a job to end, beyond the grace period of the workers.
+_CANCEL_S = 120.0
+#: Seconds for the last processes of an ended run to exit.
+_END_S = 10.0
 
 
 def home() -> Path:
-    """Where runs, measured clusters and bad nodes of this user are kept (`ORCH_HOME`)."""
+    """Returns the folder of this user's runs, measured clusters and bad nodes (`ORCH_HOME`)."""
     from orchestrator.run.folder import home_folder
 
     return home_folder(os.environ)
 
 
-# ------------------------------------------------------------------------------------------- plan
-#     and submit
+# ---------------------------------------------------------------------------- planning, submitting
 
 
-def plan_job(*words: str, config_dir: str | Path | None = None, any_layout: bool = False) -> Plan:
-    """The plan of a job of the bundled trainer, as `orch plan` shows it; of `nodes=A..B` that of
-    the largest size.
+def plan_job(
+    *overrides: str, config_dir: str | Path | None = None, any_layout: bool = False
+) -> Plan:
+    """Returns the plan of a job of the bundled trainer, as `orch plan` shows it; for `nodes=A..B`
+    the plan of the largest size.
 
-    any_layout: for a program of one's own, so that `parallel=auto` also chooses what the trainer
-    does not run. OrchError: 64 for a word, 65 when nothing can be planned, 76 and 78 from asking
-    the cluster.
+    any_layout: for a program of one's own, so that `parallel=auto` may also choose layouts that the
+    trainer does not run. Raises OrchError: 64 for a wrong override, 65 when nothing can be planned,
+    76 and 78 for errors of the cluster.
     """
-    sizes, _ = plan_all_sizes(list(words), config_dir, any_layout)
+    sizes, _ = plan_all_sizes(list(overrides), config_dir, any_layout)
     return sizes.legal[0].plan
 
 
 def plan_all_sizes(
-    words: list[str], config_dir: str | Path | None, any_layout: bool, settle: bool = False
+    overrides: list[str], config_dir: str | Path | None, any_layout: bool, settle: bool = False
 ) -> tuple[Sizes, ClusterResolver]:
-    """The plans of all sizes, the largest first. settle: `parallel=auto` is replaced by what it
-    chooses, for a layout that can be explained."""
+    """Returns the plans of all sizes, the largest first. settle: replaces `parallel=auto` by the
+    layout that it chooses, so that the layout can be explained."""
     from orchestrator.config.compose import load
     from orchestrator.planner.elastic.sizes import plan_sizes
-    from orchestrator.submit.cluster import ClusterResolver, at_home
+    from orchestrator.submit.cluster import ClusterResolver, with_token_folder
 
     resolve = ClusterResolver(home())
-    config = at_home(load(words, config_dir, ranges=True), home())
+    config = with_token_folder(load(overrides, config_dir, ranges=True), home())
     profile = resolve.profile(config)
     if settle and config.parallel.auto and config.nodes is None:
         from orchestrator.planner.search.auto import settled
 
         config = settled(config, resolve(config.cluster), any_layout, profile)
-    return (
-        plan_sizes(config, resolve, any_memory=True, any_layout=any_layout, profile=profile),
-        resolve,
-    )
+    sizes = plan_sizes(config, resolve, any_memory=True, any_layout=any_layout, profile=profile)
+    return sizes, resolve
 
 
 class PreparedJob(NamedTuple):
-    """What would be sent: nothing has been started or written."""
+    """A job that is ready to be sent: nothing has been started or written."""
 
     backend: Backend
     candidate: SizeCandidate
-    said: list[str]  # what people should know of it
+    messages: list[str]  # what the user should know about the job
 
     def send(self, options: SubmitOptions) -> Run:
-        """Start it."""
+        """Starts the job."""
         from orchestrator.submit.submission import send
 
-        send(self.candidate.bundle, self.backend, options)
-        return Run(
-            self.backend.folder_of(self.candidate.bundle.request, options.home), self.backend
-        )
+        bundle = self.candidate.bundle
+        send(bundle, self.backend, options)
+        return Run(self.backend.folder_of(bundle.request, options.home), self.backend)
 
 
 def prepare_job(
-    words: list[str], options: SubmitOptions, config_dir: str | Path | None = None
+    overrides: list[str], options: SubmitOptions, config_dir: str | Path | None = None
 ) -> PreparedJob:
-    """The job planned, checked, and at the size that its scheduler would start. OrchError as
-    `submit_job`."""
+    """Plans and checks a job, at the size that its scheduler would start. Raises OrchError as
+    `submit_job` does."""
     from orchestrator.submit.submission import (
         check,
         choose,
-        not_passed,
+        dropped_variable_messages,
         prepare,
-        rate_breaks,
-        simulated_nodes,
+        rate_messages,
+        simulation_messages,
     )
     from orchestrator.submit.this_machine import interpreter, load_job
 
-    config = load_job(words, options, config_dir)
+    config = load_job(overrides, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
-        from orchestrator.submit.over_ssh import prepare_there
+        from orchestrator.submit.over_ssh import prepare_on_host
 
-        return PreparedJob(*prepare_there(config, words, options, config_dir))
+        return PreparedJob(*prepare_on_host(config, overrides, options, config_dir))
     submission = prepare(config, options)
     check(submission, options)
-    candidate, said = choose(submission, options)
+    candidate, scheduler_messages = choose(submission, options)
     request = candidate.bundle.request
-    more = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
-    more += rate_breaks(candidate.plan, request, submission.backend)
-    if submission.backend.shares_folders and options.code is None:
-        more += interpreter(request, options)
-    return PreparedJob(submission.backend, candidate, [*said, *more])
+    backend = submission.backend
+    messages = [*scheduler_messages]
+    messages += simulation_messages(request, backend)
+    messages += dropped_variable_messages(request, options)
+    messages += rate_messages(candidate.plan, request, backend)
+    if backend.shares_folders and options.code is None:
+        messages += interpreter(request, options)
+    return PreparedJob(backend, candidate, messages)
 
 
 def submit_job(
-    *words: str,
+    *overrides: str,
     command: Sequence[str] = (),
     config_dir: str | Path | None = None,
     env: Sequence[str] = (),
@@ -144,42 +147,42 @@ def submit_job(
     run_id: str | None = None,
     after: Sequence[str] = (),
 ) -> Run:
-    """Plan a job and start it, as `orch submit` does. `command`: a program of one's own; empty: the
-    bundled trainer.
+    """Plans a job and starts it, as `orch submit` does. `command`: a program of one's own; empty:
+    the bundled trainer.
 
-    env: names of further variables to pass on. in_place: run the program in the current folder and
-    not in a copy (None: where nodes share folders). after: ids of runs to wait for, where the
-    backend has a queue. What the command line would say of the run, such as variables that are not
-    passed on, is a UserWarning. OrchError: 64 for words and options, 65 for what cannot run, 76 and
-    78 from the cluster.
+    env: names of further variables to pass to the program. in_place: run the program in the current
+    folder and not in a copy (None: in the folder if nodes share folders). after: ids of runs to
+    wait for, if the backend has a queue. The messages of the command line, for example about
+    variables that are not passed on, become UserWarnings. Raises OrchError: 64 for wrong overrides
+    and options, 65 for a job that cannot run, 76 and 78 for errors of the cluster.
     """
     import warnings
 
     from orchestrator.run.left_out import said_of
     from orchestrator.submit.submission import names_model
 
-    wishes: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "command": tuple(command),
         "env": tuple(env),
         "in_place": in_place,
         "run_id": run_id,
     }
-    program = bool(command) and not names_model(words)
-    options = from_here(**wishes, after=tuple(after), program=program)
-    job = prepare_job(list(words), options, config_dir)
+    program = bool(command) and not names_model(overrides)
+    options = options_from_here(**settings, after=tuple(after), program=program)
+    job = prepare_job(list(overrides), options, config_dir)
     run = job.send(options)
-    for line in [*said_of(job.candidate.bundle.request.code), *job.said]:
+    for line in [*said_of(job.candidate.bundle.request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
     return run
 
 
-def from_here(**wishes: Any) -> SubmitOptions:
-    """Options of a submission from this process, its folder and environment. `wishes`: the other
-    fields."""
+def options_from_here(**settings: Any) -> SubmitOptions:
+    """Returns the options of a submission from this process, with its folder and environment.
+    `settings`: the other fields."""
     from orchestrator.submit.submission import SubmitOptions
 
     return SubmitOptions(
-        home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes
+        home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **settings
     )
 
 
@@ -187,7 +190,7 @@ def from_here(**wishes: Any) -> SubmitOptions:
 
 
 def plan_of_run(folder: RunFolder) -> Plan:
-    """OrchError (65) where it is missing or damaged."""
+    """Reads the plan of a run. Raises OrchError (65) if it is missing or damaged."""
     from orchestrator.plan import PlanError, load_plan
 
     try:
@@ -197,8 +200,8 @@ def plan_of_run(folder: RunFolder) -> Plan:
 
 
 def request_of_run(folder: RunFolder) -> LaunchRequest:
-    """What a run was started with. OrchError (65): there is none, or the bundled trainer does not
-    run its plan."""
+    """Reads the launch request of a run. Raises OrchError (65) if it is missing, or if the bundled
+    trainer does not run its plan."""
     from orchestrator.run.request import read_request
 
     request = read_request(folder)
@@ -211,24 +214,24 @@ def request_of_run(folder: RunFolder) -> LaunchRequest:
 
 
 class Status(NamedTuple):
-    state: RunState  # what the run is, of its backend and its coordinator
-    live: Live  # the last step that was reported
-    spent: Account  # where its time went
+    state: RunState  # the state according to the backend and the coordinator
+    live: Live  # the last reported step
+    spent: Account  # how the run spent its time
 
 
 class Run:
-    """A run that has been submitted, here or anywhere with the same home."""
+    """A run that was submitted from this machine, or from another one with the same home folder."""
 
     def __init__(self, folder: RunFolder, backend: Backend):
         self.folder = folder
         self.backend = backend
-        self._steps: StepFollower | None = None  # reads only what is new at each look
+        self._steps: StepFollower | None = None  # reads only new lines each time
 
     @classmethod
     def find(cls, name: str | None = None) -> Run:
-        """By handle, id or the beginning of one; None: the newest. One that this machine did not
-        submit is asked of the clusters that it is set up for. OrchError: 64 for none, 65 for an
-        unreadable one."""
+        """Finds a run by its handle, its id or the beginning of its id; the newest run for None.
+        Runs from other machines are searched in the clusters that this machine is set up for.
+        Raises OrchError: 64 when there is none, 65 for an unreadable one."""
         from orchestrator.backends.base import adopted, get_backend
         from orchestrator.run import registry
         from orchestrator.run.state import read_state
@@ -236,14 +239,13 @@ class Run:
         try:
             folder = registry.find_run(home(), name)
         except OrchError:
-            found = (
-                adopted(name.partition("://")[2] if "://" in name else name, home())
-                if name
-                else None
-            )
-            if found is None:
+            if not name:
                 raise
-            folder = found
+            run_id = name.partition("://")[2] if "://" in name else name
+            adopted_folder = adopted(run_id, home())
+            if adopted_folder is None:
+                raise
+            folder = adopted_folder
         return cls(folder, get_backend(read_state(folder).backend))
 
     def __repr__(self) -> str:
@@ -259,15 +261,16 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """As its backend knows it now."""
+        """The current state, read from the backend."""
         return self.backend.state(self.folder)
 
     def plan(self) -> Plan:
-        """The plan in force. OrchError (65) where it is missing or damaged."""
+        """Returns the current plan. Raises OrchError (65) if it is missing or damaged."""
         return plan_of_run(self.folder)
 
     def status(self) -> Status:
-        """Its state, its last step and where its time went, as `orch status` shows them."""
+        """Returns the state, the last step and how the run spent its time, as `orch status` shows
+        them."""
         from orchestrator.observe.goodput.account import account
         from orchestrator.observe.goodput.run_timeline import run_timeline
         from orchestrator.observe.live import read_live
@@ -277,66 +280,67 @@ class Run:
         now = time.time()
         self._steps = self._steps or StepFollower(self.folder)
         steps = self._steps.read(state.nodes)
-        spent = account(run_timeline(state, read_events(self.folder, state.nodes), steps), now)
+        events = read_events(self.folder, state.nodes)
+        spent = account(run_timeline(state, events, steps), now)
         return Status(state, read_live(self.folder, state, now), spent)
 
     def wait(self, timeout_s: float | None = None) -> RunState:
-        """Its final state, when all its processes have gone. TimeoutError when it has not ended by
-        then.
+        """Waits for the run to end and all its processes to exit, and returns its final state.
+        Raises TimeoutError after `timeout_s`.
 
-        A state that cannot be read for a moment ends no waiting. OrchError (65) where that lasts
-        for a minute.
+        Waiting continues while the state is unreadable for a moment. Raises OrchError (65) after a
+        minute of that.
         """
         from orchestrator.run.folder import insist
 
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            alive = self.backend.is_alive(
-                self.folder
-            )  # before the state: what ends in between has written it
+            # Before the state: a process that exits in between has written its final state.
+            alive = self.backend.is_alive(self.folder)
             state = insist(lambda: self.state)
             if state.is_final and not alive:
                 return state
-            if end is not None and time.monotonic() > end:
+            if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.id} is {state.state} after {timeout_s:g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def logs(self, rank: int, last: int | None = None, follow: bool = False) -> Iterator[str]:
-        """The lines of one rank, the last so many or all. follow: also those to come, until the run
-        has ended."""
-        for _, line in self.lines(lambda: {"": self.folder.rank_log(rank)}, last, follow):
+        """Yields the log lines of a rank. last: only this many of the existing lines. follow: also
+        new lines, until the run has ended."""
+        log = self.folder.rank_log(rank)
+        for _, line in self.lines(lambda: {"": log}, last, follow):
             yield line
 
     def lines(
         self, logs: Callable[[], Mapping[str, Path]], last: int | None = None, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """The lines of several logs with their names, as `logs` does. `logs`: asked once the folder
-        has them."""
+        """Yields (name, line) of several logs, as `Run.logs` does. `logs` returns the files; it is
+        called once the folder of the run has them."""
         from orchestrator.backends.base import LogMirroring
         from orchestrator.observe.logs import LogTail
 
-        with (
-            self.backend.mirror(self.folder, follow)
-            if isinstance(self.backend, LogMirroring)
-            else nullcontext()
-        ):
+        backend = self.backend
+        if isinstance(backend, LogMirroring):
+            mirror = backend.mirror(self.folder, follow)
+        else:
+            mirror = nullcontext()
+        with mirror:
             tails = {name: LogTail(path, last) for name, path in logs().items()}
             while True:
-                alive = follow and self.backend.is_alive(
-                    self.folder
-                )  # before reading: what they write until then
+                # Before reading: a process that exits in between has written its last lines.
+                alive = follow and self.backend.is_alive(self.folder)
                 for name, tail in tails.items():
                     for line in tail.read(last=not alive):
                         yield name, line
                 if not alive:
                     return
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
     def cancel(self, force: bool = False, wait: bool = True) -> RunState:
-        """End it; its workers save first, unless forced.
+        """Ends the run; its workers save first, unless forced.
 
-        OrchError: 64 when it has ended before, 76 when it lives on long after its grace period: the
-        request stays.
+        Raises OrchError: 64 when the run has already ended, 76 when it still runs long after its
+        grace period. The request stays in force then.
         """
         from orchestrator.run.request import read_request
 
@@ -344,26 +348,26 @@ class Run:
         if state.is_final:
             raise OrchError(f"run {self.id} has ended: {state.state}")
         self.backend.cancel(self.folder, force)
-        within_s = _CANCEL_S
-        with suppress(OrchError):  # of a damaged run: it is ended all the same
-            within_s += 2 * read_request(self.folder).policy.grace_s
-        end = time.monotonic() + within_s
+        timeout_s = _CANCEL_S
+        with suppress(OrchError):  # a damaged run can be ended, too
+            timeout_s += 2 * read_request(self.folder).policy.grace_s
+        deadline = time.monotonic() + timeout_s
         while wait and self.backend.is_alive(self.folder):
-            if time.monotonic() > end:
-                text = (
-                    f"run {self.id} lives on {within_s:.0f} s after it was asked to end; the"
-                    " request stays"
+            if time.monotonic() > deadline:
+                message = (
+                    f"run {self.id} still runs {timeout_s:.0f} s after the request to end, which"
+                    " stays in force"
                 )
-                raise OrchError(f"{text}: orch cancel --force {self.id}", Exit.CAPACITY)
-            time.sleep(_LOOK_S)
+                raise OrchError(f"{message}; to kill: orch cancel --force {self.id}", Exit.CAPACITY)
+            time.sleep(_POLL_S)
         return self.state
 
     def resume(self, allow: Sequence[str] = ()) -> str:
-        """Start it once more after its end, from its last checkpoint; its handle. allow: as `orch
-        resume --allow`.
+        """Starts the ended run again from its last checkpoint, and returns its handle. allow: as
+        for `orch resume --allow`.
 
-        One that is refused leaves all as it was. OrchError: 64 while it runs or when it is done, 65
-        when it cannot run.
+        A refused resume changes nothing. Raises OrchError: 64 while the run is running or when it
+        is done, 65 when it cannot run.
         """
         from orchestrator.backends.base import Elsewhere
         from orchestrator.run.create import disk_refusals
@@ -371,15 +375,15 @@ class Run:
         from orchestrator.run.put_back import check_allowed, without_pins
 
         check_allowed(allow)
-        end = time.monotonic() + _END_S
+        deadline = time.monotonic() + _END_S
         while True:
             alive = self.backend.is_alive(self.folder)
             state = self.state
             if state.state == "done":
-                raise OrchError(f"run {self.id} is done: there is nothing left to do")
-            if not alive or not state.is_final or time.monotonic() > end:
+                raise OrchError(f"run {self.id} is done: there are no steps left")
+            if not alive or not state.is_final or time.monotonic() > deadline:
                 break
-            time.sleep(_LOOK_S)  # it has said how it ended, and its last processes are going
+            time.sleep(_POLL_S)  # its end is recorded, and its last processes are exiting
         if alive:
             raise OrchError(f"run {self.id} is {state.state}: cancel it first, or wait for its end")
         request = request_of_run(self.folder)
@@ -389,26 +393,27 @@ class Run:
             return self.backend.resume(self.folder, request, os.environ)
 
     def rate_breaks(self) -> list[str]:
-        """One line where a `resume` goes on at another learning rate than its last checkpoint was
-        made with."""
+        """Returns a message if a `resume` would continue at another learning rate than that of the
+        last checkpoint."""
         from orchestrator.run.request import read_request
-        from orchestrator.submit.submission import rate_breaks
+        from orchestrator.submit.submission import rate_messages
 
-        return rate_breaks(self.plan(), read_request(self.folder), self.backend)
+        return rate_messages(self.plan(), read_request(self.folder), self.backend)
 
     def steps(self) -> list[StepLine]:
-        """Every step that its ranks have reported."""
+        """Returns every step that the ranks have reported."""
         from orchestrator.observe.timeline import nodes_of, read_steps
 
         return read_steps(self.folder, nodes_of(self.plan(), self.state))
 
     def report(self, steps: list[StepLine] | None = None) -> dict[str, Any]:
-        """What was planned against what was measured (docs/report.md), up to now. steps: where they
-        were read."""
+        """Compares the measurements so far with the plan (docs/report.md). steps: the result of
+        `steps()`, if it was read before."""
         from orchestrator.observe.report import make_report
         from orchestrator.observe.timeline import nodes_of, read_events
 
         plan = self.plan()
         state = self.state
         lines = self.steps() if steps is None else steps
-        return make_report(plan, state, lines, read_events(self.folder, nodes_of(plan, state)))
+        events = read_events(self.folder, nodes_of(plan, state))
+        return make_report(plan, state, lines, events)

@@ -1,5 +1,4 @@
-"""How modules of ours are started: by location, with the file `orch_start.py` beside our
-packages."""
+"""Starting modules of orch by location, with the file `orch_start.py` beside the packages."""
 
 from __future__ import annotations
 
@@ -14,43 +13,51 @@ from orchestrator import __version__
 from orchestrator.errors import OrchError, check_installed
 from orchestrator.plan.exits import Exit
 
-#: What starts a module by its name where no location is known: after `python -P`. Nobody else has
-#: this name.
+#: Arguments after `python -P` that start a module by name, where no location is known. No other
+#: package has this name.
 BY_NAME = ("-m", "orch_start")
 FILE = Path(__file__).resolve().parents[1] / "orch_start.py"
 
 
 @cache
 def code_version() -> str:
-    """The version of our packages and a digest of their code, which tells two states of one version
-    apart."""
-    packages = [FILE.with_name("orchestrator"), FILE.with_name("trainer")]
-    found = hashlib.sha256()
-    for file in sorted(path for package in packages for path in package.rglob("*.py")):
-        found.update(f"{file.relative_to(FILE.parent)}\0".encode() + file.read_bytes() + b"\0")
-    return f"{__version__}+{found.hexdigest()[:12]}"
+    """Returns the version of orch and a digest of its code, which distinguishes two states of one
+    version."""
+    files: list[Path] = []
+    for package in ("orchestrator", "trainer"):
+        files += FILE.with_name(package).rglob("*.py")
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        name = file.relative_to(FILE.parent)
+        digest.update(f"{name}\0".encode())
+        digest.update(file.read_bytes())
+        digest.update(b"\0")
+    return f"{__version__}+{digest.hexdigest()[:12]}"
 
 
 def command(module: str, roots: Sequence[str] = ()) -> list[str]:
-    """The words that start a module of ours under this interpreter: of the first of `roots` that
-    holds our packages, else of the ones that run here. OrchError (65) for the trainer where torch
-    is not installed."""
+    """Returns the command that starts a module of orch under this interpreter, from the first of
+    `roots` that has orch's packages, else from the running ones. Raises OrchError (65) for the
+    trainer if torch is not installed."""
     if module.split(".")[0] == "trainer":
         check_installed("torch", "the bundled trainer")
-    files = [file for root in roots if (file := Path(root, FILE.name)).is_file()]
-    return [sys.executable, "-P", str(next(iter(files), FILE)), module]
+    files = (Path(root, FILE.name) for root in roots)
+    starter = next(filter(Path.is_file, files), FILE)
+    return [sys.executable, "-P", str(starter), module]
 
 
 def output(module: str, *arguments: str, stdin: str = "") -> str:
-    """What a module of ours prints, run to its end. OrchError: its last line on stderr, with its
-    exit code."""
-    done = subprocess.run(
-        [*command(module), *arguments], input=stdin, capture_output=True, text=True
+    """Runs a module of orch to its end and returns its output. Raises OrchError with the last line
+    of its stderr and its exit code if it fails."""
+    process = subprocess.run(
+        [*command(module), *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
     )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    if process.returncode:
+        error_lines = process.stderr.strip().splitlines() or ["it printed nothing"]
+        message = error_lines[-1].removeprefix(f"{module}: ")
         codes = {int(code): code for code in Exit}
-        raise OrchError(
-            said[0].removeprefix(f"{module}: "), codes.get(done.returncode, Exit.INTERNAL)
-        )
-    return done.stdout
+        raise OrchError(message, codes.get(process.returncode, Exit.INTERNAL))
+    return process.stdout

@@ -1,5 +1,5 @@
-"""argparse with our conventions: one-line errors with an exit code, no abbreviations, flags that
-every verb has."""
+"""The argument parser of the verbs: argparse with one-line errors and an exit code, without
+abbreviations, and with the flags that every verb has."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _WIDTH = 80
 
 
 class Parser(argparse.ArgumentParser):
-    tail = ""  # what follows the flags on the command line, for the usage line
+    tail = ""  # the arguments after the flags, as the usage line shows them
 
     def error(self, message: str) -> NoReturn:
         raise OrchError(f"{self.prog}: {message}", Exit.USAGE)
 
     def format_usage(self) -> str:
-        text = super().format_usage().rstrip()
-        if text.endswith(self.tail):  # argparse may hand our own text back
-            return f"{text}\n"
-        last = text.rsplit("\n", 1)[-1]
-        apart = "\n" + " " * 10 if len(last) + len(self.tail) > _WIDTH else ""
-        return f"{text}{apart}{self.tail}\n"
+        usage = super().format_usage().rstrip()
+        if usage.endswith(self.tail):  # argparse may return this usage line itself
+            return f"{usage}\n"
+        last_line = usage.rsplit("\n", 1)[-1]
+        separator = "\n" + " " * 10 if len(last_line) + len(self.tail) > _WIDTH else ""
+        return f"{usage}{separator}{self.tail}\n"
 
     def format_help(self) -> str:
         plain = super().format_usage()
@@ -37,28 +37,29 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(name: str, verb: Verb) -> Parser:
-    """The parser of one verb with the common flags; a verb may define a common flag anew."""
+    """Returns the parser of a verb, with the common flags. A verb may redefine a common flag."""
     parser = Parser(
         prog=f"orch {name}", description=verb.help, allow_abbrev=False, conflict_handler="resolve"
     )
-    parser.tail = (" [key=value ...]" if verb.overrides else "") + (
-        " [-- program args]" if verb.command else ""
-    )
+    if verb.overrides:
+        parser.tail += " [key=value ...]"
+    if verb.command:
+        parser.tail += " [-- program args]"
     parser.add_argument("--json", action="store_true", help="print JSON; errors too")
     parser.add_argument(
-        "--debug", action="store_true", help="show the traceback of an internal error"
+        "--debug", action="store_true", help="print the traceback of an internal error"
     )
     if verb.overrides:
         parser.add_argument(
-            "--config-dir", metavar="DIR", help="a folder of your own group files, searched first"
+            "--config-dir", metavar="DIR", help="search this folder of group files first"
         )
     return parser
 
 
 def add_any(parser: argparse.ArgumentParser) -> None:
-    """The flag of the verbs that search layouts without a program to run them."""
-    text = (
-        "for a program of your own: parallel=auto also chooses what the bundled trainer does"
+    """Adds the flag `--any` of the verbs that search layouts without running them."""
+    help_line = (
+        "for your own program: parallel=auto may also choose layouts that the bundled trainer does"
         " not run"
     )
-    parser.add_argument("--any", action="store_true", help=text)
+    parser.add_argument("--any", action="store_true", help=help_line)

@@ -32,11 +32,11 @@ class PlanRequest(Struct):
 def plan(request: PlanRequest) -> Planned:
     """Plans the run. OrchError as in `orch submit`: 64 for a word, 65 for a run that is not
     possible, 76 and 78 from the cluster."""
-    from orchestrator.api import from_here
+    from orchestrator.api import options_from_here
     from orchestrator.config.compose import load
     from orchestrator.submit.submission import check, names_model, prepare
 
-    options = from_here(
+    options = options_from_here(
         command=tuple(request.program),
         run_id=request.run_id,
         in_place=True,

@@ -1,6 +1,5 @@
-"""Standard streams that end no command: one that is closed is the null device, and what a full disk
-does not take of the output is left out and remembered.
-"""
+"""Standard streams whose failures end no command: a closed stream becomes the null device, and
+output that a full disk does not take is dropped and recorded."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ import sys
 from typing import Any, TextIO
 
 
-class _Forgiving(io.FileIO):
-    """A descriptor whose writes do not fail, but for a pipe without a reader. `lost`: the first
-    that would have."""
+class _LenientFile(io.FileIO):
+    """A descriptor whose writes fail only when standard output is a pipe without a reader."""
 
-    lost: OSError | None = None
+    lost: OSError | None = None  # the first error that a write has ignored
 
     def write(self, content: Any, /) -> int:
         try:
@@ -28,51 +26,51 @@ class _Forgiving(io.FileIO):
 
 
 def open_standard_streams() -> None:
-    """For the three of this process, where nobody has replaced them."""
+    """Makes the three standard streams of this process lenient, unless a caller has replaced
+    them."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, closefd=False)
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _forgiving(1, sys.stdout)
+        sys.stdout = _lenient_stream(1, sys.stdout)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _forgiving(2, sys.stderr)
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a terminal that cannot show a character must not end a run
+        sys.stderr = _lenient_stream(2, sys.stderr)
+    # A terminal that cannot show a character must not end a run.
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _forgiving(number: int, before: TextIO | None) -> TextIO:
-    """The text stream of a descriptor, with the encoding and the buffering of the one before."""
-    wrapped = before if isinstance(before, io.TextIOWrapper) else None
-    lines = wrapped.line_buffering if wrapped else number == 2
+def _lenient_stream(number: int, replaced: TextIO | None) -> TextIO:
+    """Returns a text stream of a descriptor, with the encoding and the buffering of the stream that
+    it replaces."""
+    wrapped = replaced if isinstance(replaced, io.TextIOWrapper) else None
+    line_buffering = wrapped.line_buffering if wrapped else number == 2
     return io.TextIOWrapper(
-        io.BufferedWriter(_Forgiving(number, "w", closefd=False)),
+        io.BufferedWriter(_LenientFile(number, "w", closefd=False)),
         encoding=wrapped.encoding if wrapped else "utf-8",
-        line_buffering=lines,
+        line_buffering=line_buffering,
         write_through=bool(wrapped and wrapped.write_through),
     )
 
 
 def lost_output() -> str:
-    """Why something of standard output is lost, "" where all of it was taken."""
+    """Returns the reason why standard output is incomplete, or "" if all of it was written."""
     sys.stdout.flush()
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    lost = raw.lost if isinstance(raw, _Forgiving) else None
+    lost = raw.lost if isinstance(raw, _LenientFile) else None
     return f"standard output cannot be written: {lost.strerror}" if lost else ""
 
 
-def announce(text: str, out: TextIO) -> None:
-    """Says what must not be lost, a run that was started: on standard error where `out` does not
-    take it."""
+def announce(announcement: str, out: TextIO) -> None:
+    """Prints the handle of a run that was started, which must not be lost: on standard error if
+    `out` does not take it."""
     with contextlib.suppress(BrokenPipeError):
-        print(text, file=out, flush=True)
+        print(announcement, file=out, flush=True)
         if out is not sys.stdout or not lost_output():
             return
-    print(f"orch: started {text}", file=sys.stderr)
+    print(f"orch: started {announcement}", file=sys.stderr)

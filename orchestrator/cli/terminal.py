@@ -1,5 +1,5 @@
-"""What verbs show: the terminal's abilities, files given on the command line, a run that was
-started."""
+"""Output of the verbs: the style of the terminal, files named on the command line, progress, and a
+run that is followed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def style() -> Style:
-    """Colour on a terminal unless NO_COLOR is set (no-color.org), 80 columns elsewhere, ASCII where
-    it must be."""
+    """Returns the style of standard output: colour on a terminal unless NO_COLOR is set
+    (no-color.org), 80 columns elsewhere, ASCII where the encoding demands it."""
     from orchestrator.style import Style
 
     terminal = sys.stdout.isatty()
@@ -38,14 +38,14 @@ def style() -> Style:
 
 
 def print_json(value: object) -> None:
-    """One line; structs, tuples and numbers as they are."""
+    """Prints a value, also structs and tuples, as one line of JSON."""
     import msgspec
 
     print(msgspec.json.encode(value).decode(), flush=True)
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes], flag: str) -> None:
-    """A file given on the command line with `flag`, also piece by piece: whole or not at all.
+    """Writes the file that the command line names with `flag`: whole, or not at all. Raises
     OrchError (64)."""
     scratch = path.with_name(f".{path.name}.partial")
     try:
@@ -59,27 +59,28 @@ def write_file(path: Path, content: bytes | Iterable[bytes], flag: str) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def tell(done: int, total: int, what: str) -> None:
-    """Progress of long work, as one line on stderr that is overwritten; nothing where that is no
-    terminal."""
+def show_progress(done: int, total: int, label: str) -> None:
+    """Overwrites one line on stderr with the progress of long work; prints nothing where stderr is
+    not a terminal."""
     if sys.stderr.isatty():
-        text = f"{done}/{total}  {what}" if done < total else ""
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        line = f"{done}/{total}  {label}" if done < total else ""
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def follow_run(
     handle: str,
     folder: RunFolder,
     backend: Backend,
+    *,
     as_json: bool,
     signals: HeldSignals,
     owned: bool = False,
 ) -> int:
-    """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to
-    stdout.
+    """Shows a run until it ends, and returns its exit code. With JSON, progress goes to stderr and
+    the last state to stdout.
 
-    A signal leaves the run alone, which is said; `owned`: as `OwnedRun` has it, and the code is 128
-    and its number.
+    A signal ends only this command, with a message that the run continues. The signals of an
+    `owned` run end the run (`OwnedRun`), and the code is 128 and the number of the signal.
     """
     from orchestrator.backends.base import LogMirroring
     from orchestrator.cli.owned_run import OwnedRun
@@ -97,15 +98,16 @@ def follow_run(
     )
     run = OwnedRun(handle, folder, backend) if owned else None
     try:
-        signals.deliver(run.hear if run else interrupt)
+        signals.deliver(run.record_signal if run else interrupt)
         with lines:
-            look = run.state if run else backend.state
-            state = (follow if bundled else follow_program)(folder, look, out, style())
+            read_state = run.state if run else backend.state
+            watch = follow if bundled else follow_program
+            state = watch(folder, read_state, out, style())
     except (KeyboardInterrupt, BrokenPipeError) as error:
         signals.deliver(None)
         out = sys.stderr if isinstance(error, BrokenPipeError) else out
         print(
-            f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}",
+            f"\nThe run continues. See it: orch status {handle}   End it: orch cancel {handle}",
             file=out,
             flush=True,
         )

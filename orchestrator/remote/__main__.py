@@ -74,7 +74,7 @@ class Host:
                 code_folder = self._shipped / ship.CODE
                 code_folder.mkdir(exist_ok=True, mode=0o700)
                 code = msgspec.structs.replace(code, held_at=str(code_folder))
-        options = api.from_here(
+        options = api.options_from_here(
             command=tuple(question.command),
             env=tuple(question.env),
             program=question.program,
@@ -98,7 +98,7 @@ class Host:
                 refusal = error.message
         answer = wire.Prepared(
             request=msgspec.Raw(to_bytes(request)),
-            said=list(job.said),
+            said=list(job.messages),
             script=script,
             refusal=refusal,
         )

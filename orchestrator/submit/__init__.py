@@ -1,1 +1,1 @@
-"""Submitting: from a configuration to a running job."""
+"""Submitting a job: the way from a configuration to a running job."""

@@ -1,5 +1,5 @@
-"""What planning needs from this machine: the user's home folder, measured records and the site's
-profile, bad nodes, the running clusters."""
+"""The inputs of planning from this machine: the user's home folder, measured records, the profile
+of the site, bad nodes and running clusters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -23,67 +23,73 @@ if TYPE_CHECKING:
     from orchestrator.cost.profile import Profile
 
 
-def at_home(config: Config, home: Path) -> Config:
-    """The configuration with the folder of token files, where none was given."""
+def with_token_folder(config: Config, home: Path) -> Config:
+    """Returns the configuration with the user's folder of token files, unless it names one."""
     if config.data.cache_dir is not None:
         return config
-    return structs.replace(config, data=structs.replace(config.data, cache_dir=str(home / "data")))
+    data = structs.replace(config.data, cache_dir=str(home / "data"))
+    return structs.replace(config, data=data)
+
+
+def with_backend_options(config: Config, options: dict[str, Any]) -> Config:
+    """Returns the configuration with other `backend.options`."""
+    backend = structs.replace(config.backend, options=options)
+    return structs.replace(config, backend=backend)
 
 
 class ClusterResolver:
-    """Resolves the cluster entries of one command. Each running cluster is asked once, bad nodes
-    are named once."""
+    """Resolves the cluster entries of one command. Each running cluster is queried once, and bad
+    nodes are reported once."""
 
     def __init__(self, home: Path):
         self._home = home
-        self._bad: dict[str, list[str]] = {}
+        self._bad_nodes: dict[str, list[str]] = {}
         self._sources = Sources(
             measured=self._measured, live=cache(_live), bad_nodes=self.bad_nodes
         )
 
     def __call__(self, spec: ClusterSpec) -> Cluster:
-        """`resolve` with this machine's sources. OrchError: 65, 76 as there; 76, 78 from the
-        running cluster."""
+        """Resolves a cluster entry with the sources of this machine. Raises OrchError: 65 and 76 as
+        `resolve` does; 76 and 78 for errors of the running cluster."""
         return resolve(spec, self._sources)
 
     def bad_nodes(self, cluster: str) -> list[str]:
-        """Nodes of the cluster that earlier runs of this user have found bad (`orch nodes`), named
-        on stderr."""
-        if cluster not in self._bad:
+        """Returns the nodes of the cluster that earlier runs of this user have recorded as bad
+        (`orch nodes`), and prints them on stderr."""
+        if cluster not in self._bad_nodes:
             from orchestrator.run.bad_nodes import NodeMemory
 
-            found = [one.node for one in NodeMemory(self._home).read(time.time(), cluster)]
-            if found:
+            entries = NodeMemory(self._home).read(time.time(), cluster)
+            bad_nodes = [entry.node for entry in entries]
+            if bad_nodes:
                 print(
-                    f"orch: without {', '.join(found)}, found bad by earlier runs (orch nodes)",
+                    f"orch: without {', '.join(bad_nodes)}, found bad by earlier runs (orch nodes)",
                     file=sys.stderr,
                 )
-            self._bad[cluster] = found
-        return self._bad[cluster]
+            self._bad_nodes[cluster] = bad_nodes
+        return self._bad_nodes[cluster]
 
-    def leave_out(self, config: Config, backend: Backend) -> Config:
-        """The configuration with the bad nodes of its cluster excluded, where the backend can
+    def without_bad_nodes(self, config: Config, backend: Backend) -> Config:
+        """Returns the configuration without the bad nodes of its cluster, if the backend can
         exclude nodes."""
         from orchestrator.backends.base import NodeExclusion, without_nodes
 
         if not isinstance(backend, NodeExclusion):
             return config
-        options = without_nodes(config.backend.options, self.bad_nodes(config.cluster.name))
-        return structs.replace(config, backend=structs.replace(config.backend, options=options))
+        bad_nodes = self.bad_nodes(config.cluster.name)
+        options = without_nodes(config.backend.options, bad_nodes)
+        return with_backend_options(config, options)
 
     def profile(self, config: Config) -> Profile | None:
-        """The cost model's parameters: `cost.profile`, else the site's own for this cluster, else
-        None: the shipped ones. OrchError (65) for a file that is not a profile."""
-        own = site_profile_path(config.cluster, self._home)
-        path = (
-            Path(config.cost.profile).expanduser()
-            if config.cost.profile
-            else own
-            if own.exists()
-            else None
-        )
-        if path is None:
-            return None
+        """Reads the parameters of the cost model: those of `cost.profile`, else those of the site
+        for this cluster. Returns None for the shipped ones. Raises OrchError (65) for a file that
+        is not a profile."""
+        if config.cost.profile:
+            path = Path(config.cost.profile).expanduser()
+        else:
+            path = site_profile_path(config.cluster, self._home)
+            if not path.exists():
+                return None
         from orchestrator.cost.profile import read_profile
 
         return read_profile(path)

@@ -1,5 +1,5 @@
-"""Preparing a job on another host (`backend.options.ssh`): it is planned there, with what is
-shipped from here."""
+"""Preparing a job on another host (`backend.options.ssh`): the orch of that host plans it, with the
+code and configuration that this machine sends."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ from .submission import SizeCandidate, SubmitOptions
 if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
 
-_PYTHON = "python3"  # there
+_PYTHON = "python3"  # default interpreter of the host
 
 
-class PreparedThere(NamedTuple):
+class PreparedOnHost(NamedTuple):
     backend: Backend
     candidate: SizeCandidate
-    said: list[str]
+    messages: list[str]
 
 
-def prepare_there(
-    config: Config, words: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
-) -> PreparedThere:
-    """The job as the orch of the host has planned and checked it. Everything it needs of this
-    machine is shipped.
+def prepare_on_host(
+    config: Config, overrides: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
+) -> PreparedOnHost:
+    """Lets the orch of the host plan and check a job, and sends it what it needs of this machine.
 
-    OrchError: what the host refuses; 64 for `--in-place`; 76 when the host does not answer.
+    Raises OrchError: the refusals of the host; 64 for `--in-place`; 76 when the host does not
+    answer.
     """
     from orchestrator.run.code_snapshot import find_code
     from orchestrator.run.left_out import with_left_out
 
     if options.in_place:
         raise OrchError(
-            "--in-place: the host does not see this folder, so its copy is shipped", Exit.USAGE
+            "--in-place: the host does not see this folder; leave it out, orch sends a copy",
+            Exit.USAGE,
         )
     host = config.backend.options["ssh"]
     python = config.backend.options.get("ssh_python", _PYTHON)
@@ -56,19 +57,11 @@ def prepare_there(
     code = Code(kind="none")
     if options.command:
         code = structs.replace(with_left_out(find_code(options.cwd, wanted=True)), holds_orch=False)
-    own = [folder for folder in folders(config_dir) if folder != shipped()]
-    payload = b""
-    if own or (code.kind != "none" and not options.dry_run):
-        packed = Code(kind="none") if options.dry_run else code
-        payload, files, size = ship.pack(packed, own[0] if own else None)
-        if packed.kind != "none":
-            much = (
-                f"{files} file{'s' * (files != 1)}, {binary(size)} ({binary(len(payload))} on the"
-                " wire)"
-            )
-            print(f"orch: ships {much} of {code.root} to {host}", file=sys.stderr)
+    user_config = next((folder for folder in folders(config_dir) if folder != shipped()), None)
+    packed = Code(kind="none") if options.dry_run else code
+    payload = _pack(packed, user_config, str(host))
     question = wire.Prepare(
-        words=list(words),
+        words=list(overrides),
         command=list(options.command),
         env=list(options.env),
         program=options.program,
@@ -76,12 +69,25 @@ def prepare_there(
         after=list(options.after),
         run_id=options.run_id,
         dry_run=options.dry_run,
-        conf=bool(own),
+        conf=user_config is not None,
     )
     prepared, raw = session.ask(question, payload)
     assert isinstance(prepared, wire.Prepared)
     request = request_of(prepared)
     bundle = SubmissionBundle(request=request, contents={"plan.json": raw})
-    return PreparedThere(
-        SshBackend(session, prepared), SizeCandidate(config, from_json(raw), bundle), prepared.said
-    )
+    candidate = SizeCandidate(config, from_json(raw), bundle)
+    return PreparedOnHost(SshBackend(session, prepared), candidate, prepared.said)
+
+
+def _pack(code: Code, user_config: Path | None, host: str) -> bytes:
+    """Packs the code and the user's configuration for the host, and reports the size of the code.
+    Returns nothing if there is neither."""
+    if user_config is None and code.kind == "none":
+        return b""
+    payload, files, size = ship.pack(code, user_config)
+    if code.kind != "none":
+        amount = (
+            f"{files} file{'s' * (files != 1)}, {binary(size)} ({binary(len(payload))} compressed)"
+        )
+        print(f"orch: sends {amount} of {code.root} to {host}", file=sys.stderr)
+    return payload

@@ -1,5 +1,5 @@
-"""What a job that goes on from the checkpoints of another plan should know: where its learning rate
-breaks."""
+"""A warning for jobs that continue from the checkpoints of another plan: a break of the learning
+rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.plan.worker import CHECKPOINT, MANIFEST, checkpoint_dir, commi
 
 
 class _Head(Struct):
-    """Of a manifest, what is asked here."""
+    """The fields of a checkpoint manifest that this module reads."""
 
     schema: str
     step: int
@@ -22,16 +22,17 @@ class _Head(Struct):
 
 
 def rate_jump(plan: Plan, run_dir: str) -> list[str]:
-    """One line where the newest checkpoint in the job's folder was made with another learning rate
-    than its plan gives that step. None where the folder is empty or cannot be read here, and for a
-    checkpoint that remembers no rate."""
+    """Returns a message if the newest checkpoint in the job's folder has another learning rate than
+    the plan has at that step. Returns nothing if the folder is empty or unreadable from this
+    machine, and for a checkpoint without a learning rate."""
     with contextlib.suppress(OSError):
-        for step, path in committed(checkpoint_dir(plan.job.checkpoint.dir, run_dir)):
+        folder = checkpoint_dir(plan.job.checkpoint.dir, run_dir)
+        for step, path in committed(folder):
             try:
                 head = msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Head)
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
-                continue  # damaged: the run says so, and goes on from the one before
+                continue  # a damaged checkpoint: the run reports it, and uses an earlier one
             if (head.schema, head.step) == (CHECKPOINT, step):
-                text = jump(head.scalars, step, plan.job.optim, plan.job.train.steps)
-                return [text] if text else []
+                message = jump(head.scalars, step, plan.job.optim, plan.job.train.steps)
+                return [message] if message else []
     return []

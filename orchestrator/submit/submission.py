@@ -1,7 +1,8 @@
 """Submitting a job, from its configuration to a backend's handle: `prepare`, `choose` one size,
 `check`, `send`.
 
-Nothing here prints or reads the shell: what a submission depends on is in `SubmitOptions`.
+Nothing here prints, or reads the environment of the process: `SubmitOptions` has everything that a
+submission depends on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run import registry
 from orchestrator.run.folder import RunFolder, new_run_id, private_umask
 
-from .cluster import ClusterResolver, at_home
+from .cluster import ClusterResolver, with_backend_options, with_token_folder
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -31,34 +32,33 @@ if TYPE_CHECKING:
     from orchestrator.run.request import Code, LaunchRequest, SubmissionBundle
 
 
-#: `backend.options` that name another host, which takes the job and knows the rest of the options.
+#: `backend.options` that name another host, which takes the job with the other options.
 HOST_OPTIONS = ("ssh", "ssh_python")
-_SHOWN = 8  # names of variables
-WAYS: dict[str, Literal["ok", "any", "notok"]] = {"ok": "ok", "any": "any", "notok": "notok"}
+_MOST_VARIABLES = 8  # names of variables that a message shows
+CONDITIONS: dict[str, Literal["ok", "any", "notok"]] = {"ok": "ok", "any": "any", "notok": "notok"}
 
 
 class SubmitOptions(Struct, frozen=True, kw_only=True):
-    """How a job is submitted, and the environment of the shell that submits it. Paths are
+    """The options of a submission, and the environment of the submitting shell. Paths are
     absolute."""
 
-    home: Path  # of orch: runs, measured clusters, bad nodes
+    home: Path  # orch's home folder: runs, measured clusters, bad nodes
     cwd: Path
     python: str
     environ: Mapping[str, str]
     command: tuple[str, ...] = ()  # the user's program; empty: the bundled trainer
-    env: tuple[str, ...] = ()  # names of further variables to pass on
-    in_place: bool | None = (
-        None  # the program runs in `cwd`, not in a copy; None: in `cwd` where nodes share folders
-    )
-    program: bool = False  # `command` is planned without a model, because none was named for it
+    env: tuple[str, ...] = ()  # names of further variables to pass to the program
+    # Run the program in `cwd`, not in a copy; None: in `cwd` if nodes share folders.
+    in_place: bool | None = None
+    program: bool = False  # plan `command` without a model, because no override names one
     run_id: str | None = None
-    after: tuple[str, ...] = ()  # `RUN` or `HOW:RUN`: runs to wait for
-    dry_run: bool = False  # nothing will be sent, so the cluster is not asked ahead
-    code: Code | None = None  # what another machine has shipped to this one, which submits for it
+    after: tuple[str, ...] = ()  # `RUN` or `CONDITION:RUN`: runs to wait for
+    dry_run: bool = False  # nothing will be sent, so the cluster is not queried in advance
+    code: Code | None = None  # code from another machine, for which this one submits
 
 
 class SizeCandidate(NamedTuple):
-    """What may be sent: the job at one size. All candidates carry the plans of all sizes."""
+    """The job at one size, ready to be sent. Each candidate has the plans of all sizes."""
 
     config: Config  # with exactly the nodes of this size
     plan: Plan
@@ -71,131 +71,146 @@ class Submission(NamedTuple):
 
 
 def prepare(config: Config, options: SubmitOptions) -> Submission:
-    """The job planned, at every legal size where it is elastic, and rendered into requests; nothing
-    is written.
+    """Plans the job, at every legal size if it is elastic, and renders the requests; writes
+    nothing.
 
-    OrchError: 64 for options that make no sense, 65 when no size can be planned, 76 and 78 from
-    resolving the cluster.
+    Raises OrchError: 64 for contradictory options, 65 when no size can be planned, 76 and 78 for
+    errors of the cluster.
     """
-    if config.backend.options.get("ssh") and options.code is None:  # with code this is the host
+    # With code, another machine has sent the job and this machine is the host itself.
+    if config.backend.options.get("ssh") and options.code is None:
         raise OrchError(
-            "over ssh jobs are submitted one by one, with orch submit or orch run", Exit.USAGE
+            "over ssh, submit one job at a time with orch submit or orch run", Exit.USAGE
         )
     config = without_host(config)
-    given = config
+    given_data = config.data
     resolve = ClusterResolver(options.home)
-    config = at_home(config, options.home)
+    config = with_token_folder(config, options.home)
     backend = get_backend(config.backend.name)
     if options.after:
-        wishes = parse_after(options.after, options.home)
-        if not isinstance(backend, Queueing):
-            raise OrchError(
-                f"--after: the backend {backend.name} has no queue in which a run could wait",
-                Exit.USAGE,
-            )
-        waiting = backend.after(config.backend.options, wishes)
-        config = structs.replace(config, backend=structs.replace(config.backend, options=waiting))
-    config = resolve.leave_out(config, backend)
+        config = _with_dependencies(config, backend, options)
+    config = resolve.without_bad_nodes(config, backend)
     if isinstance(backend, Prefetching) and not options.dry_run:
         backend.look_ahead(config)
     from orchestrator.planner.elastic.sizes import plan_sizes  # while the cluster answers
 
     if options.program:
-        config = structs.replace(
-            config, run=structs.replace(config.run, name=program_name(config, options.command))
-        )
+        name = program_name(config, options.command)
+        config = structs.replace(config, run=structs.replace(config.run, name=name))
     options = structs.replace(options, run_id=new_id(config, options))
-    own = bool(options.command)
-    profile = None if options.program else resolve.profile(config)
-    sizes = plan_sizes(config, resolve, own, own, profile, options.program).legal
+    is_program = bool(options.command)
+    sizes = plan_sizes(
+        config,
+        resolve,
+        any_memory=is_program,
+        any_layout=is_program,
+        profile=None if options.program else resolve.profile(config),
+        program=options.program,
+    ).legal
     plans = {size.nodes: size.plan for size in sizes} if config.nodes else {}
     candidates = []
     for size in sizes:
-        at = structs.replace(
-            size.config, data=given.data
-        )  # the run folder keeps the configuration that was given
-        candidates.append(
-            SizeCandidate(at, size.plan, make_bundle(at, size.plan, backend, options, plans))
-        )
+        # The run folder records the data entry as given, without the folder of this user.
+        size_config = structs.replace(size.config, data=given_data)
+        bundle = make_bundle(size_config, size.plan, backend, options, plans)
+        candidates.append(SizeCandidate(size_config, size.plan, bundle))
     return Submission(backend, candidates)
 
 
+def _with_dependencies(config: Config, backend: Backend, options: SubmitOptions) -> Config:
+    """Adds the backend options for the runs of --after. Raises OrchError (64) for a backend without
+    a queue."""
+    dependencies = parse_after(options.after, options.home)
+    if not isinstance(backend, Queueing):
+        raise OrchError(
+            f"--after: backend {backend.name} has no queue in which a run could wait", Exit.USAGE
+        )
+    return with_backend_options(config, backend.after(config.backend.options, dependencies))
+
+
 def without_host(config: Config) -> Config:
-    options = {
-        name: value for name, value in config.backend.options.items() if name not in HOST_OPTIONS
-    }
-    return structs.replace(config, backend=structs.replace(config.backend, options=options))
+    """Returns the configuration without the options that name another host."""
+    options = config.backend.options
+    others = {name: options[name] for name in options if name not in HOST_OPTIONS}
+    return with_backend_options(config, others)
 
 
-def parse_after(words: Sequence[str], home: Path) -> list[After]:
-    """`RUN` or `HOW:RUN` of --after. OrchError (64) for an unknown run or way."""
-    found = []
-    for word in words:
-        how, colon, run = word.partition(":")
+def parse_after(dependencies: Sequence[str], home: Path) -> list[After]:
+    """Parses `RUN` or `CONDITION:RUN` of --after. Raises OrchError (64) for an unknown run or
+    condition."""
+    parsed = []
+    for dependency in dependencies:
+        condition, colon, run = dependency.partition(":")
         if not colon or run.startswith("//"):  # slurm://<id> is a handle
-            how = "ok"
-            run = word
-        way = WAYS.get(how)
-        if way is None:
-            raise OrchError(f"--after {word}: {how!r} is not ok, any or notok", Exit.USAGE)
-        found.append(After(way, registry.find_run(home, run)))
-    return found
+            condition = "ok"
+            run = dependency
+        known_condition = CONDITIONS.get(condition)
+        if known_condition is None:
+            raise OrchError(
+                f"--after {dependency}: {condition!r} is not ok, any or notok", Exit.USAGE
+            )
+        parsed.append(After(known_condition, registry.find_run(home, run)))
+    return parsed
 
 
 def new_id(config: Config, options: SubmitOptions) -> str:
-    """The id that was asked for, or one of the job's name."""
-    return (
-        options.run_id if options.run_id is not None else new_run_id(job_name(config), time.time())
-    )
+    """Returns the requested run id, or a new one with the name of the job."""
+    if options.run_id is not None:
+        return options.run_id
+    return new_run_id(job_name(config), time.time())
 
 
-#: Groups that describe a model and its training.
-_OF_A_MODEL = frozenset({"model", "experiment", "data", "optim", "train", "cost"})
+#: Groups of the configuration that describe a model and its training.
+_MODEL_GROUPS = frozenset({"model", "experiment", "data", "optim", "train", "cost"})
 
 
-def names_model(words: Sequence[str]) -> bool:
-    """Whether words of a command line name a model or its training: then a program is planned by
-    it."""
-    return any(
-        re.split(r"[=.@/]", word.lstrip("+~"), maxsplit=1)[0] in _OF_A_MODEL for word in words
-    )
+def names_model(overrides: Sequence[str]) -> bool:
+    """Whether the overrides name a model or its training, by which a program is planned then."""
+    for override in overrides:
+        group, *_ = re.split(r"[=.@/]", override.lstrip("+~"), maxsplit=1)
+        if group in _MODEL_GROUPS:
+            return True
+    return False
 
 
 def program_name(config: Config, command: Sequence[str]) -> str:
-    """The run's name: as configured, else that of the script, module or program that is run."""
+    """Returns the name of a run: as configured, or else that of its script, module or program."""
     if config.run.name and config.run.name != default_name(config):
         return config.run.name
-    words = list(command)
-    if len(words) > 1 and Path(words[0]).name.startswith("python"):
-        words = _after_python(words[1:])
-    name = Path(words[0] if words else command[0]).name.removesuffix(".py").lower()
+    arguments = list(command)
+    if len(arguments) > 1 and Path(arguments[0]).name.startswith("python"):
+        arguments = _after_python(arguments[1:])
+    program = Path(arguments[0] if arguments else command[0])
+    name = program.name.removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9]+", "-", name)[:40].strip("-") or "program"
 
 
-def _after_python(words: Sequence[str]) -> list[str]:
-    """What Python runs, and its arguments: none for a text of `-c`, or from standard input. Its
-    flags may stand together, as in `-um MODULE`; those after the script are the script's own."""
-    left = list(words)
-    while left and left[0].startswith("-") and left[0] != "-":
-        flag = left.pop(0)
+def _after_python(arguments: Sequence[str]) -> list[str]:
+    """Returns the script or module that Python runs and its arguments; nothing for `-c` or standard
+    input. Python's flags may be joined, as in `-um MODULE`; flags after the script are the
+    script's."""
+    remaining = list(arguments)
+    while remaining and remaining[0].startswith("-") and remaining[0] != "-":
+        flag = remaining.pop(0)
         if flag.startswith("--"):
-            del left[: flag == "--check-hash-based-pycs"]
+            del remaining[: flag == "--check-hash-based-pycs"]
             continue
-        found = re.fullmatch(r"-[^cmWX]*(?:([cmWX])(.*))?", flag, re.DOTALL)
-        taking, value = found.groups() if found else (None, "")
-        if taking == "c":
+        match = re.fullmatch(r"-[^cmWX]*(?:([cmWX])(.*))?", flag, re.DOTALL)
+        option, value = match.groups() if match else (None, "")
+        if option == "c":
             return []
-        if taking == "m":
-            return [value, *left] if value else left
-        if taking and not value:
-            del left[:1]
-    return [] if left[:1] == ["-"] else left
+        if option == "m":
+            return [value, *remaining] if value else remaining
+        if option and not value:
+            del remaining[:1]
+    return [] if remaining[:1] == ["-"] else remaining
 
 
 def job_name(config: Config) -> str:
-    return config.run.name or "-".join(
-        filter(None, (config.model.name, config.choices.get("parallel")))
-    )
+    if config.run.name:
+        return config.run.name
+    names = (config.model.name, config.choices.get("parallel"))
+    return "-".join(filter(None, names))
 
 
 def make_bundle(
@@ -205,8 +220,8 @@ def make_bundle(
     options: SubmitOptions,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> SubmissionBundle:
-    """The request of one plan with the files of its run folder. `sizes`: the plans of an elastic
-    job by node count."""
+    """Returns the request of a plan with the files of its run folder. `sizes`: the plans of an
+    elastic job by number of nodes."""
     from orchestrator.run.code_snapshot import find_code
     from orchestrator.run.left_out import with_left_out
     from orchestrator.run.request import Code, Site, make_request
@@ -216,20 +231,20 @@ def make_bundle(
         in_place = bool(options.command) and backend.shares_folders
     if options.code is not None:
         code = options.code
+    elif in_place:
+        code = Code(kind="none")
     else:
-        code = (
-            Code(kind="none") if in_place else find_code(options.cwd, wanted=bool(options.command))
-        )
-        code = with_left_out(code) if options.command and code.kind != "none" else code
-    runs = (
-        Path(config.run.dir).expanduser().absolute()
-        if config.run.dir
-        else registry.runs_folder(options.home)
-    )
+        code = find_code(options.cwd, wanted=bool(options.command))
+        if options.command and code.kind != "none":
+            code = with_left_out(code)
+    if config.run.dir:
+        runs_dir = Path(config.run.dir).expanduser().absolute()
+    else:
+        runs_dir = registry.runs_folder(options.home)
     site = Site(
         run_id=new_id(config, options),
         home=str(options.home),
-        runs_dir=str(runs),
+        runs_dir=str(runs_dir),
         python=options.python,
         environment_names=sorted(options.environ),
         cwd=str(options.cwd),
@@ -237,14 +252,14 @@ def make_bundle(
         agent_flags=list(backend.agent_flags),
         passes_all=backend.on_this_machine,
     )
-    return make_request(config, plan, site, options.command, options.env, sizes)
+    return make_request(config, plan, site, options.command, options.env, sizes=sizes)
 
 
 def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidate, list[str]]:
-    """The candidate to send, and what to tell the user. A backend without a queue takes the
+    """Returns the candidate to send, and messages for the user. A backend without a queue takes the
     largest.
 
-    OrchError from a scheduler that takes no size; in a dry run that is told, too.
+    Raises the OrchError of a scheduler that takes no size; a dry run returns it as a message.
     """
     backend, candidates = submission
     if not isinstance(backend, Queueing):
@@ -256,63 +271,59 @@ def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidat
     except OrchError as error:
         if not options.dry_run:
             raise
-        return candidates[0], (
-            [f"the largest size is shown: {error.message}"] if len(candidates) > 1 else []
-        )
+        message = f"the largest size is shown: {error.message}"
+        return candidates[0], [message] if len(candidates) > 1 else []
     return candidates[index], lines
 
 
-def simulated_nodes(request: LaunchRequest, backend: Backend) -> list[str]:
-    """One line where the nodes of a program are parts of this machine; torchrun would wait for
-    other machines."""
-    if (
-        not backend.on_this_machine
-        or request.worker.bundled
-        or max([request.nodes, *request.sizes]) == 1
-    ):
+def simulation_messages(request: LaunchRequest, backend: Backend) -> list[str]:
+    """Returns a message if the nodes of a program are simulated on this machine, where torchrun
+    would wait for other machines."""
+    most_nodes = max([request.nodes, *request.sizes])
+    if not backend.on_this_machine or request.worker.bundled or most_nodes == 1:
         return []
     shape = f"{request.nodes} nodes of {request.gpus_per_node} workers"
-    return [f"{shape} are simulated on this machine (one: cluster.nodes=1)"]
+    return [f"{shape} are simulated on this machine (for one node: cluster.nodes=1)"]
 
 
-def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
-    """One line on the variables of this shell that a program does not get; none where it gets
-    all."""
+def dropped_variable_messages(request: LaunchRequest, options: SubmitOptions) -> list[str]:
+    """Returns a message with the variables of this shell that a program does not get, if there are
+    any."""
     from orchestrator.run.variables import dropped_names
 
-    kept = {*request.environment.names, *request.environment.values}
-    lost = dropped_names(options.environ, kept) if options.command else []
-    if not lost:
+    passed = {*request.environment.names, *request.environment.values}
+    dropped = dropped_names(options.environ, passed) if options.command else []
+    if not dropped:
         return []
-    more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+    rest = len(dropped) - _MOST_VARIABLES
+    further = f" and {rest} more" if rest > 0 else ""
     return [
-        f"variables not passed on: {', '.join(lost[:_SHOWN])}{more} (--env NAME,"
+        f"variables not passed on: {', '.join(dropped[:_MOST_VARIABLES])}{further} (--env NAME,"
         " backend.pass_env=[PATTERN])"
     ]
 
 
-def rate_breaks(plan: Plan, request: LaunchRequest, backend: Backend) -> list[str]:
-    """One line where the bundled trainer would go on from a checkpoint at another learning rate
-    than it was made with, if its folder can be read on this machine."""
+def rate_messages(plan: Plan, request: LaunchRequest, backend: Backend) -> list[str]:
+    """Returns a message if the bundled trainer would continue from a checkpoint at another learning
+    rate than that of the checkpoint, and if this machine can read the folder of the checkpoint."""
     from .saved_rate import rate_jump
 
-    return (
-        rate_jump(plan, request.run_dir)
-        if request.worker.bundled and backend.shares_folders
-        else []
-    )
+    if not request.worker.bundled or not backend.shares_folders:
+        return []
+    return rate_jump(plan, request.run_dir)
 
 
 def check(submission: Submission, options: SubmitOptions) -> None:
-    """OrchError (65) for a job of the bundled trainer that cannot run: a layout that it does not
-    run, and, except in a dry run, a plan that needs more memory than there is."""
+    """Raises OrchError (65) for a job that the bundled trainer cannot run: an unsupported layout
+    and, except in a dry run, a plan that needs more memory than a GPU has."""
     if options.command:
         return
     from orchestrator.plan.trained import refusal
 
     if submission.candidates[0].config.metrics.pattern:
         raise OrchError(
-            "metrics.pattern is for programs: the bundled trainer reports its steps", Exit.CONFIG
+            "metrics.pattern is for programs: the bundled trainer reports its own steps",
+            Exit.CONFIG,
         )
     for _, plan, _ in submission.candidates:
         if problem := refusal(plan):
@@ -321,32 +332,35 @@ def check(submission: Submission, options: SubmitOptions) -> None:
     memory = plan.memory
     if options.dry_run or memory.total <= memory.capacity or config.run.allow_oom:
         return
-    need = (
+    requirement = (
         f"rank {memory.worst_rank} needs {memory.total / 2**30:.1f} GiB of"
         f" {memory.capacity / 2**30:.1f} GiB"
     )
     raise OrchError(
-        f"the plan does not fit: {need}; `orch plan` shows what takes it, run.allow_oom=true"
-        " submits it anyway",
+        f"the plan does not fit: {requirement}; `orch plan` shows what needs the memory,"
+        " run.allow_oom=true submits it anyway",
         Exit.CONFIG,
     )
 
 
 def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> str:
-    """Start the run; its handle. From now on `orch list` finds it."""
-    with private_umask(), listed([backend.folder_of(bundle.request, options.home)], options.home):
+    """Starts the run and returns its handle. From now on `orch list` finds it."""
+    folder = backend.folder_of(bundle.request, options.home)
+    with private_umask(), registered([folder], options.home):
         return backend.submit(bundle, options.environ)
 
 
 def render(bundle: SubmissionBundle, backend: Rendering, options: SubmitOptions) -> str:
-    """Write the run's folder; the document that its scheduler takes."""
-    with private_umask(), listed([RunFolder(Path(bundle.request.run_dir))], options.home):
+    """Writes the folder of the run, and returns the document for its scheduler."""
+    folder = RunFolder(Path(bundle.request.run_dir))
+    with private_umask(), registered([folder], options.home):
         return backend.render(bundle)
 
 
 @contextlib.contextmanager
-def listed(folders: Sequence[RunFolder], home: Path) -> Iterator[None]:
-    """Runs are found by their ids, wherever their folders lie, once the body has made those."""
+def registered(folders: Sequence[RunFolder], home: Path) -> Iterator[None]:
+    """Registers the folders, which the body creates, so that runs are found by their ids wherever
+    their folders are."""
     try:
         for folder in folders:
             registry.register(home, folder)

@@ -1,5 +1,5 @@
-"""A run for every combination of `parallel=a,b`. All are planned and checked before the first is
-sent."""
+"""Sweeps: a run for every combination of `parallel=a,b`. All runs are planned and checked before
+the first is sent."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .submission import (
     SubmitOptions,
     check,
     choose,
+    dropped_variable_messages,
     job_name,
-    listed,
-    not_passed,
     prepare,
     program_name,
-    rate_breaks,
-    simulated_nodes,
+    rate_messages,
+    registered,
+    simulation_messages,
 )
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 class SweepRun(NamedTuple):
     candidate: SizeCandidate
-    label: str  # what differs from the other runs
-    said: list[str]  # what people should know of it
+    label: str  # the overrides that differ from the other runs
+    messages: list[str]  # what the user should know about the run
 
     @property
     def bundle(self) -> SubmissionBundle:
@@ -48,10 +48,10 @@ class SweepRun(NamedTuple):
 def prepare_sweep(
     members: Sequence[Member], load: Callable[[list[str]], Config], options: SubmitOptions
 ) -> tuple[Backend, list[SweepRun]]:
-    """Every run planned and checked, and the one backend of all. `load`: from a member's words to
-    its configuration.
+    """Plans and checks every run, and returns them with their backend. `load` reads the
+    configuration of a member from its overrides.
 
-    OrchError names the combination that cannot be sent.
+    Raises an OrchError that names the combination which cannot be sent.
     """
     stem = options.run_id or new_run_id("sweep", time.time()).removeprefix("sweep")
     runs: list[SweepRun] = []
@@ -67,21 +67,26 @@ def prepare_sweep(
             check(submission, structs.replace(options, dry_run=False))
             if backend is not None and type(submission.backend) is not type(backend):
                 raise OrchError(
-                    f"backend {submission.backend.name} and {backend.name}: a sweep has one backend"
+                    f"backends {submission.backend.name} and {backend.name}: all runs of a sweep"
+                    " need the same backend"
                 )
             backend = backend or submission.backend
             candidate, _ = choose(submission._replace(backend=backend), options)
             request = candidate.bundle.request
-            breaks = rate_breaks(candidate.plan, request, backend)
-            said = [*simulated_nodes(request, backend), *not_passed(request, options), *breaks]
+            breaks = rate_messages(candidate.plan, request, backend)
+            messages = [
+                *simulation_messages(request, backend),
+                *dropped_variable_messages(request, options),
+                *breaks,
+            ]
             if not options.dry_run:
                 backend.check(request)
         except OrchError as error:
-            why = f"{error.message}{hint(member.varied, error.message)}"
+            reason = f"{error.message}{hint(member.varied, error.message)}"
             raise OrchError(
-                f"{label}: {why}; none of the {len(members)} runs was sent", error.exit
+                f"{label}: {reason}; none of the {len(members)} runs was sent", error.exit
             ) from None
-        runs.append(SweepRun(_labelled(candidate, label), label, said))
+        runs.append(SweepRun(_labelled(candidate, label), label, messages))
     assert backend is not None
     return backend, runs
 
@@ -91,20 +96,19 @@ def _name(config: Config, options: SubmitOptions) -> str:
 
 
 def _labelled(candidate: SizeCandidate, label: str) -> SizeCandidate:
-    """With what tells it from the others in its summary, where lists and `orch status` find it."""
+    """Adds the label of the run to its summary, for `orch list` and `orch status`."""
     request = candidate.bundle.request
-    request = structs.replace(request, summary={**request.summary, "sweep": label[:200]})
+    summary = {**request.summary, "sweep": label[:200]}
+    request = structs.replace(request, summary=summary)
     return candidate._replace(bundle=structs.replace(candidate.bundle, request=request))
 
 
 def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions) -> list[str]:
-    """All runs to a scheduler, together where it takes them so (Slurm: one array); their
-    handles."""
+    """Sends all runs to a scheduler, together if it can take them so (Slurm: as one array), and
+    returns their handles."""
     bundles = [run.bundle for run in runs]
-    with (
-        private_umask(),
-        listed([RunFolder(Path(bundle.request.run_dir)) for bundle in bundles], options.home),
-    ):
+    folders = [RunFolder(Path(bundle.request.run_dir)) for bundle in bundles]
+    with private_umask(), registered(folders, options.home):
         if isinstance(backend, ArraySubmission):
             return backend.submit_all(bundles, options.environ)
         return [backend.submit(bundle, options.environ) for bundle in bundles]

@@ -1,5 +1,5 @@
-"""What a job has of this machine: its shape, where a program runs here and nobody gave one, and the
-interpreter."""
+"""The influence of this machine on a job: the default shape of programs that run here, and the
+Python interpreter."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 _SHAPE = ("cluster.nodes", "cluster.gpus_per_node", "nodes")
 
 
-def load_job(words: Sequence[str], options: SubmitOptions, config_dir: str | Path | None) -> Config:
-    """`load`. The shipped cluster `local` simulates two nodes of four processes; a program on a
-    machine with GPUs gets one node with these instead. OrchError as `load`."""
-    config = load(list(words), config_dir, ranges=True)
-    given = {word.lstrip("+").partition("=")[0] for word in words}
-    ours = (config.backend.name, config.cluster.name) == ("local", "local")
-    if (
-        not ours
-        or not options.program
-        or given.intersection(_SHAPE)
-        or config.backend.options.get("ssh")
-    ):
+def load_job(
+    overrides: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
+) -> Config:
+    """Loads the configuration of a job. The shipped cluster `local` simulates two nodes of four
+    processes; a program on a machine with GPUs gets one node with these GPUs instead. Raises
+    OrchError as `load` does."""
+    config = load(list(overrides), config_dir, ranges=True)
+    if not options.program or config.backend.options.get("ssh"):
+        return config
+    if config.backend.name != "local" or config.cluster.name != "local":
+        return config
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if keys.intersection(_SHAPE):
         return config
     from orchestrator.backends.local.gpus import visible_gpus
 
@@ -39,31 +40,34 @@ def load_job(words: Sequence[str], options: SubmitOptions, config_dir: str | Pat
     if not gpus:
         return config
     shape = ["cluster.nodes=1", f"cluster.gpus_per_node={len(gpus)}"]
-    return load([*words, *shape], config_dir, ranges=True)
+    return load([*overrides, *shape], config_dir, ranges=True)
 
 
 _PYTHON = re.compile(r"python[0-9.]*")
 
 
 def interpreter(request: LaunchRequest, options: SubmitOptions) -> list[str]:
-    """One line where the bare `python` of a command is the one that orch runs in and not the one of
-    the shell: PATH of a run begins with orch's, which may lack the user's packages (orch installed
-    by pipx or uv tool)."""
+    """Returns a message if the bare `python` of a command is orch's interpreter and not that of the
+    shell: the PATH of a run begins with orch's folder, whose Python may lack the user's packages
+    (orch installed by pipx or uv tool)."""
     name = options.command[0] if options.command else ""
     if not _PYTHON.fullmatch(name):
         return []
     ours = shutil.which(name, path=":".join(request.environment.path_first))
-    return (
-        other_python(ours, options.environ.get("PATH", ""), "give a whole path for another one")
-        if ours
-        else []
-    )
-
-
-def other_python(ours: str, path: str, way: str) -> list[str]:
-    """One line where a search path finds a python in another folder than `ours`; `way`: how to take
-    that."""
-    found = shutil.which(Path(ours).name, path=path) or shutil.which("python3", path=path)
-    if found is None or Path(found).parent == Path(ours).parent:
+    if not ours:
         return []
-    return [f"the program's python is {ours}, which orch runs in, not {found} of this shell: {way}"]
+    remedy = "give an absolute path for another one"
+    return other_python(ours, options.environ.get("PATH", ""), remedy)
+
+
+def other_python(ours: str, path: str, remedy: str) -> list[str]:
+    """Returns a message if the search path finds a Python in another folder than that of `ours`.
+    `remedy`: how to select that one."""
+    names = (Path(ours).name, "python3")
+    shell_python = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+    if shell_python is None or Path(shell_python).parent == Path(ours).parent:
+        return []
+    return [
+        f"the program's python is {ours}, which runs orch, not {shell_python} of this shell;"
+        f" {remedy}"
+    ]

@@ -1,2 +1,2 @@
-"""`orch verify` without torch: which layouts to compare with one process, and the pages of the
-result."""
+"""The part of `orch verify` without torch: the layouts to compare with one process, and the pages
+of the results."""

@@ -1,5 +1,5 @@
-"""From words, or from an entry of the matrix, to cells: plans of the real planner, cut to what
-takes seconds."""
+"""The cells of `orch verify`: plans of the real planner for overrides or entries of the matrix, cut
+to a size that takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
-from orchestrator.config.schema import ClusterSpec, Config
+from orchestrator.config.schema import ClusterSpec, Config, ParallelSpec, TrainSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
@@ -20,84 +20,100 @@ from orchestrator.plan.trained import problems
 from . import scale
 from .matrix import BUCKET_MIB, Entry
 
-SEQ_LEN = 32  # tokens, at least: what a batch is cut to unless the user says otherwise
-MOST_SAMPLES = 3  # of a micro-batch
-#: Below the norm of a new model's gradient, so that clipping does something.
+SEQ_LEN = 32  # least tokens per sample, unless the user sets them
+MOST_SAMPLES = 3  # samples of a micro-batch
+#: A norm below that of a new model's gradient, so that the gradient is clipped.
 CLIP = 0.1
-#: Recompute "budget" gets this share of what activations take without it, so that layers differ.
+#: The budget of recompute "budget", as a share of the activations without recomputation: some
+#: layers recompute and others do not.
 BUDGET_SHARE = 0.6
 GIB = 1 << 30
 
 
-def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
-    """Cells for each word of `parallel=word,word,...`, or for an experiment; other words hold for
-    all. A layout is one cell, or several small ones where the machine does not run it. The model is
-    `tiny` unless one is named. Other words say more: data.isolate_documents, model.dropout,
-    train.precision. Raises OrchError."""
+def cells_of_overrides(
+    overrides: Sequence[str], config_dir: str | Path | None
+) -> Iterator[Cell | Verdict]:
+    """Yields the cells of each layout of `parallel=layout,layout,...`, or of an experiment; other
+    overrides apply to all. A layout is one cell, or several small ones if this machine cannot run
+    it. The model is `tiny` unless one is named. The cells also follow data.isolate_documents,
+    model.dropout and train.precision. Raises OrchError."""
     from orchestrator.config.compose import load
 
-    rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
+    rest = [override for override in overrides if not override.lstrip("+").startswith("parallel=")]
     lists = [
-        word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")
+        override.split("=", 1)[1]
+        for override in overrides
+        if override.lstrip("+").startswith("parallel=")
     ]
-    given = {word.lstrip("+").split("=", 1)[0] for word in rest}
-    if not lists and "experiment" not in given:
+    keys = {override.lstrip("+").split("=", 1)[0] for override in rest}
+    if not lists and "experiment" not in keys:
         raise OrchError(
             "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or"
             " --matrix"
         )
-    if not given & {"model", "experiment"}:
+    if not keys & {"model", "experiment"}:
         rest = ["model=tiny", *rest]
-    for name in [name.strip() for name in lists[-1].strip("[]").split(",")] if lists else [""]:
-        config = load([*rest, *[f"parallel={name}"] * bool(name)], config_dir)
+    names = [""]
+    if lists:
+        names = [name.strip() for name in lists[-1].strip("[]").split(",")]
+    for name in names:
+        layout = [f"parallel={name}"] if name else []
+        config = load([*rest, *layout], config_dir)
         if config.parallel.auto:
-            raise OrchError(f"parallel={name}: verify needs degrees, not a search", Exit.USAGE)
-        yield from _of_layout(name, config, given)
+            raise OrchError(f"parallel={name}: orch verify needs degrees, not a search", Exit.USAGE)
+        yield from _of_layout(name, config, keys)
 
 
-def _of_layout(name: str, config: Config, given: set[str]) -> Iterator[Cell | Verdict]:
-    degrees = scale.asked(config)
-    asked = scale.layout(config.parallel, degrees)
-    words: dict[str, Any] = {
+def _of_layout(name: str, config: Config, keys: set[str]) -> Iterator[Cell | Verdict]:
+    degrees = scale.requested_degrees(config)
+    requested = scale.layout(config.parallel, degrees)
+    settings: dict[str, Any] = {
         "packed": config.data.isolate_documents,
-        "precision": config.train.precision if "train.precision" in given else "",
+        "precision": config.train.precision if "train.precision" in keys else "",
     }
-    for one in scale.smaller(config, degrees):
-        job = small(config, degrees, one, given)
-        par = job.parallel
-        count = (job.train.global_batch_samples or 0) // (
-            (par.micro_batch_size or 1) * one["dp"] * one["ep"]
-        )
-        if job.model == config.model and one == degrees:
-            yield make(name or asked, job, **words)
+    for small_degrees in scale.small_layouts(config, degrees):
+        small_config = small(config, degrees, small_degrees, keys)
+        model = small_config.model
+        cell_name = name or requested
+        if model == config.model and small_degrees == degrees:
+            yield make(cell_name, small_config, **settings)
             continue
-        label = scale.layout(par, one)
-        model = job.model
+        label = scale.layout(small_config.parallel, small_degrees)
+        count = _micro_batches(small_config, small_degrees)
+        if small_degrees != degrees:
+            cell_name = f"{cell_name} as {label}"
         note = (
-            f"{asked}, {scale.ranks(degrees):,} ranks, {config.model.name}; as {label},"
-            f" {scale.ranks(one)} ranks, {count} micro-batches; the model with {model.layers}"
-            f" layers, {model.heads} heads, {model.kv_heads} key-value heads, hidden {model.hidden}"
+            f"{requested}, {scale.ranks(degrees):,} ranks, {config.model.name}; as {label},"
+            f" {scale.ranks(small_degrees)} ranks, {count} micro-batches; the model with"
+            f" {model.layers} layers, {model.heads} heads, {model.kv_heads} key-value heads, hidden"
+            f" {model.hidden}"
         )
-        yield make(
-            f"{name or asked} as {label}" if one != degrees else name or asked,
-            job,
-            note=note,
-            **words,
-        )
+        yield make(cell_name, small_config, note=note, **settings)
 
 
-def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
+def _micro_batches(config: Config, degrees: scale.Degrees) -> int:
+    """Returns the number of micro-batches of a replica."""
+    micro_batch_size = config.parallel.micro_batch_size or 1
+    samples = config.train.global_batch_samples or 0
+    return samples // (micro_batch_size * degrees["dp"] * degrees["ep"])
+
+
+def cells_of_entries(
+    entries: Sequence[Entry], config_dir: str | Path | None
+) -> Iterator[Cell | Verdict]:
+    """Yields the cell of each entry of the matrix, or the planner's refusal."""
     from orchestrator.config.compose import load
 
     base = load(["cluster=local", "train.precision=fp32"], config_dir)
     for entry in entries:
-        packed = entry.variation.text == "packed"
+        packed = entry.variation.packing == "packed"
         empty = entry.variation.masks == "empty"
-        yield make(entry.name, of_entry(base, entry), packed=packed, empty=empty)
+        yield make(entry.name, config_of_entry(base, entry), packed=packed, empty=empty)
 
 
-def make(name: str, config: Config, note: str = "", **words: Any) -> Cell | Verdict:
-    """The cell, or the planner's refusal. Raises OrchError for a model too large to hold whole."""
+def make(name: str, config: Config, note: str = "", **settings: Any) -> Cell | Verdict:
+    """Returns the cell, or the planner's refusal. Raises OrchError for a model that is too large
+    for one process."""
     from orchestrator.planner.build import build_plan
 
     try:
@@ -113,10 +129,11 @@ def make(name: str, config: Config, note: str = "", **words: Any) -> Cell | Verd
             f" verify holds several whole float64 copies: at most {scale.MOST_PARAMETERS / 1e6:.0f}"
             " million; leave out model=, or shrink it with model.layers and model.hidden"
         )
-    return Cell(name=name, plan=plan, note=note, **words)
+    return Cell(name=name, plan=plan, note=note, **settings)
 
 
-def of_entry(base: Config, entry: Entry) -> Config:
+def config_of_entry(base: Config, entry: Entry) -> Config:
+    """Returns the configuration of an entry of the matrix."""
     model = structs.replace(base.model, name=entry.variation.model, **entry.model)
     bucket = BUCKET_MIB[entry.variation.buckets]
     parallel = structs.replace(base.parallel, **entry.degrees, bucket_mib=bucket)
@@ -142,59 +159,76 @@ def of_entry(base: Config, entry: Entry) -> Config:
 def _with_budget(config: Config) -> Config:
     from orchestrator.planner.build import build_plan
 
-    free = structs.replace(config, train=structs.replace(config.train, recompute="none"))
-    budget = BUDGET_SHARE * build_plan(free, build_cluster(free.cluster)).memory.activations / GIB
+    stored = structs.replace(config, train=structs.replace(config.train, recompute="none"))
+    plan = build_plan(stored, build_cluster(stored.cluster))
+    budget = BUDGET_SHARE * plan.memory.activations / GIB
     return structs.replace(config, train=structs.replace(config.train, recompute_budget_gib=budget))
 
 
-def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set[str]) -> Config:
-    """The job at the degrees `one`, with a batch that one process computes in a second. Keys that
-    the user gave stay where the layout does. Raises OrchError."""
-    fits = one == degrees
-    named = any(word.split(".")[0] in ("model", "experiment") for word in given)
-    own_batch = bool(given & {"train.global_batch_samples", "train.global_batch_tokens"})
-    count = scale.micro_batches(config, degrees, one, own_batch or "experiment" in given)
-    config = scale.scaled(config, degrees, one, named)
-    par = config.parallel
-    train = config.train
-    nodes = (
-        2
-        if config.parallel.expert_all_to_all == "hierarchical" and scale.ranks(one) % 2 == 0
-        else 1
-    )
-    config = structs.replace(
-        config, cluster=few_nodes(config.cluster, scale.ranks(one), nodes), nodes=None
-    )
-    if not fits or "train.seq_len" not in given:
-        piece = 2 * one["cp"] * one["tp"]
-        train = structs.replace(train, seq_len=piece * ceil(SEQ_LEN / piece))
-    par = structs.replace(par, order=None if not fits else par.order, allow_tp_across_nvlink=True)
+def small(
+    config: Config, degrees: scale.Degrees, small_degrees: scale.Degrees, keys: set[str]
+) -> Config:
+    """Returns the job at small degrees, with a batch that one process computes in a second. The
+    `keys` that the user has set are kept if the layout is unchanged. Raises OrchError."""
+    fits = small_degrees == degrees
+    named = any(key.split(".")[0] in ("model", "experiment") for key in keys)
+    own_batch = bool(keys & {"train.global_batch_samples", "train.global_batch_tokens"})
+    chosen = own_batch or "experiment" in keys
+    micro_batches = scale.micro_batches(config, degrees, small_degrees, chosen)
+    config = scale.scaled(config, degrees, small_degrees, named)
+    cluster = _small_cluster(config, small_degrees)
+    par = structs.replace(config.parallel, allow_tp_across_nvlink=True)
+    train = _judged_train(config.train, keys)
+    if not fits:
+        par = structs.replace(par, order=None)
+    if not fits or "train.seq_len" not in keys:
+        multiple = 2 * small_degrees["cp"] * small_degrees["tp"]
+        train = structs.replace(train, seq_len=multiple * ceil(SEQ_LEN / multiple))
     if not fits or not own_batch:
-        par = structs.replace(par, micro_batch_size=min(par.micro_batch_size or 1, MOST_SAMPLES))
-        replicas = one["dp"] * one["ep"]
-        count = (
-            replicas * (count - 1) + 1
-            if par.uneven and replicas > 1 and count > 1
-            else replicas * count
-        )
-        samples = count * (par.micro_batch_size or 1)
+        size = min(par.micro_batch_size or 1, MOST_SAMPLES)
+        par = structs.replace(par, micro_batch_size=size)
+        samples = size * _batch_micro_batches(par, small_degrees, micro_batches)
         train = structs.replace(train, global_batch_samples=samples, global_batch_tokens=None)
-    # What is compared in fp64 and fp32 has no precision of its own; a ramp only says how many
-    # samples a step has.
-    if "train.precision" not in given:
-        train = structs.replace(train, precision="fp32", grad_dtype="fp32")
-    clip = train.clip_grad_norm if "train.clip_grad_norm" in given else CLIP
-    train = structs.replace(train, batch_ramp=None, clip_grad_norm=clip)
-    # A full learning rate from the first of the two steps: weights that hardly move prove little.
+    # The full learning rate in both steps: weights that hardly change prove little.
     optim = structs.replace(config.optim, warmup_steps=0)
-    config = structs.replace(config, parallel=par, train=train, optim=optim)
-    budget = train.recompute == "budget" and "train.recompute_budget_gib" not in given
+    config = structs.replace(
+        config, cluster=cluster, nodes=None, parallel=par, train=train, optim=optim
+    )
+    budget = train.recompute == "budget" and "train.recompute_budget_gib" not in keys
     return _with_budget(config) if budget else config
 
 
+def _batch_micro_batches(par: ParallelSpec, degrees: scale.Degrees, micro_batches: int) -> int:
+    """Returns the number of micro-batches of all replicas; of uneven replicas, only the first takes
+    all `micro_batches`."""
+    replicas = degrees["dp"] * degrees["ep"]
+    if par.uneven and replicas > 1 and micro_batches > 1:
+        return replicas * (micro_batches - 1) + 1
+    return replicas * micro_batches
+
+
+def _small_cluster(config: Config, small_degrees: scale.Degrees) -> ClusterSpec:
+    """Returns a cluster with a GPU for each rank: one node, or two for hierarchical all-to-alls,
+    whose arithmetic depends on NVLink domains."""
+    ranks = scale.ranks(small_degrees)
+    by_domain = config.parallel.expert_all_to_all == "hierarchical" and ranks % 2 == 0
+    return few_nodes(config.cluster, ranks, 2 if by_domain else 1)
+
+
+def _judged_train(train: TrainSpec, keys: set[str]) -> TrainSpec:
+    """Returns the training settings of a comparison: fp32 unless the user sets a precision (both
+    fp64 and fp32 are compared), clipped gradients, and no batch ramp, which only changes the
+    number of samples."""
+    if "train.precision" not in keys:
+        train = structs.replace(train, precision="fp32", grad_dtype="fp32")
+    clip = train.clip_grad_norm if "train.clip_grad_norm" in keys else CLIP
+    return structs.replace(train, batch_ramp=None, clip_grad_norm=clip)
+
+
 def few_nodes(cluster: ClusterSpec, gpus: int, nodes: int = 1) -> ClusterSpec:
-    """The same hardware as `gpus` in one node: what is verified is the arithmetic, not the
-    placement. In several, each an NVLink domain, where the arithmetic depends on them."""
+    """Returns the same hardware as one node of `gpus`: verification judges the arithmetic, not the
+    placement. Layouts whose arithmetic depends on NVLink domains get several nodes, each a
+    domain."""
     return structs.replace(
         cluster,
         nodes=nodes,

@@ -1,4 +1,4 @@
-"""Covering arrays: few rows in which every legal combination of `strength` choices occurs (Cohen et
+"""Covering arrays: a few rows that contain every legal combination of `strength` choices (Cohen et
 al. 1997, "The AETG system", IEEE TSE 23(7); greedy, deterministic).
 """
 
@@ -7,49 +7,54 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 
-Row = tuple[int, ...]  # the choice on each axis, 0 = the axis is not used
+Row = tuple[int, ...]  # the choice on each axis; 0: the axis is not used
 Legal = Callable[[Row], bool]
 _Tuple = tuple[tuple[int, int], ...]  # (axis, choice), by axis
 
 
 def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
-    """Rows over axes with `levels[i]` choices (numbers 1 to levels[i], 0 for none), each row legal,
-    that together contain every combination of `strength` used axes which some legal row contains.
+    """Returns legal rows over axes with `levels[i]` choices (numbers 1 to levels[i], 0 for none).
+    The rows together contain every combination of choices on `strength` axes that some legal row
+    contains.
 
-    `legal` must hold for every row that uses fewer axes of a legal row.
+    A row with fewer axes of a legal row must be legal, too.
     """
-    wanted = {one: None for one in _tuples(levels, strength) if legal(_row(one, len(levels)))}
+    uncovered = {
+        combination: None
+        for combination in _tuples(levels, strength)
+        if legal(_row(combination, len(levels)))
+    }
     rows: list[Row] = []
-    while wanted:
-        row = _row(next(iter(wanted)), len(levels))
-        row = _grow(row, levels, strength, wanted, legal)
-        for one in combinations(_used(row), strength):
-            wanted.pop(one, None)
+    while uncovered:
+        row = _row(next(iter(uncovered)), len(levels))
+        row = _grow(row, levels, strength, uncovered, legal)
+        for combination in combinations(_used(row), strength):
+            uncovered.pop(combination, None)
         rows.append(row)
     return rows
 
 
 def _grow(
-    row: Row, levels: Sequence[int], strength: int, wanted: dict[_Tuple, None], legal: Legal
+    row: Row, levels: Sequence[int], strength: int, uncovered: dict[_Tuple, None], legal: Legal
 ) -> Row:
-    """Use further axes, each time with the choice that brings the most combinations still
-    wanted."""
+    """Adds choices on further axes to a row, each time the one with the most uncovered
+    combinations."""
     while True:
         best = None
-        most = 0
+        best_gain = 0
         for axis, count in enumerate(levels):
             if row[axis]:
                 continue
             for choice in range(1, count + 1):
-                other = (*row[:axis], choice, *row[axis + 1 :])
+                candidate = (*row[:axis], choice, *row[axis + 1 :])
                 gain = sum(
-                    one in wanted
-                    for one in combinations(_used(other), strength)
-                    if (axis, choice) in one
+                    combination in uncovered
+                    for combination in combinations(_used(candidate), strength)
+                    if (axis, choice) in combination
                 )
-                if gain > most and legal(other):
-                    best = other
-                    most = gain
+                if gain > best_gain and legal(candidate):
+                    best = candidate
+                    best_gain = gain
         if best is None:
             return row
         row = best
@@ -61,8 +66,8 @@ def _tuples(levels: Sequence[int], strength: int) -> Iterator[_Tuple]:
             yield tuple(zip(axes, choices, strict=True))
 
 
-def _row(one: _Tuple, axes: int) -> Row:
-    chosen = dict(one)
+def _row(combination: _Tuple, axes: int) -> Row:
+    chosen = dict(combination)
     return tuple(chosen.get(axis, 0) for axis in range(axes))
 
 

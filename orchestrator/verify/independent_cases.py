@@ -1,10 +1,10 @@
-"""The cases of `orch verify --against independent`: small jobs, each begun in one layout and
+"""The cases of `orch verify --against independent`: small jobs, each started in one layout and
 resumed in another.
 
-A case is a pair of layouts in one precision. Over the cases everything varies that the loop does:
-micro-batches of 1 to 3 samples, documents apart or not, masks, a growing batch, recomputation, all
-learning-rate schedules, the networks, the initial state and one of a run under way. The corpus is
-so small that a run reads it several times.
+A case is a pair of layouts in one precision. The cases vary everything that the training loop does:
+micro-batches of 1 to 3 samples, isolated documents or not, masks, a growing batch, recomputation,
+all learning-rate schedules, the networks, and the start from an initial state or from that of a
+running job. The corpus is so small that a run reads it several times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
-from orchestrator.config.schema import BatchRampSpec, Config
+from orchestrator.config.schema import (
+    BatchRampSpec,
+    ClusterSpec,
+    Config,
+    DataSpec,
+    ModelSpec,
+    TrainSpec,
+)
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal
 from orchestrator.plan.document import Mla, Moe, Mtp, Precision, Yarn
@@ -29,14 +36,14 @@ from orchestrator.plan.trained import problems
 from .cells import few_nodes
 
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
-#: Words that a user may give; everything else of a job is the cases' own.
+#: Groups of overrides that a user may give; the cases set everything else.
 OPEN = ("parallel", "model", "cluster")
 MOST_RANKS = 16
 MOST_PARAMETERS = 5_000_000
 STEPS = 6
 RESUME_AT = 3
 SEQ_LEN = 128
-#: Samples of the corpus: a prime, so that no batch divides an epoch.
+#: Samples of the corpus: a prime number, so that no batch divides an epoch.
 SAMPLES = 17
 
 _SHAPE: dict[str, Any] = {
@@ -73,9 +80,9 @@ GPT2 = {
     "mlp": "plain",
 }
 GPT2 |= {"activation": "gelu", "bias": True, "tied_embeddings": True, "norm_eps": 1e-5}
-#: Mixtral, Qwen3-MoE, DeepSeek-V3 with stretched positions and two modules that predict further,
-#: and what DeepSeek-V2 had otherwise: no latent of queries, soft-max scores of which groups count
-#: by the best, weights that do not sum to 1, experts of a bounded capacity.
+#: Mixtral, Qwen3-MoE, DeepSeek-V3 with stretched positions and two modules of multi-token
+#: prediction, and the differences of DeepSeek-V2: no query latent, softmax scores with groups
+#: ranked by their best expert, weights that do not sum to 1, and experts with a capacity.
 MIXTRAL = {
     **LLAMA,
     "name": "mixtral",
@@ -127,21 +134,19 @@ _OPTIM: tuple[dict[str, Any], ...] = (
 
 
 class Case(NamedTuple):
-    """Two runs: the first from its start to its end, the second from the first one's checkpoint of
-    `RESUME_AT`."""
+    """Two runs: the first from its start to its end, the second from the checkpoint of the first at
+    step `RESUME_AT`."""
 
     name: str
     precision: Precision
-    start: str  # "initial", or "harsh": a state that hides less
+    start: str  # "initial", or "harsh": a state that hides fewer errors
     plans: tuple[Plan, Plan]
-    scale: tuple[float, int] = (
-        2.0**20,
-        0,
-    )  # loss scale of fp16 at the start, and steps since it changed
+    #: The loss scale of fp16 at the start, and the steps since its last change.
+    scale: tuple[float, int] = (2.0**20, 0)
 
 
 class Refusal(NamedTuple):
-    """A case that is not run, and why."""
+    """A case that is not run, and the reason."""
 
     name: str
     precision: Precision
@@ -154,40 +159,51 @@ def cases(
     config_dir: str | Path | None,
     home: Path,
 ) -> Iterator[Case | Refusal]:
-    """Of `parallel=word,word,...`: each word begins a case and the next goes on with it; one word
-    alone is gone on with by one process. `home`: a folder that lasts as long as the runs. Raises
-    OrchError."""
-    rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
-    lists = [
-        word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")
-    ]
-    if not lists:
+    """Yields the cases of `parallel=layout,layout,...`: each layout starts a case, and the next one
+    resumes it; a single layout is resumed by one process. `home`: a folder that exists as long as
+    the runs. Raises OrchError."""
+    further_overrides = []
+    layouts: list[str] = []
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key == "parallel":
+            layouts = [name.strip() for name in value.strip("[]").split(",")]
+        else:
+            further_overrides.append(override)
+    if not layouts:
         raise OrchError(
             "--against independent needs layouts: parallel=tp2_pp2_zero1,dp4", Exit.USAGE
         )
-    for word in rest:
-        key = word.lstrip("+").split("=", 1)[0]
+    for override in further_overrides:
+        key = override.lstrip("+").split("=", 1)[0]
         if key.split(".")[0] not in OPEN:
             raise OrchError(
-                f"--against independent sets {key} itself; yours: {', '.join(OPEN)}", Exit.USAGE
+                f"--against independent sets {key} itself; you may set: {', '.join(OPEN)}",
+                Exit.USAGE,
             )
-    own_model = any(word.lstrip("+").startswith("model") for word in rest)
-    words = [name.strip() for name in lists[-1].strip("[]").split(",")]
+    own_model = any(override.lstrip("+").startswith("model") for override in further_overrides)
     write_corpus(home / "text")
-    for number, first in enumerate(words):
-        second = words[(number + 1) % len(words)] if len(words) > 1 else "dp1"
+    for number, first in enumerate(layouts):
+        second = layouts[(number + 1) % len(layouts)] if len(layouts) > 1 else "dp1"
         for precision in precisions:
             name = f"{first} -> {second}"
             try:
                 yield make(
-                    name, (first, second), precision, number, rest, config_dir, home, own_model
+                    name,
+                    (first, second),
+                    precision,
+                    number,
+                    home,
+                    overrides=further_overrides,
+                    config_dir=config_dir,
+                    own_model=own_model,
                 )
             except Refused as error:
                 yield Refusal(name, precision, str(error))
 
 
 class Refused(Exception):
-    """A layout that is not run, and why."""
+    """A layout that is not run, with the reason."""
 
 
 def make(
@@ -195,46 +211,54 @@ def make(
     layouts: tuple[str, str],
     precision: Precision,
     number: int,
-    rest: Sequence[str],
-    config_dir: str | Path | None,
     home: Path,
+    *,
+    overrides: Sequence[str] = (),
+    config_dir: str | Path | None = None,
     own_model: bool = False,
 ) -> Case:
+    """Returns the case of two layouts. `number` and the precision select what varies between the
+    cases; `own_model`: the overrides name the model."""
     from orchestrator.config.compose import load
 
-    turn = number + PRECISIONS.index(precision)
+    variant = number + PRECISIONS.index(precision)
     base = [] if own_model else ["model=tiny"]
     configs = [
-        load(["cluster=local", *base, *rest, f"parallel={word}"], config_dir) for word in layouts
+        load(["cluster=local", *base, *overrides, f"parallel={layout}"], config_dir)
+        for layout in layouts
     ]
     if any(config.parallel.auto for config in configs):
         raise OrchError("--against independent needs degrees, not a search", Exit.USAGE)
     if not own_model:
-        spread = any((one.parallel.ep or 1) > 1 or one.parallel.etp is not None for one in configs)
-        shapes = EXPERTS if spread else DENSE
-        shape = shapes[number % len(shapes)]
-        layers = max(
-            shape["layers"], *((one.parallel.pp or 1) * (one.parallel.vpp or 1) for one in configs)
-        )
-        model = structs.replace(configs[0].model, **shape | {"layers": layers})
+        model = _model(configs, number)
         configs = [structs.replace(config, model=model) for config in configs]
     sizes = [
-        config.parallel.micro_batch_size or 1 + (turn + at) % 3 for at, config in enumerate(configs)
+        config.parallel.micro_batch_size or 1 + (variant + index) % 3
+        for index, config in enumerate(configs)
     ]
     batch = _batch(configs, sizes)
-    apart = (number % 2 == 0) == (precision in ("fp64", "fp16"))
-    plans = [
-        _plan(config, precision, turn, apart, size, batch, home)
+    isolated = (number % 2 == 0) == (precision in ("fp64", "fp16"))
+    first, second = (
+        _plan(config, precision, variant, home, isolated=isolated, size=size, batch=batch)
         for config, size in zip(configs, sizes, strict=True)
-    ]
-    start = "initial" if precision == "fp64" and number % 2 == 0 else "harsh"
-    return Case(
-        name,
-        precision,
-        start,
-        (plans[0], plans[1]),
-        (2.0**20, 0) if number % 2 == 0 else (2.0**12, 1998),
     )
+    start = "initial" if precision == "fp64" and number % 2 == 0 else "harsh"
+    # The second scale grows during the run: after 2,000 steps without a change.
+    scale = (2.0**20, 0) if number % 2 == 0 else (2.0**12, 1998)
+    return Case(name, precision, start, (first, second), scale)
+
+
+def _model(configs: Sequence[Config], number: int) -> ModelSpec:
+    """Returns the model of a case: one with experts if a layout has expert parallelism, with enough
+    layers for the stages of both layouts."""
+    spread = any(
+        (config.parallel.ep or 1) > 1 or config.parallel.etp is not None for config in configs
+    )
+    shapes = EXPERTS if spread else DENSE
+    shape = shapes[number % len(shapes)]
+    stages = [(config.parallel.pp or 1) * (config.parallel.vpp or 1) for config in configs]
+    layers = max(shape["layers"], *stages)
+    return structs.replace(configs[0].model, **shape | {"layers": layers})
 
 
 def _dp(config: Config) -> int:
@@ -242,88 +266,63 @@ def _dp(config: Config) -> int:
 
 
 def _batch(configs: Sequence[Config], sizes: Sequence[int]) -> int:
-    """Samples of a step that both layouts cut into whole micro-batches, two at least and enough for
-    their pipelines."""
+    """Returns the samples of a step: both layouts cut them into whole micro-batches, at least two
+    and enough for their pipelines."""
     units = [
         size * _dp(config) * (config.parallel.ep or 1)
         for config, size in zip(configs, sizes, strict=True)
     ]
-    both = lcm(*units)
-    for times in count(1):
-        enough = True
-        for config, unit in zip(configs, units, strict=True):
-            each = times * both // unit
-            pp = config.parallel.pp or 1
-            twice = (config.parallel.schedule or "").startswith("dualpipe")
-            enough &= each >= max(2, 2 * pp if twice else pp) and each % (2 if twice else 1) == 0
-            enough &= config.parallel.vpp in (None, 1) or each % pp == 0
-        if enough:
-            return times * both
+    common = lcm(*units)
+    for samples in count(common, common):
+        counts = [samples // unit for unit in units]
+        if all(map(_fills_pipeline, configs, counts)):
+            return samples
     raise AssertionError
 
 
+def _fills_pipeline(config: Config, micro_batches: int) -> bool:
+    """Whether the schedule of the layout takes this number of micro-batches, at least two."""
+    par = config.parallel
+    pp = par.pp or 1
+    bidirectional = (par.schedule or "").startswith("dualpipe")
+    if bidirectional and micro_batches % 2:
+        return False
+    if par.vpp not in (None, 1) and micro_batches % pp:
+        return False
+    return micro_batches >= max(2, 2 * pp if bidirectional else pp)
+
+
 def _plan(
-    config: Config, precision: Precision, turn: int, apart: bool, size: int, batch: int, home: Path
+    config: Config,
+    precision: Precision,
+    variant: int,
+    home: Path,
+    *,
+    isolated: bool,
+    size: int,
+    batch: int,
 ) -> Plan:
-    """The layout's plan of the case's job. Raises Refused, OrchError."""
+    """Returns the plan of a layout. `isolated`: documents do not see each other; `size`: samples of
+    a micro-batch; `batch`: samples of a step. Raises Refused, OrchError."""
     from orchestrator.planner.build import build_plan
 
     par = config.parallel
-    dp = _dp(config)
-    degrees = [par.tp or 1, par.cp or 1, par.ep or 1, par.pp or 1, dp]
-    ranks = prod(degrees)
-    if ranks > MOST_RANKS:
-        raise Refused(f"{ranks} ranks are too many to run on one machine (at most {MOST_RANKS})")
-    by_domain = par.expert_all_to_all == "hierarchical" and ranks % 2 == 0
-    cluster = few_nodes(config.cluster, ranks, 2 if by_domain else 1)
-    gpu = structs.replace(
-        cluster.gpu, peak_tflops=dict.fromkeys(PRECISIONS, 0.02)
-    )  # what is verified is arithmetic
-    piece = 2 * degrees[1] * degrees[0]
-    train = structs.replace(
-        config.train,
-        steps=STEPS,
-        seq_len=piece * ceil(SEQ_LEN / piece),
-        global_batch_samples=batch,
-        global_batch_tokens=None,
-        seed=1234 + turn,
-        precision=precision,
-        log_every_steps=1,
-        grad_dtype="fp64" if precision == "fp64" else "fp32",
-        clip_grad_norm=0.0 if turn % 4 == 3 else 0.7,
-        recompute=("none", "full", "selective")[turn % 3],
-        batch_ramp=(
-            BatchRampSpec(start_samples=batch // 2, over_samples=2 * batch)
-            if turn % 4 == 1
-            else None
-        ),
-    )
-    data = structs.replace(
-        config.data,
-        name="independent",
-        paths=[str(home / "text")],
-        extensions=[".txt", ".jsonl"],
-        seed=99 + turn,
-        cache_dir=str(home / "tokens"),
-        isolate_documents=apart,
-        demo=False,
-    )
-    changed = structs.replace(
+    job = structs.replace(
         config,
-        cluster=structs.replace(cluster, gpu=gpu),
+        cluster=_cluster(config),
         parallel=structs.replace(
-            par, dp=dp, micro_batch_size=size, bucket_mib=(25.0, 2.0**-8)[turn % 2]
+            par, dp=_dp(config), micro_batch_size=size, bucket_mib=(25.0, 2.0**-8)[variant % 2]
         ),
-        train=train,
-        data=data,
+        train=_train(config, precision, variant, batch),
+        data=_data(config, variant, home, isolated),
         optim=structs.replace(
-            config.optim, lr=1e-2, weight_decay=0.3, eps=1e-8, **_OPTIM[turn % 4]
+            config.optim, lr=1e-2, weight_decay=0.3, eps=1e-8, **_OPTIM[variant % 4]
         ),
         checkpoint=structs.replace(config.checkpoint, every_steps=1, keep_last=STEPS + 2, dir=None),
         metrics=structs.replace(config.metrics, trace_steps=0),
     )
     try:
-        plan = build_plan(changed, build_cluster(changed.cluster))
+        plan = build_plan(job, build_cluster(job.cluster))
     except OrchError as error:
         raise Refused(error.message) from None
     if refusal := next(problems(plan), ""):
@@ -331,16 +330,70 @@ def _plan(
     if plan.model.parameters > MOST_PARAMETERS:
         millions = plan.model.parameters / 1e6
         raise OrchError(
-            f"model {plan.model.name} has {millions:,.0f} million parameters, --against independent"
-            " takes 5"
+            f"model {plan.model.name} has {millions:,.0f} million parameters; --against independent"
+            f" takes at most {MOST_PARAMETERS / 1e6:.0f}"
         )
     if plan.model.moe is None:
         return plan
     return seal(structs.replace(plan, job=structs.replace(plan.job, record_choices=True)))
 
 
+def _degrees(config: Config) -> list[int]:
+    par = config.parallel
+    return [par.tp or 1, par.cp or 1, par.ep or 1, par.pp or 1, _dp(config)]
+
+
+def _cluster(config: Config) -> ClusterSpec:
+    """Returns a cluster with a GPU for each rank. Raises Refused for too many ranks."""
+    ranks = prod(_degrees(config))
+    if ranks > MOST_RANKS:
+        raise Refused(f"{ranks} ranks are too many to run on one machine (at most {MOST_RANKS})")
+    by_domain = config.parallel.expert_all_to_all == "hierarchical" and ranks % 2 == 0
+    cluster = few_nodes(config.cluster, ranks, 2 if by_domain else 1)
+    # Any rate will do: the arithmetic is verified, not the speed.
+    peak_tflops = dict.fromkeys(PRECISIONS, 0.02)
+    return structs.replace(cluster, gpu=structs.replace(cluster.gpu, peak_tflops=peak_tflops))
+
+
+def _data(config: Config, variant: int, home: Path, isolated: bool) -> DataSpec:
+    """Returns the data settings: the corpus, read in an order of the variant."""
+    return structs.replace(
+        config.data,
+        name="independent",
+        paths=[str(home / "text")],
+        extensions=[".txt", ".jsonl"],
+        seed=99 + variant,
+        cache_dir=str(home / "tokens"),
+        isolate_documents=isolated,
+        demo=False,
+    )
+
+
+def _train(config: Config, precision: Precision, variant: int, batch: int) -> TrainSpec:
+    """Returns the training settings of a variant with `batch` samples per step."""
+    tp, cp, *_ = _degrees(config)
+    multiple = 2 * cp * tp
+    ramp = BatchRampSpec(start_samples=batch // 2, over_samples=2 * batch)
+    clip_grad_norm = 0.0 if variant % 4 == 3 else 0.7
+    grad_dtype = "fp64" if precision == "fp64" else "fp32"
+    return structs.replace(
+        config.train,
+        steps=STEPS,
+        seq_len=multiple * ceil(SEQ_LEN / multiple),
+        global_batch_samples=batch,
+        global_batch_tokens=None,
+        seed=1234 + variant,
+        precision=precision,
+        log_every_steps=1,
+        grad_dtype=grad_dtype,
+        clip_grad_norm=clip_grad_norm,
+        recompute=("none", "full", "selective")[variant % 3],
+        batch_ramp=ramp if variant % 4 == 1 else None,
+    )
+
+
 def write_corpus(folder: Path) -> None:
-    """Documents of many lengths, in files whose order by name and by folder differs; short
+    """Writes documents of many lengths, in files whose order by name and by folder differs. Short
     documents leave a sample half as many targets as long ones."""
     draw = random.Random(7)
     letters = "etaoin shrdlu\n"

@@ -1,6 +1,6 @@
-"""The matrix: every technique alone, every pair of techniques, a covering set of triples and
-products of up to eight processes, spread over models, bucket sizes, sizes and numbers of
-micro-batches, masks and kinds of text.
+"""The matrix of `orch verify`: every technique alone, every pair of techniques, a covering set of
+triples, and products on up to eight processes. The entries are spread over models, bucket sizes,
+sizes and numbers of micro-batches, masks, and whole or packed samples.
 
 The techniques are in `techniques.py`.
 """
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
+from math import prod
 from typing import Any, NamedTuple
 
 from .cover import Row, cover
-from .techniques import AXES, BESIDE_UNEQUAL, REFUSED, UNEQUAL, Technique
+from .technique import Technique
+from .techniques import AXES, REFUSED, UNEQUAL, UNEQUAL_PARTNERS
 
 MOST_PROCESSES = 8
 
@@ -26,7 +28,7 @@ _SMALL = {
     "vocab": 257,
     "max_seq_len": 64,
 }
-#: 257 tokens: no tp divides them. Five layers: no pp does.
+#: No tp divides the vocabulary of 257 tokens, and no pp divides the five layers of "uneven".
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {**_SMALL, "layers": 4},
     "tied": {**_SMALL, "layers": 4, "tied_embeddings": True},
@@ -44,8 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "uneven": {**_SMALL, "layers": 5, "kv_heads": 1, "tied_embeddings": True},
 }
 BUCKET_MIB = {"one bucket": 25.0, "many buckets": 2.0**-10}
-#: Micro-batches of a replica: as many as any pipeline has stages, one, and numbers that no degree
-#: divides.
+#: Micro-batches of a replica: as many as the longest pipeline has stages, one, and numbers that no
+#: degree divides.
 ACCUMULATION = (4, 1, 3, 5)
 
 
@@ -53,7 +55,7 @@ class Variation(NamedTuple):
     model: str
     buckets: str
     accumulation: int
-    text: str
+    packing: str  # "whole" samples of one document, or "packed" documents
     size: int  # samples of a micro-batch
     # "uneven": every micro-batch has targets, some more than others; "empty": some have none
     masks: str
@@ -67,7 +69,7 @@ _SETTINGS: tuple[Sequence[Any], ...] = (
     (1, 2, 3),
     ("uneven", "empty"),
 )
-#: Every two settings are together in one.
+#: Variations in which every pair of settings occurs.
 VARIATIONS = tuple(
     Variation(
         *(
@@ -77,13 +79,15 @@ VARIATIONS = tuple(
     )
     for at, row in enumerate(cover([len(choices) for choices in _SETTINGS], 2, lambda row: True))
 )
-PLAIN = Variation("gqa", "one bucket", 4, "whole", 1, "uneven")
+PLAIN = Variation(
+    model="gqa", buckets="one bucket", accumulation=4, packing="whole", size=1, masks="uneven"
+)
 
 
 class Entry(NamedTuple):
-    """One cell to be: techniques of different axes, in a variation."""
+    """The description of a cell: techniques of different axes, in a variation."""
 
-    part: str  # of PARTS
+    section: str  # a key of SECTIONS
     techniques: tuple[Technique, ...]
     variation: Variation
 
@@ -94,20 +98,20 @@ class Entry(NamedTuple):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The variation as it is: model, buckets, micro-batches, text, masks."""
-        model, buckets, _, text, size, masks = self.variation
-        return model, buckets, f"{self.accumulation} x {size}", text, masks
+        """The settings as the page shows them: model, buckets, micro-batches, text, masks."""
+        model, buckets, _, packing, size, masks = self.variation
+        return model, buckets, f"{self.accumulation} x {size}", packing, masks
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a replica; the most, where they take unequal numbers."""
+        """Micro-batches of a replica; the largest number if replicas take unequal numbers."""
         least = 2 if self._unequal or self._even else 1
-        most = max(self.variation.accumulation, least)
-        return most + most % 2 if self._even else most
+        count = max(self.variation.accumulation, least)
+        return count + count % 2 if self._even else count
 
     @property
     def samples(self) -> int:
-        """Of the global batch."""
+        """Samples of the global batch."""
         replicas = self.degrees["dp"] * self.degrees["ep"]
         count = (
             replicas * (self.accumulation - 1) + 1
@@ -126,18 +130,19 @@ class Entry(NamedTuple):
 
     @property
     def degrees(self) -> dict[str, Any]:
-        """Keys of `parallel`; every degree is set."""
-        found: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "vpp": 1}
+        """Keys of `parallel`, with every degree."""
+        degrees: dict[str, Any] = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "vpp"), 1)
+        degrees["zero"] = 0
         for technique in self.techniques:
-            found |= technique.parallel
-        if found["zero"] and found["cp"] == 1 and found["dp"] == 1:
-            found["dp"] = 2
-        return found
+            degrees |= technique.parallel
+        if degrees["zero"] and degrees["cp"] == 1 and degrees["dp"] == 1:
+            degrees["dp"] = 2
+        return degrees
 
     @property
     def processes(self) -> int:
         degrees = self.degrees
-        return degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"] * degrees["ep"]
+        return prod(degrees[axis] for axis in ("dp", "tp", "pp", "cp", "ep"))
 
     @property
     def nodes(self) -> int:
@@ -149,29 +154,29 @@ class Entry(NamedTuple):
 
     @property
     def model(self) -> dict[str, Any]:
-        """Fields of the model."""
-        found = {
+        """The fields of the model that the techniques and the variation set."""
+        fields = {
             **MODELS[self.variation.model],
             "dropout": max((t.dropout for t in self.techniques), default=0.0),
         }
         for technique in self.techniques:
-            found |= technique.model
-        return found
+            fields |= technique.model
+        return fields
 
     @property
     def train(self) -> dict[str, Any]:
-        """Further keys of `train`."""
-        found = dict[str, Any]()
+        """The further keys of `train` that the techniques set."""
+        keys = dict[str, Any]()
         for technique in self.techniques:
-            found |= technique.train
-        return found
+            keys |= technique.train
+        return keys
 
     @property
     def compile(self) -> bool:
         return any(technique.compile for technique in self.techniques)
 
 
-PARTS = {
+SECTIONS = {
     "alone": "Every technique alone",
     "pair": "Every pair",
     "product": "A covering set of triples, and products up to eight processes",
@@ -180,7 +185,7 @@ PARTS = {
 
 
 def full() -> list[Entry]:
-    """Every cell of docs/parity.md."""
+    """Returns the entries of docs/parity.md."""
     alone = [
         Entry("alone", (), variation) for variation in dict.fromkeys((PLAIN, *VARIATIONS[::3]))
     ]
@@ -195,46 +200,58 @@ def full() -> list[Entry]:
 
 
 def quick() -> list[Entry]:
-    """Every deep technique alone, and a few products."""
+    """Returns every deep technique alone, and a few products."""
     deep = [technique for axis in AXES for technique in _deep(axis)]
-    few = [_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 1, _fits)]
-    products = _spread("product", (techniques for techniques in few if len(techniques) > 1))
-    return [Entry("alone", (), PLAIN), *(Entry("alone", (t,), PLAIN) for t in deep), *products]
+    alone = [Entry("alone", (), PLAIN)]
+    alone += [Entry("alone", (technique,), PLAIN) for technique in deep]
+    products = [techniques for techniques in _covering(1) if len(techniques) > 1]
+    return [*alone, *_spread("product", products)]
 
 
 def pairs() -> Iterator[tuple[Technique, ...]]:
-    for one, other in combinations(AXES.values(), 2):
-        for pair in product(one, other):
+    """Yields every pair of techniques of different axes that are combined with all others."""
+    for axis, second_axis in combinations(AXES.values(), 2):
+        for pair in product(axis, second_axis):
             if all(technique.pairs == "all" for technique in pair):
                 yield pair
 
 
 def few_pairs() -> Iterator[tuple[Technique, ...]]:
+    """Yields the pairs of techniques that are combined with deep techniques alone."""
     for axis, techniques in AXES.items():
         for technique in techniques:
-            others = (deep for other in AXES if other != axis for deep in _deep(other))
-            yield from ((deep, technique) for deep in others if technique.pairs == "deep")
+            deep_techniques = (
+                deep for deep_axis in AXES if deep_axis != axis for deep in _deep(deep_axis)
+            )
+            yield from ((deep, technique) for deep in deep_techniques if technique.pairs == "deep")
 
 
 def triples() -> list[tuple[Technique, ...]]:
-    """Every triple of deep techniques that is legal is in one of these; most hold four or five on
-    eight processes."""
-    return [_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 3, _fits)]
+    """Returns products that contain every legal triple of deep techniques; most have four or five
+    techniques on eight processes."""
+    return _covering(3)
+
+
+def _covering(strength: int) -> list[tuple[Technique, ...]]:
+    """Returns products that contain every legal combination of `strength` deep techniques."""
+    levels = [len(_deep(axis)) for axis in AXES]
+    return [_techniques_of(row) for row in cover(levels, strength, _fits)]
 
 
 def unequal() -> Iterator[tuple[Technique, ...]]:
-    others = [
+    """Yields the techniques with unequal replicas, alone and with each partner."""
+    partners = [
         technique
         for axis in AXES.values()
         for technique in axis
-        if technique.name in BESIDE_UNEQUAL
+        if technique.name in UNEQUAL_PARTNERS
     ]
     for one in UNEQUAL:
         yield (one,)
         yield from (
-            (one, other)
-            for other in others
-            if (f"zero{one.parallel['zero']}", other.name) not in REFUSED
+            (one, partner)
+            for partner in partners
+            if (f"zero{one.parallel['zero']}", partner.name) not in REFUSED
         )
 
 
@@ -242,35 +259,40 @@ def _deep(axis: str) -> list[Technique]:
     return [technique for technique in AXES[axis] if technique.deep]
 
 
-def _of(row: Row) -> tuple[Technique, ...]:
-    return tuple(_deep(axis)[choice - 1] for axis, choice in zip(AXES, row, strict=True) if choice)
+def _techniques_of(row: Row) -> tuple[Technique, ...]:
+    choices = zip(AXES, row, strict=True)
+    return tuple(_deep(axis)[choice - 1] for axis, choice in choices if choice)
 
 
 def _fits(row: Row) -> bool:
-    techniques = _of(row)
-    known = any((one.name, other.name) in REFUSED for one, other in combinations(techniques, 2))
-    return not known and _processes(techniques) <= MOST_PROCESSES
+    """Whether the trainer runs the techniques of the row together, on few enough processes."""
+    techniques = _techniques_of(row)
+    refused = any(
+        (first.name, second.name) in REFUSED for first, second in combinations(techniques, 2)
+    )
+    return not refused and _processes(techniques) <= MOST_PROCESSES
 
 
 def _processes(techniques: Sequence[Technique]) -> int:
     return Entry("", tuple(techniques), PLAIN).processes
 
 
-def _spread(part: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry]:
-    """Give each cell the variation whose parts its techniques have met least, so that all meet
-    all."""
+def _spread(section: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry]:
+    """Gives each entry the variation whose settings its techniques have met least, so that every
+    technique meets every setting."""
     met: Counter[tuple[str, tuple[int, Any]]] = Counter()
     for techniques in cells:
 
-        def times(
+        def times_met(
             variation: Variation, techniques: tuple[Technique, ...] = techniques
         ) -> tuple[int, int]:
-            counts = [met[t.name, part] for t in techniques for part in enumerate(variation)]
-            return sum(counts), sum(met["", part] for part in enumerate(variation))
+            settings = list(enumerate(variation))
+            by_techniques = sum(met[t.name, setting] for t in techniques for setting in settings)
+            return by_techniques, sum(met["", setting] for setting in settings)
 
-        chosen = min(VARIATIONS, key=times)
-        for what in enumerate(chosen):
-            met["", what] += 1
+        chosen = min(VARIATIONS, key=times_met)
+        for setting in enumerate(chosen):
+            met["", setting] += 1
             for technique in techniques:
-                met[technique.name, what] += 1
-        yield Entry(part, techniques, chosen)
+                met[technique.name, setting] += 1
+        yield Entry(section, techniques, chosen)

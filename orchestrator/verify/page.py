@@ -1,4 +1,4 @@
-"""Verdicts for a terminal, and docs/parity.md."""
+"""The pages of `orch verify`: verdicts for a terminal, and docs/parity.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.plan.parity import ALWAYS, LIMITS, Errors, Verdict
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style
 
 from .independent import Verdict as Independent
-from .matrix import AXES, MODELS, PARTS, UNEQUAL, Entry
+from .matrix import AXES, MODELS, SECTIONS, UNEQUAL, Entry
 
 COLOUR = {"equal": GREEN, "DIFFERENT": RED, "failed": RED, "refused": YELLOW}
 #: Lines of the independent oracle that are shown.
@@ -18,26 +18,23 @@ COLUMNS = ("loss", "grad", "norm", "weight")
 
 
 def lines(verdict: Verdict, look: Style) -> list[str]:
-    """One verdict: a line of four numbers a precision, the parameter that is furthest off, and the
-    term of the loss or state without gradient that is."""
-    word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
-    found = [f"{word} {look.paint(verdict.name, bold=True)}"]
+    """Returns the lines of a verdict: four errors per precision, the parameter with the largest
+    error, and the loss term or state without gradient with the largest error."""
+    verdict_word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
+    rows = [f"{verdict_word} {look.paint(verdict.name, bold=True)}"]
     if verdict.note:
-        found.append(look.paint(f"          {verdict.note}", GRAY))
+        rows.append(look.paint(f"          {verdict.note}", GRAY))
     if verdict.refused or verdict.failed:
-        return [*found, f"          {verdict.refused or verdict.failed}"]
+        return [*rows, f"          {verdict.refused or verdict.failed}"]
     for precision, errors in verdict.errors.items():
         numbers = "  ".join(f"{name} {getattr(errors, name):7.1e}" for name in COLUMNS)
         limit = look.paint(f"<= {LIMITS[precision]:.0e}", GRAY)
-        name, _, alone = precision.partition(", ")
-        found.append(f"  {name}  {numbers}  {limit}{alone and ' of ' + alone}")
-        more = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
-        found.append(
-            look.paint(
-                f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}{more}", GRAY
-            )
-        )
-    return found
+        name, _, subset = precision.partition(", ")
+        rows.append(f"  {name}  {numbers}  {limit}{subset and ' of ' + subset}")
+        further_error = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
+        parameters = f"gradient of {errors.worst_grad}, {errors.worst_weight}"
+        rows.append(look.paint(f"        worst: {parameters}{further_error}", GRAY))
+    return rows
 
 
 def independent_lines(verdict: Independent, look: Style) -> list[str]:
@@ -64,50 +61,51 @@ def independent_lines(verdict: Independent, look: Style) -> list[str]:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """ "3 equal, 1 refused"."""
+    """Counts the verdicts: "3 equal, 1 refused"."""
     counts = Counter(verdict.word for verdict in verdicts)
     return (
-        ", ".join(f"{counts[word]} {word}" for word in COLOUR if counts[word])
+        ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOUR if counts[outcome])
         or "nothing to verify"
     )
 
 
-# -------------------------------------------------------------------------------------------
-#     docs/parity.md
+# -------------------------------------------------------------------------------- docs/parity.md
 
 
 def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: str) -> str:
-    """The published table: every cell with what was measured, or why it is refused."""
-    found = [HEAD.format(**{f"{name}_limit": f"{LIMITS[name]:.0e}" for name in ALWAYS})]
-    found += [
+    """Returns docs/parity.md: every cell with its measured errors, or the reason of its refusal."""
+    blocks = [HEAD.format(**{f"{name}_limit": f"{LIMITS[name]:.0e}" for name in ALWAYS})]
+    blocks += [
         f"Measured with {versions}: **{summary(list(verdicts.values()))}** of {len(entries)}"
         " cells.\n"
     ]
     largest = _largest(list(verdicts.values()))
     if largest:
-        found += [f"Largest error of all equal cells: {largest}.\n"]
-    found += [_models(), _techniques()]
-    for part, title in PARTS.items():
-        rows = [_row(entry, verdicts[entry.name]) for entry in entries if entry.part == part]
+        blocks += [f"Largest error of all equal cells: {largest}.\n"]
+    blocks += [_models(), _techniques()]
+    for section, title in SECTIONS.items():
+        rows = [_row(entry, verdicts[entry.name]) for entry in entries if entry.section == section]
         if rows:
-            found += [f"## {title}\n", *TABLE, *rows, ""]
-    return "\n".join(found)
+            blocks += [f"## {title}\n", *TABLE, *rows, ""]
+    return "\n".join(blocks)
 
 
 HEAD = """# Parity: every layout against one process
 
-Each cell trains a small model for two optimizer steps on a layout of real processes (gloo, CPU) and once in one process
-that is made of torch's own pieces (autograd, `clip_grad_norm_`, `AdamW`) on the same tokens, in float64. Loss, the
-gradient of every parameter, the norm before clipping and every weight after each step are compared on every rank, as
-the largest difference over the largest element of the tensor. A layout in float64 must agree to {fp64_limit}, in fp32
-to {fp32_limit} (how near-zero tensors are judged: `trainer/verify/compare.py`).
+Each cell trains a small model for two optimizer steps on a layout of real processes (gloo, CPU),
+and once in one process that consists of torch's own functions (autograd, `clip_grad_norm_`,
+`AdamW`) on the same tokens, in float64. On every rank, the loss, the gradient of every parameter,
+the norm before clipping and every weight after each step are compared, as the largest difference
+over the largest element of the tensor. A layout in float64 must agree to {fp64_limit}, in fp32 to
+{fp32_limit} (`trainer/verify/compare.py` has the rule for near-zero tensors).
 
-Every sample masks another share of its targets, so valid tokens are unequal over ranks and micro-batches; where masks
-say "empty", a third of the micro-batches have no target at all, never the same in both steps. Micro-batches are given
-as their number on a replica times their samples; those of one or three samples are clipped to a norm of 0.1. The
-vocabulary is 257, which no tp divides. "packed" samples hold three documents that must not see each other. Refused
-cells say which rule refuses them; `orch` refuses the same at start. Products in 8 bits are compared in float64 alone
-(docs/precision.md).
+Every sample masks a different share of its targets, so ranks and micro-batches have unequal numbers
+of valid tokens. With "empty" masks, a third of the micro-batches have no target, never the same in
+both steps. The column of micro-batches has their number on a replica times their samples; gradients
+of micro-batches of one or three samples are clipped to a norm of 0.1. The vocabulary is 257, which
+no tp divides. "packed" samples have three documents that must not see each other. Refused cells
+name the rule that refuses them; `orch` refuses the same at start. Products in 8 bits are compared
+in float64 alone (docs/precision.md).
 
 Written by `orch verify --matrix full` (`make verify`); do not edit.
 """
@@ -138,16 +136,16 @@ def _numbers(errors: Errors | None) -> list[str]:
     return ["" if errors is None else f"{getattr(errors, name):.0e}" for name in COLUMNS]
 
 
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|")
+def _escape(reason: str) -> str:
+    return reason.replace("|", "\\|")
 
 
 def _largest(verdicts: Sequence[Verdict]) -> str:
     equal = [verdict for verdict in verdicts if verdict.equal]
     return ", ".join(
-        f"{precision} {max(found):.1e} (limit {LIMITS[precision]:.0e})"
+        f"{precision} {max(errors):.1e} (limit {LIMITS[precision]:.0e})"
         for precision in ALWAYS
-        if (found := [v.errors[precision].largest for v in equal if precision in v.errors])
+        if (errors := [v.errors[precision].largest for v in equal if precision in v.errors])
     )
 
 
@@ -159,16 +157,16 @@ def _models() -> str:
         ]
         rows.append(f"- `{name}`: {', '.join(rest)}")
     return (
-        "Models (what is not said: RMSNorm, rotary positions, gated SiLU, no biases, untied):\n\n"
+        "Models (by default: RMSNorm, rotary positions, gated SiLU, no biases, untied):\n\n"
         + "\n".join(rows)
         + "\n"
     )
 
 
 def _techniques() -> str:
-    axes = {**AXES, "unequal replicas, of which the first takes one micro-batch more": UNEQUAL}
+    axes = {**AXES, "unequal replicas (the first takes one micro-batch more)": UNEQUAL}
     rows = [
         f"- {axis}: {', '.join(technique.name for technique in techniques)}"
         for axis, techniques in axes.items()
     ]
-    return "Techniques, of which a cell takes at most one an axis:\n\n" + "\n".join(rows) + "\n"
+    return "Techniques (a cell has at most one per axis):\n\n" + "\n".join(rows) + "\n"

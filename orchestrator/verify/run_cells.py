@@ -1,4 +1,4 @@
-"""Start `python -m trainer.verify` on cells, and read its verdicts as they come."""
+"""Runs `python -m trainer.verify` on cells, and reads its verdicts as they come."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from orchestrator.plan.parity import Cell, Verdict
 
 
 def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
-    """Verdicts in the order in which they become known. Raises OrchError if the trainer did not
-    judge every cell."""
+    """Yields the verdicts in the order in which they become known. Raises OrchError if the trainer
+    did not judge every cell."""
     if not cells:
         return
     with tempfile.TemporaryDirectory(prefix="orch-verify-") as folder:
         path = Path(folder) / "cells.jsonl"
         errors = Path(folder) / "stderr"
-        path.write_bytes(b"".join(msgspec.json.encode(cell) + b"\n" for cell in cells))
+        documents = [msgspec.json.encode(cell) for cell in cells]
+        path.write_bytes(b"".join(document + b"\n" for document in documents))
         command = [*start.command("trainer.verify"), str(path), "--together", str(together)]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1"
-        }  # the single process runs while other cells' ranks do
-        left = len(cells)
+        # One thread: the single process of a cell runs beside the ranks of other cells.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        remaining = len(cells)
         with running(command, errors, environment) as (lines, _):
             for line in lines:
-                left -= 1
+                remaining -= 1
                 yield msgspec.json.decode(line, type=Verdict)
-        if left:
+        if remaining:
             raise OrchError(
-                f"trainer.verify stopped with {left} cells to go: {last_line(errors)}",
+                f"trainer.verify stopped before the last {remaining} cells: {last_line(errors)}",
                 Exit.INTERNAL,
             )
 
@@ -46,10 +46,10 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
 def running(
     command: Sequence[str], errors: Path, environment: Mapping[str, str]
 ) -> Iterator[tuple[Iterable[bytes], Callable[[], int]]]:
-    """(lines that `command` prints, a function that waits for its exit code); stderr goes to the
-    file `errors`.
+    """Runs `command` during the block, and yields the lines that it prints and a function that
+    waits for its exit code. Its stderr goes to the file `errors`.
 
-    The process ends with the block, whatever ends that.
+    The process is killed at the end of the block.
     """
     with errors.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
@@ -57,12 +57,12 @@ def running(
     try:
         yield process.stdout, process.wait
     finally:
-        process.kill()  # ranks that it started die with it
+        process.kill()  # the ranks that it started end with it
         process.wait()
         process.stdout.close()
 
 
 def last_line(errors: Path) -> str:
-    """Of what a process wrote to its stderr."""
-    written = errors.read_text(errors="replace").strip().splitlines()
-    return written[-1] if written else "it printed nothing"
+    """Returns the last line that a process wrote to its stderr."""
+    lines = errors.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"

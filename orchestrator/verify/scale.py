@@ -1,10 +1,10 @@
-"""Any layout of any size, scaled down to what one machine runs.
+"""Scaling layouts of any size down to what one machine can run.
 
-Arithmetic goes wrong where techniques meet and where a degree passes a ratio (stages to
-micro-batches, tp to key-value heads, layers to stages), not by thousands of ranks. So a layout that
-is too large becomes a few small ones: in each, one degree is as large as the machine lets it be,
-the others at their least, and every technique is there. A model is scaled in kind: norms,
-positions, activations and ratios stay, sizes go.
+Errors of arithmetic come from combinations of techniques, and from degrees that pass a ratio
+(stages to micro-batches, tp to key-value heads, layers to stages), not from thousands of ranks. So
+a layout that is too large becomes a few small ones with every technique: in each, one degree is as
+large as the machine allows, and the others are at their least. A model keeps its norms, positions,
+activations and ratios, and loses its size.
 """
 
 from __future__ import annotations
@@ -20,138 +20,164 @@ from orchestrator.cost.model.layers import resolve
 from orchestrator.plan.document import Moe
 from orchestrator.plan.schedules import SCHEDULES, illegal
 
-from .techniques import MLA
+from .expert_models import MLA
 
 #: Most ranks of a small layout: 32 take ten seconds and a gigabyte on two cores.
 MOST_RANKS = 32
-#: Ranks that a layout gets where dp is left out: as many as the cluster has, and no more than this.
+#: Most ranks of a layout without dp, which otherwise fills the cluster.
 RANKS = 8
-#: One process holds the model in float64 with its optimizer, and every rank its part of that.
+#: Most parameters of a model: one process holds the model in float64 with its optimizer, and every
+#: rank a part of that.
 MOST_PARAMETERS = 50_000_000
-#: What a model that is scaled down gets, and from which size on it gets that.
+#: Head dimension of models that are scaled down, and their largest sizes.
 HEAD_DIM = 8
 VOCAB = 257
 MOST_HEADS = 32
 MOST_HIDDEN = 512
 MOST_STAGES = 16
-#: Least degree at which an axis that is used does all that it does: a hybrid of two groups of two
-#: wants four ranks.
+#: Least degree at which an axis does everything that it does at larger degrees. (A hybrid of two
+#: groups of two needs four ranks.)
 LEAST = 2
 
 AXES = ("tp", "pp", "cp", "ep", "dp")
 Degrees = dict[str, int]
 
 
-def asked(config: Config) -> Degrees:
-    """The degrees of a layout of words; dp that is left out is what the cluster leaves, and where
-    that is nothing, what ZeRO has to have."""
+def requested_degrees(config: Config) -> Degrees:
+    """Returns the degrees of the configured layout. A missing dp uses the rest of the cluster, and
+    is at least what ZeRO needs."""
     par = config.parallel
     degrees = {axis: getattr(par, axis) or 1 for axis in AXES[:-1]}
-    model = ranks(degrees)
+    if par.dp:
+        return degrees | {"dp": par.dp}
+    model_ranks = ranks(degrees)
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    left = max(1, min(gpus, RANKS) // model if model <= RANKS else gpus // model)
-    shards = par.zero and degrees["cp"] == 1
-    return degrees | {"dp": par.dp or max(left, LEAST if shards else 1)}
+    if model_ranks <= RANKS:
+        gpus = min(gpus, RANKS)
+    shards_over_dp = par.zero and degrees["cp"] == 1
+    least = LEAST if shards_over_dp else 1
+    return degrees | {"dp": max(gpus // model_ranks, least)}
 
 
 def ranks(degrees: Degrees) -> int:
     return prod(degrees.values())
 
 
-def smaller(config: Config, degrees: Degrees) -> Iterator[Degrees]:
-    """`degrees` as they are if the machine runs them, else the small layouts that stand for
-    them."""
+def small_layouts(config: Config, degrees: Degrees) -> Iterator[Degrees]:
+    """Yields the degrees unchanged if this machine runs them, else those of the small layouts in
+    their place."""
     if ranks(degrees) <= MOST_RANKS:
         yield degrees
         return
     least = {axis: min(degree, LEAST) for axis, degree in degrees.items()}
-    if config.parallel.zero_group > 1 and least["dp"] * least["cp"] * least["ep"] < 4:
-        least["dp"] = min(degrees["dp"], 4)
+    replicas = least["dp"] * least["cp"] * least["ep"]
+    if config.parallel.zero_group > 1 and replicas < 2 * LEAST:
+        least["dp"] = min(degrees["dp"], 2 * LEAST)
     if config.parallel.uneven:
         least["dp"] = min(degrees["dp"], 3)
-    found: list[Degrees] = []
+    layouts: list[Degrees] = []
     for axis in sorted(degrees, key=lambda axis: axis == "ep"):
+        degree = degrees[axis]
         room = MOST_RANKS * least[axis] // ranks(least)
-        one = least | {axis: _within(degrees[axis], room)}
-        if degrees[axis] > least[axis] and one not in found:
-            found.append(one)
-        alone = {other: degrees[axis] if other == axis else 1 for other in degrees}
-        if room < degrees[axis] <= MOST_RANKS and axis != "dp" and degrees[axis] > 1:
-            found.append(alone)  # no room for it beside the others: by itself
-    yield from found
+        scaled_degrees = least | {axis: _within(degree, room)}
+        if degree > least[axis] and scaled_degrees not in layouts:
+            layouts.append(scaled_degrees)
+        if axis != "dp" and max(room, 1) < degree <= MOST_RANKS:
+            # The other axes leave no room for the whole degree: also without them.
+            layouts.append(dict.fromkeys(degrees, 1) | {axis: degree})
+    yield from layouts
 
 
 def _within(degree: int, room: int) -> int:
-    """The largest divisor of a degree that there is room for; for one with few divisors the room
+    """Returns the largest divisor of a degree up to `room`; for a degree with few divisors `room`
     itself, made even."""
-    best = max(number for number in range(1, min(degree, room) + 1) if degree % number == 0)
-    return best if best > room // 2 or best == degree else max(room - room % 2, 1)
+    candidates = range(1, min(degree, room) + 1)
+    divisor = max(number for number in candidates if degree % number == 0)
+    if divisor > room // 2 or divisor == degree:
+        return divisor
+    return max(room - room % 2, 1)
 
 
 def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Config:
-    """The job at other degrees, with a model and stages that keep the ratios. `named`: the user
-    chose the model, which stays as it is where the layout does and it is not too large."""
+    """Returns the job at small degrees, with a model and stages of the same ratios. `named`: the
+    user chose the model, which stays unchanged if the layout does and it is not too large."""
     par = config.parallel
     fits = small == degrees
     pipelined = small["pp"] > 1
     vpp = virtual_stages(config, degrees, small)
-    listed = par.stage_layers
-    group = par.zero_group
+    stage_layers = par.stage_layers
+    zero_group = par.zero_group
     if not fits:
-        listed = _stages(listed, small["pp"] * vpp) if listed and pipelined else None
-        alike = ranks({axis: small[axis] for axis in ("dp", "cp", "ep")})  # hold the same weights
-        group = (
-            group
-            if alike % max(group, 1) == 0 and group < alike
-            else LEAST
-            if alike >= 2 * LEAST
-            else 0
-        )
-    changes: dict[str, Any] = {"vpp": vpp, "zero_group": group, "stage_layers": listed}
+        stages = small["pp"] * vpp
+        stage_layers = _stages(stage_layers, stages) if stage_layers and pipelined else None
+        zero_group = _zero_group(zero_group, small)
+    changes: dict[str, Any] = {"vpp": vpp, "zero_group": zero_group, "stage_layers": stage_layers}
     if par.etp is not None:
         changes["etp"] = tensor_ranks(config, small)
     if not pipelined and degrees["pp"] > 1:
         changes |= {"schedule": None, "schedule_file": None}
     model = config.model
     if not (fits and named) or resolve(model).parameters > MOST_PARAMETERS:
-        model = _in_kind(config, degrees, small, sum(listed) if listed else None)
+        layers = sum(stage_layers) if stage_layers else None
+        model = _small_model(config, degrees, small, layers)
     return structs.replace(config, model=model, parallel=structs.replace(par, **small, **changes))
 
 
-def _stages(listed: list[int], stages: int) -> list[int]:
-    """Layers of fewer stages: the first and the last as they are to the others, each of one layer,
-    two or none."""
-    usual = sorted(listed)[len(listed) // 2]
+def _zero_group(group: int, small: Degrees) -> int:
+    """Returns the size of ZeRO's groups on a small layout: unchanged if it divides the ranks with
+    the same weights, else the least one; 0 if there is no room for two groups."""
+    replicas = ranks({axis: small[axis] for axis in ("dp", "cp", "ep")})
+    if replicas % max(group, 1) == 0 and group < replicas:
+        return group
+    return LEAST if replicas >= 2 * LEAST else 0
+
+
+def _stages(stage_layers: list[int], stages: int) -> list[int]:
+    """Returns the layers of fewer stages: none, one or two for each, so that the first and the last
+    compare with the others as before."""
+    median = sorted(stage_layers)[len(stage_layers) // 2]
 
     def few(layers: int) -> int:
-        return 0 if layers == 0 else 1 if layers < usual else 2
+        if layers == 0:
+            return 0
+        return 1 if layers < median else 2
 
-    middle = [few(listed[1 + at % max(len(listed) - 2, 1)]) for at in range(stages - 2)]
-    return [few(listed[0]), *middle, few(listed[-1])]
+    inner = max(len(stage_layers) - 2, 1)
+    middle = [few(stage_layers[1 + index % inner]) for index in range(stages - 2)]
+    return [few(stage_layers[0]), *middle, few(stage_layers[-1])]
 
 
-def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | None) -> ModelSpec:
-    """The model in small: what the small degrees do not divide, and what is too large, is replaced.
-    `layers`: as many, where that is known."""
+def _small_model(config: Config, degrees: Degrees, small: Degrees, layers: int | None) -> ModelSpec:
+    """Returns the model with smaller sizes: those that the small degrees do not divide, and those
+    that are too large, are replaced. `layers`: their number, if it is known."""
     model = config.model
     par = config.parallel
     tp = small["tp"]
     heads = model.heads
     kv_heads = model.kv_heads or model.heads
     ffn = model.ffn_hidden
-    divides = tp * (small["cp"] if par.cp_method == "ulysses" else 1)
+    head_ranks = tp
+    if par.cp_method == "ulysses":
+        head_ranks *= small["cp"]
     shared = kv_heads < degrees["tp"]  # a key-value head is on several ranks
-    if (
-        heads % divides
-        or (kv_heads % tp and tp % kv_heads)
-        or shared != (kv_heads < tp)
-        or heads > MOST_HEADS
-    ):
-        each = min(heads // kv_heads, 2)  # queries that share a key-value head
+    splits = heads % head_ranks == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    if not splits or shared != (kv_heads < tp) or heads > MOST_HEADS:
+        queries_per_head = min(heads // kv_heads, 2)  # queries that share a key-value head
         kv_heads = max(1, tp * kv_heads // degrees["tp"]) if shared else tp
-        heads = lcm(2 * divides, kv_heads * each)
-    large = heads != model.heads or model.hidden > MOST_HIDDEN
-    hidden, head_dim = (heads * HEAD_DIM, HEAD_DIM) if large else (model.hidden, model.head_dim)
+        heads = lcm(2 * head_ranks, kv_heads * queries_per_head)
+    hidden = model.hidden
+    head_dim = model.head_dim
+    if heads != model.heads or model.hidden > MOST_HIDDEN:
+        hidden = heads * HEAD_DIM
+        head_dim = HEAD_DIM
+    if ffn % tp or ffn > 4 * MOST_HIDDEN:
+        ffn = tp * ceil(48 / tp)
+    moe: Moe | None = model.moe
+    if moe is not None:
+        moe = _few_experts(moe, small, expert_ranks(config, small))
+    mla = model.mla
+    if mla is not None:
+        mla = structs.replace(MLA, q_lora_rank=min(mla.q_lora_rank, MLA.q_lora_rank))
     return structs.replace(
         model,
         heads=heads,
@@ -159,42 +185,48 @@ def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | Non
         head_dim=head_dim,
         hidden=hidden,
         layers=layers or _layers(config, degrees, small),
-        ffn_hidden=tp * ceil(48 / tp) if ffn % tp or ffn > 4 * MOST_HIDDEN else ffn,
+        ffn_hidden=ffn,
         vocab=min(model.vocab, VOCAB),
         max_seq_len=min(model.max_seq_len, MOST_HIDDEN),
-        moe=_few_experts(model.moe, small, spread_of(config, small)) if model.moe else None,
-        mla=structs.replace(MLA, q_lora_rank=min(model.mla.q_lora_rank, MLA.q_lora_rank))
-        if model.mla
-        else None,
+        moe=moe,
+        mla=mla,
     )
 
 
-def spread_of(config: Config, small: Degrees) -> int:
-    """Ranks with different experts, of small degrees."""
+def expert_ranks(config: Config, small: Degrees) -> int:
+    """Returns the number of ranks with different experts on a small layout."""
     folded = small["cp"] if config.parallel.fold_cp else 1
     return small["tp"] // tensor_ranks(config, small) * folded * small["ep"]
 
 
 def tensor_ranks(config: Config, small: Degrees) -> int:
-    """Ranks that each expert is cut over, of small degrees: fewer than tp, where that is so."""
+    """Returns the number of ranks that share each expert on a small layout: fewer than tp if the
+    large layout has fewer."""
     par = config.parallel
     tp = small["tp"]
     if par.etp is None or par.etp >= (par.tp or 1):
         return tp
-    return max(number for number in range(1, max(tp, 2)) if tp % number == 0 and number <= par.etp)
+    divisors = (number for number in range(1, max(tp, 2)) if tp % number == 0)
+    return max(divisor for divisor in divisors if divisor <= par.etp)
 
 
 def _few_experts(moe: Moe, small: Degrees, ranks: int) -> Moe:
-    """Two or more on each rank, in two groups for each that a token may use, chosen as before."""
+    """Returns a mixture with at least two experts per rank, and two groups for each group that a
+    token may use. The choice of experts is unchanged."""
+    tp = small["tp"]
     top_groups = min(moe.top_groups, 2)
-    groups = 2 * top_groups if moe.groups > 1 else 1
-    experts = lcm(2 * ranks, groups) * (2 if groups > 1 else 1)
+    groups = 1
+    experts = 2 * ranks
+    if moe.groups > 1:
+        groups = 2 * top_groups
+        experts = 2 * lcm(experts, groups)
+    usable_experts = experts // groups * top_groups
     return structs.replace(
         moe,
         experts=experts,
-        top_k=min(moe.top_k, 3, experts // groups * top_groups),
-        ffn_hidden=small["tp"] * ceil(16 / small["tp"]),
-        shared_ffn_hidden=small["tp"] * ceil(24 / small["tp"]) if moe.shared_ffn_hidden else 0,
+        top_k=min(moe.top_k, 3, usable_experts),
+        ffn_hidden=tp * ceil(16 / tp),
+        shared_ffn_hidden=tp * ceil(24 / tp) if moe.shared_ffn_hidden else 0,
         first_dense_layers=min(moe.first_dense_layers, 1),
         groups=groups,
         top_groups=top_groups,
@@ -202,54 +234,71 @@ def _few_experts(moe: Moe, small: Degrees, ranks: int) -> Moe:
 
 
 def virtual_stages(config: Config, degrees: Degrees, small: Degrees) -> int:
-    """A rank's: as many as are asked for, fewer where a small layout would have more than
-    MOST_STAGES."""
+    """Returns the number of stages per rank: as configured, or fewer if a small layout would have
+    more than MOST_STAGES."""
     vpp = config.parallel.vpp or 1
     pp = small["pp"]
     if pp == 1 and degrees["pp"] > 1:
         return 1
-    return vpp if small == degrees or pp * vpp <= MOST_STAGES else max(2, MOST_STAGES // pp)
+    if small == degrees or pp * vpp <= MOST_STAGES:
+        return vpp
+    return max(2, MOST_STAGES // pp)
 
 
 def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
-    """Of the model on a small layout: unequal stages stay so."""
+    """Returns the number of layers of the model on a small layout: unequal stages stay unequal."""
     layers = config.model.layers
     vpp = virtual_stages(config, degrees, small)
-    whole = degrees["pp"] * (config.parallel.vpp or 1)
+    full_stages = degrees["pp"] * (config.parallel.vpp or 1)
     stages = small["pp"] * vpp
-    if vpp > 1 and layers + 2 == whole:
+    if vpp > 1 and layers + 2 == full_stages:
         return stages - 2  # embedding and head are stages of their own
     if stages <= layers <= 8 or stages == layers:
         return layers
-    return (2 * stages if stages <= 4 else stages) + (layers % whole > 0 and stages > 1)
+    small_layers = 2 * stages if stages <= 4 else stages
+    unequal = layers % full_stages > 0 and stages > 1
+    return small_layers + 1 if unequal else small_layers
 
 
 def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool) -> int:
-    """For a replica: so many that a pipeline is full, or fewer than stages where the user has
-    `chosen` a batch that is so; a legal number."""
+    """Returns a legal number of micro-batches per replica: enough to fill the pipeline, or fewer
+    than stages if the user has `chosen` such a batch."""
     par = config.parallel
     train = config.train
     pp = small["pp"]
-    most = max(4, 2 * small["pp"])
+    count = max(4, 2 * small["pp"])
     samples = train.global_batch_samples or (train.global_batch_tokens or 0) // train.seq_len
-    wanted = samples // ((par.micro_batch_size or 1) * degrees["dp"] * degrees["ep"])
-    if chosen and degrees["pp"] > 1 and 0 < wanted < degrees["pp"]:
-        most = max(1, round(wanted * pp / degrees["pp"]))
+    requested = samples // ((par.micro_batch_size or 1) * degrees["dp"] * degrees["ep"])
+    if chosen and degrees["pp"] > 1 and 0 < requested < degrees["pp"]:
+        count = max(1, round(requested * pp / degrees["pp"]))
     schedule = par.schedule or ("interleaved" if (par.vpp or 1) > 1 and pp > 1 else "1f1b")
     vpp = virtual_stages(config, degrees, small)
-    while schedule in SCHEDULES and illegal(schedule, pp, most, vpp) and most < 8 * pp:
-        if illegal(schedule, pp, most + 1, vpp) and illegal(schedule, pp, most + 2, vpp):
-            break  # nothing that another number mends
-        most += 1
-    return most
+    while schedule in SCHEDULES and illegal(schedule, pp, count, vpp) and count < 8 * pp:
+        if illegal(schedule, pp, count + 1, vpp) and illegal(schedule, pp, count + 2, vpp):
+            break  # another number does not help
+        count += 1
+    return count
 
 
 def layout(par: ParallelSpec, degrees: Degrees) -> str:
-    """As `parallel=` takes it."""
-    etp = min(par.etp, degrees["tp"]) if par.etp is not None else None
-    folded = degrees["tp"] // (etp or degrees["tp"]) * (degrees["cp"] if par.fold_cp else 1)
-    words = degrees | {"ep": degrees["ep"] * folded}
-    parts = [f"{axis}{words[axis]}" for axis in ("tp", "pp", "dp", "cp", "ep") if words[axis] > 1]
-    parts += [f"etp{etp}"] * (etp is not None)
-    parts += [f"zero{par.zero}"] * bool(par.zero) + [f"vpp{par.vpp}"] * ((par.vpp or 1) > 1)
-    return "_".join([*parts, *["sp0"] * (par.sp is False)]) or "dp1"
+    """Returns the layout as `parallel=` takes it."""
+    tp = degrees["tp"]
+    etp = min(par.etp, tp) if par.etp is not None else None
+    folded = tp // (etp or tp)
+    if par.fold_cp:
+        folded *= degrees["cp"]
+    shown_degrees = degrees | {"ep": degrees["ep"] * folded}
+    degree_words = [
+        f"{axis}{shown_degrees[axis]}"
+        for axis in ("tp", "pp", "dp", "cp", "ep")
+        if shown_degrees[axis] > 1
+    ]
+    if etp is not None:
+        degree_words.append(f"etp{etp}")
+    if par.zero:
+        degree_words.append(f"zero{par.zero}")
+    if (par.vpp or 1) > 1:
+        degree_words.append(f"vpp{par.vpp}")
+    if par.sp is False:
+        degree_words.append("sp0")
+    return "_".join(degree_words) or "dp1"

@@ -1,10 +1,10 @@
 """`python -m orchestrator.verify.start_ranks`: runs the ranks of whole jobs on this machine, one
 job after the other.
 
-Like an agent's fork server it imports `trainer` once and forks its workers, which call
-`trainer.__main__.main` as `python -m trainer` does. Reads a job a line: its plan, and for each rank
-its environment, log and reports. Prints the ranks' exit codes. Ranks that have not ended in time
-are killed: their code is -9.
+Like an agent's fork server, it imports `trainer` once and forks its workers, which call
+`trainer.__main__.main` as `python -m trainer` does. It reads one job per line: the plan, and the
+environment, log and reports of each rank. It prints the exit codes of the ranks. Ranks that do not
+end in time are killed, and their code is -9.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from orchestrator.run.processes import die_with_parent
 
-#: Seconds for all ranks of a job. Small jobs take some; machines are shared.
+#: Seconds for all ranks of a job. Even small jobs take some on a busy machine.
 TIMEOUT_S = 300.0
 
 
@@ -35,19 +35,19 @@ def main() -> int:
 
 
 def _start(rank: dict[str, Any], preload: Any, program: Any, plan: str) -> int:
-    """The pid of a new worker."""
+    """Forks a worker and returns its pid."""
     parent = os.getpid()
     pid = os.fork()
     return pid or _work(rank, parent, preload, program, plan)
 
 
 def _work(rank: dict[str, Any], parent: int, preload: Any, program: Any, plan: str) -> NoReturn:
-    """In the worker."""
+    """Runs the trainer in the forked worker."""
     try:
         die_with_parent(parent)
         log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, number in ((nothing, 0), (log, 1), (log, 2)):
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        for source, number in ((stdin, 0), (log, 1), (log, 2)):
             os.dup2(source, number)
         report = os.open(rank["reports"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.environ.update(rank["environment"] | {"ORCH_REPORT_FD": str(report)})
@@ -58,17 +58,20 @@ def _work(rank: dict[str, Any], parent: int, preload: Any, program: Any, plan: s
 
 
 def _wait(pids: list[int]) -> list[int]:
+    """Waits for the workers, kills those that do not end in time, and returns their exit codes."""
     codes = dict[int, int]()
-    end = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while len(codes) < len(pids):
-        for pid in pids:
-            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(found[1])
-        if time.monotonic() > end:
-            for pid in pids:
+        running = [pid for pid in pids if pid not in codes]
+        for pid in running:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            for pid in running:
                 if pid not in codes:
                     os.kill(pid, signal.SIGKILL)
-            end += TIMEOUT_S
+            deadline += TIMEOUT_S
         time.sleep(0.005)
     return [codes[pid] for pid in pids]
 

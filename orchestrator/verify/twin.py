@@ -1,9 +1,9 @@
-"""The digital twin: ranks of a plan run by the trainer's own code without data and peers, held
-against the plan.
+"""The digital twin: ranks of a plan, run by the trainer's own code without data and peers, and
+compared with the plan.
 
-`python -m trainer.twin` runs one rank at full size under fake tensors; it answers with its bytes of
-memory by category and every transfer of a step. Here those are compared with what the planner
-expects of the same pipeline rank.
+`python -m trainer.twin` runs a rank at full size under fake tensors, and reports its bytes of
+memory by category and every transfer of a step. This module compares those with the planner's
+predictions for the same pipeline rank.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from orchestrator.plan.twin import RankRun, Transfer
 
 from .run_cells import last_line, running
 
-TOLERANCE = 0.05  # of the plan's figure
-#: Categories smaller than this share of a rank's memory, and axes of less than this share of its
-#: bytes, are not judged.
+TOLERANCE = 0.05  # share of the planned figure
+#: Categories below this share of a rank's memory, and transfers below this share of its bytes, are
+#: not judged.
 SMALL = 0.005
 STATES = ("params", "grads", "optimizer", "activations")
-#: What the trainer calls an operation -> what the plan does.
+#: Names of operations: in the trainer -> in the plan.
 OPERATION = {
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -59,7 +59,7 @@ class Compared(NamedTuple):
     what: str  # "memory: grads", "tp all_gather, bytes", "tp, level"
     planned: float | str
     found: float | str
-    off: float  # found / planned - 1; infinite where one of them is nothing
+    off: float  # found / planned - 1; infinite if the plan has nothing, or levels differ
     judged: bool
 
     @property
@@ -68,37 +68,36 @@ class Compared(NamedTuple):
 
 
 def ranks_to_run(plan: Plan) -> list[int]:
-    """A rank of every distinct pipeline stage, and of equal stages the first and the last, which
-    hold most and fewest micro-batches in flight."""
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    """Returns a rank of every distinct pipeline stage; of equal stages the first and the last,
+    which have the most and the fewest micro-batches in flight."""
+    equal_stages: dict[tuple[object, ...], list[int]] = defaultdict(list)
     last = len(plan.parallel.stage_layers) - 1
     for pp_rank, stages in enumerate(rank_stages(plan.parallel)):
         ranges = [held_layers(plan.model, plan.parallel, stage) for stage in stages]
-        kinds = sum(dense_and_moe(plan.model, part.start, part.stop)[1] for part in ranges)
-        alike[sum(map(len, ranges)), kinds, stages.count(0), stages.count(last)].append(pp_rank)
-    wanted = sorted({place for places in alike.values() for place in (places[0], places[-1])})
-    first = {
-        rank.coord.pp: rank.rank for rank in reversed(plan.ranks)
-    }  # the lowest rank of each stage
-    return [first[place] for place in wanted]
+        layers = sum(map(len, ranges))
+        moe_layers = sum(dense_and_moe(plan.model, held.start, held.stop)[1] for held in ranges)
+        kind = (layers, moe_layers, stages.count(0), stages.count(last))
+        equal_stages[kind].append(pp_rank)
+    chosen = {pp_ranks[index] for pp_ranks in equal_stages.values() for index in (0, -1)}
+    lowest_rank = {rank.coord.pp: rank.rank for rank in reversed(plan.ranks)}
+    return [lowest_rank[pp_rank] for pp_rank in sorted(chosen)]
 
 
 def evenly_chosen(plan: Plan) -> Plan:
-    """`plan` with experts that are chosen equally often, as its twin chooses them."""
+    """Returns the plan with experts that are chosen equally often, as the twin chooses them."""
     if plan.parallel.expert_imbalance is UNSET:
         return plan
-    return seal(
-        structs.replace(plan, parallel=structs.replace(plan.parallel, expert_imbalance=UNSET))
-    )
+    parallel = structs.replace(plan.parallel, expert_imbalance=UNSET)
+    return seal(structs.replace(plan, parallel=parallel))
 
 
 def shortened(plan: Plan) -> Plan:
-    """`plan` with as few micro-batches as keep the memory of every rank: more of them repeat what
-    the last ones do."""
+    """Returns the plan with the fewest micro-batches that need the same memory on every rank.
+    Further micro-batches repeat the transfers of the last ones."""
     par = plan.parallel
     if par.schedule == TABLE or par.replica_micro_batches or plan.job.train.batch_ramp:
         return plan
-    whole = _totals(plan)
+    full_totals = _totals(plan)
     for count in range(par.pp, par.micro_batches):
         samples = par.micro_batch_size * count * par.dp * par.ep
         tokens = samples * plan.job.train.seq_len
@@ -110,7 +109,10 @@ def shortened(plan: Plan) -> Plan:
             global_batch_tokens=tokens,
         )
         shorter = structs.replace(plan, parallel=fewer)
-        if illegal(par.schedule, par.pp, count, par.vpp) is None and _totals(shorter) == whole:
+        if (
+            illegal(par.schedule, par.pp, count, par.vpp) is None
+            and _totals(shorter) == full_totals
+        ):
             return seal(shorter)
     return plan
 
@@ -120,7 +122,7 @@ def _totals(plan: Plan) -> list[int]:
 
 
 def _accounts(plan: Plan) -> list[Memory]:
-    """Of each pipeline rank, as the bundled trainer has it."""
+    """Returns the planned memory of each pipeline rank under the bundled trainer."""
     recipe = recipe_of("orch", plan.job.optim)
     return memory_by_pp_rank(
         Workload(plan.model, plan.parallel, plan.job.train), plan.cluster, recipe, plan.job.matmul
@@ -128,133 +130,159 @@ def _accounts(plan: Plan) -> list[Memory]:
 
 
 def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
-    """The second step of each rank, in order. Raises OrchError (65) where the trainer does not run
-    the plan."""
+    """Runs the ranks, and yields the second step of each in order. Raises OrchError (65) if the
+    trainer does not run the plan."""
     with tempfile.TemporaryDirectory(prefix="orch-twin-") as folder:
         path = Path(folder) / "plan.json"
         errors = Path(folder) / "stderr"
         path.write_bytes(to_json(plan))
-        command = [*start.command("trainer.twin"), str(path), "--ranks", ",".join(map(str, ranks))]
-        done = 0
+        rank_list = ",".join(map(str, ranks))
+        command = [*start.command("trainer.twin"), str(path), "--ranks", rank_list]
+        finished = 0
         with running(command, errors, os.environ) as (lines, wait):
             for line in lines:
-                done += 1
+                finished += 1
                 yield msgspec.json.decode(line, type=RankRun)
             code = wait()
-        if code or done < len(ranks):
-            why = last_line(errors).removeprefix("trainer.twin: ")
-            raise OrchError(why, Exit(code) if code in set(Exit) else Exit.INTERNAL)
+        if code or finished < len(ranks):
+            message = last_line(errors).removeprefix("trainer.twin: ")
+            known = code in set(Exit)
+            raise OrchError(message, Exit(code) if known else Exit.INTERNAL)
 
 
-def compare(plan: Plan, found: RankRun) -> list[Compared]:
-    """Memory by category, and transfers by axis and operation, of one rank."""
-    pp_rank = plan.ranks[found.rank].coord.pp
-    return [*_memory(plan, found, pp_rank), *_transfers(plan, found, pp_rank)]
+def compare(plan: Plan, rank_run: RankRun) -> list[Compared]:
+    """Compares the memory by category, and the transfers by axis and operation, of one rank."""
+    pp_rank = plan.ranks[rank_run.rank].coord.pp
+    return [*_memory(plan, rank_run, pp_rank), *_transfers(plan, rank_run, pp_rank)]
 
 
-def _memory(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
+def _memory(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
     account = _accounts(plan)[pp_rank]
-    total = account.total - context_bytes(account, plan.cluster.device)  # a twin has tensors alone
+    # A twin has tensors, but no CUDA context.
+    total = account.total - context_bytes(account, plan.cluster.device)
     for name in STATES:
         planned = getattr(account, name)
-        enough = max(planned, found.memory[name]) > SMALL * total
-        yield _compared(found.rank, f"memory: {name}", planned, found.memory[name], enough)
-    yield _compared(found.rank, "memory: peak", total, found.peak["total"], True)
+        judged = max(planned, rank_run.memory[name]) > SMALL * total
+        yield _compared(rank_run.rank, f"memory: {name}", planned, rank_run.memory[name], judged)
+    yield _compared(rank_run.rank, "memory: peak", total, rank_run.peak["total"], True)
 
 
-def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
-    expected: dict[tuple[str, str], float] = defaultdict(float)
-    for item in step_traffic(Workload(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"]))[
-        pp_rank
-    ]:
-        share = _share_of_direct(plan, found.rank, item) if item.axis == "ep" else 1.0
-        expected[item.axis, item.operation] += item.sent_bytes * share
-        if (
-            item.axis == "pp" and item.operation == "p2p"
-        ):  # both neighbours answer every message with a gradient
-            expected["pp", "receive"] += item.sent_bytes
+def _transfers(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
+    planned = _planned_bytes(plan, rank_run.rank, pp_rank)
+    sent = _sent_bytes(rank_run)
+    total = max(sum(planned.values()), sum(sent.values()))
+    for key in sorted(planned.keys() | sent.keys()):
+        axis, operation = key
+        judged = max(planned[key], sent[key]) > SMALL * total
+        figure = f"{axis} {operation}, bytes"
+        yield _compared(rank_run.rank, figure, planned[key], sent[key], judged)
+    yield from _levels(plan, rank_run)
+
+
+def _planned_bytes(plan: Plan, rank: int, pp_rank: int) -> dict[tuple[str, str], float]:
+    """Returns the planned bytes of a step by (axis, operation)."""
+    planned: dict[tuple[str, str], float] = defaultdict(float)
+    workload = Workload(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])
+    traffic = step_traffic(workload)[pp_rank]
+    for exchange in traffic:
+        share = _share_of_direct(plan, rank, exchange) if exchange.axis == "ep" else 1.0
+        planned[exchange.axis, exchange.operation] += exchange.sent_bytes * share
+        if exchange.axis == "pp" and exchange.operation == "p2p":
+            # The neighbours answer every message with a gradient of the same size.
+            planned["pp", "receive"] += exchange.sent_bytes
+    return planned
+
+
+def _sent_bytes(rank_run: RankRun) -> dict[tuple[str, str], float]:
+    """Returns the bytes of a step that the rank has sent by (axis, operation)."""
     sent: dict[tuple[str, str], float] = defaultdict(float)
-    for index in found.sequence:
-        one = found.transfers[index]
-        if one.axis == "norm":  # one number for the gradient's norm
+    for index in rank_run.sequence:
+        transfer = rank_run.transfers[index]
+        if transfer.axis == "norm":  # a single number, for the norm of the gradient
             continue
-        axis = one.axis if one.axis in ("tp", "cp", "ep", "pp") else "dp"
-        sent[axis, OPERATION.get(one.operation, one.operation)] += one.bytes
-    everything = max(sum(expected.values()), sum(sent.values()))
-    for key in sorted(expected.keys() | sent.keys()):
-        enough = max(expected[key], sent[key]) > SMALL * everything
-        yield _compared(found.rank, f"{key[0]} {key[1]}, bytes", expected[key], sent[key], enough)
-    yield from _levels(plan, found)
+        axis = transfer.axis if transfer.axis in ("tp", "cp", "ep", "pp") else "dp"
+        sent[axis, OPERATION.get(transfer.operation, transfer.operation)] += transfer.bytes
+    return sent
 
 
-def _share_of_direct(plan: Plan, rank: int, item: Traffic) -> float:
-    """Bytes that an exchange of experts' tokens sends, by domain where the plan asks for that, over
-    what it sends directly."""
+def _share_of_direct(plan: Plan, rank: int, exchange: Traffic) -> float:
+    """Returns the bytes that an exchange of experts' tokens sends by NVLink domain, if the plan
+    does so, as a share of those that it would send directly."""
     group = hierarchy(plan, rank)
-    near = (len(group.inside) - 1) / (len(group.inside) * len(group.across) - 1)
+    peers = len(group.inside) * len(group.across) - 1
+    near = (len(group.inside) - 1) / peers
     direct = structs.replace(NO_PATH, nvlink_s=1.0, share={NVLINK: near, "network": 1 - near})
     return sum(
-        sum(one.share.values()) for one in phases(direct, plan.model, plan.parallel, item.carried)
+        sum(phase.share.values())
+        for phase in phases(direct, plan.model, plan.parallel, exchange.carried)
     )
 
 
-def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
-    """The highest level that transfers of an axis cross, against that of the rank's group in the
-    plan. Only where no transfer has the whole group may it be lower: between stages, around a ring,
-    of shards within a part of the group.
+def _levels(plan: Plan, rank_run: RankRun) -> Iterator[Compared]:
+    """Compares the highest level that the transfers of an axis cross with that of the rank's group
+    in the plan. The level may be lower only on axes whose transfers span a part of the group:
+    between stages, around a ring, and in groups of ZeRO shards.
     """
     par = plan.parallel
     by_ring = par.cp_method in ("ring", "zigzag")
-    whole = {"tp": True, "cp": not by_ring, "pp": False, "dp": not par.zero_group, "ep": True}
-    for axis in whole:
-        seen = [one for one in found.transfers if one.axis == axis]
-        if not seen:
+    spans_group = {"tp": True, "cp": not by_ring, "pp": False, "dp": not par.zero_group, "ep": True}
+    for axis in spans_group:
+        transfers = [transfer for transfer in rank_run.transfers if transfer.axis == axis]
+        if not transfers:
             continue
-        members = _members(plan, axis, found.rank)
+        members = _members(plan, axis, rank_run.rank)
         planned = tier_of(plan, members)
-        real = _worst(plan, {level_of(plan, one) for one in seen})
-        if axis not in (
-            "dp",
-            "ep",
-        ):  # gradients are summed over cp and ep, too, and experts may fold over tp and cp
-            planned = min(
-                planned, plan.placement[axis].worst_level, key=lambda level: _height(plan, level)
-            )
-        beyond = _height(plan, real) > _height(plan, planned)
-        off = float("inf") if beyond or (whole[axis] and real != planned) else 0.0
-        yield Compared(found.rank, f"{axis}, level", planned, real, off, True)
+        measured = _worst(plan, {level_of(plan, transfer) for transfer in transfers})
+        # Gradients are summed over cp and ep, too, and experts may fold over tp and cp: the
+        # placement of these axes alone does not have their level.
+        if axis not in ("dp", "ep"):
+            worst = plan.placement[axis].worst_level
+            planned = min(planned, worst, key=lambda level: _height(plan, level))
+        beyond = _height(plan, measured) > _height(plan, planned)
+        differs = beyond or (spans_group[axis] and measured != planned)
+        yield Compared(
+            rank=rank_run.rank,
+            what=f"{axis}, level",
+            planned=planned,
+            found=measured,
+            off=float("inf") if differs else 0.0,
+            judged=True,
+        )
 
 
 def _members(plan: Plan, axis: str, rank: int) -> set[int]:
-    """Ranks of a rank's group on an axis. Gradients are summed over all that hold the same weights:
-    where a pipeline holds the model twice, the ranks of the opposite stage, too. Tokens go to all
-    that share a layer's experts; where they go by domain, these exchange in parts, of which that
-    between domains goes furthest."""
+    """Returns the ranks of a rank's group on an axis. Gradients are summed over all ranks with the
+    same weights: if a pipeline holds the model twice, these include the ranks of the opposite
+    stage. Tokens go to all ranks that share a layer's experts; if they go by NVLink domain, to
+    those of the exchange between domains, which goes furthest."""
     if axis == "ep":
-        by_domain = is_hierarchical(plan)
-        together = next(ranks for ranks in expert_groups(plan) if rank in ranks)
-        return set(hierarchy(plan, rank).across if by_domain else together)
+        if is_hierarchical(plan):
+            return set(hierarchy(plan, rank).across)
+        return set(next(ranks for ranks in expert_groups(plan) if rank in ranks))
     holders = {rank}
     if axis == "dp" and copies_of(plan.parallel) > 1:
         pipeline = next(ranks for ranks in plan.groups["pp"] if rank in ranks)
         holders.add(pipeline[-1 - pipeline.index(rank)])
     groups = plan.groups["grad" if axis == "dp" else axis]
-    return {one for ranks in groups if holders & set(ranks) for one in ranks}
+    return {member for ranks in groups if holders & set(ranks) for member in ranks}
 
 
-def _compared(rank: int, what: str, planned: float, found: float, judged: bool) -> Compared:
-    off = found / planned - 1 if planned else (0.0 if not found else float("inf"))
-    return Compared(rank, what, planned, found, off, judged)
+def _compared(rank: int, figure: str, planned: float, measured: float, judged: bool) -> Compared:
+    if planned:
+        off = measured / planned - 1
+    else:
+        off = float("inf") if measured else 0.0
+    return Compared(rank=rank, what=figure, planned=planned, found=measured, off=off, judged=judged)
 
 
 def level_of(plan: Plan, transfer: Transfer) -> str:
-    """The highest tier that a transfer crosses."""
+    """Returns the highest tier that a transfer crosses."""
     return tier_of(plan, transfer.ranks)
 
 
 def tier_of(plan: Plan, ranks: Collection[int]) -> str:
-    """The highest tier that a group of ranks crosses."""
-    index = {name: at for at, name in enumerate(plan.cluster.node_names)}
+    """Returns the highest tier that a group of ranks crosses."""
+    index = {name: number for number, name in enumerate(plan.cluster.node_names)}
     nodes = {index[plan.ranks[rank].node] for rank in ranks}
     if len(ranks) == 1:
         return SELF
@@ -262,14 +290,14 @@ def tier_of(plan: Plan, ranks: Collection[int]) -> str:
         (NVLINK, plan.cluster.nvlink_domains),
         *((level.name, level.switches) for level in plan.cluster.levels),
     ]
-    return next(
-        (name for name, blocks in tiers if any(nodes <= set(block) for block in blocks)),
-        tiers[-1][0],
-    )
+    for name, blocks in tiers:
+        if any(nodes <= set(block) for block in blocks):
+            return name
+    return tiers[-1][0]
 
 
 def _height(plan: Plan, level: str) -> int:
-    return [SELF, NVLINK, *(one.name for one in plan.cluster.levels)].index(level)
+    return [SELF, NVLINK, *(tier.name for tier in plan.cluster.levels)].index(level)
 
 
 def _worst(plan: Plan, levels: set[str]) -> str:

@@ -122,7 +122,7 @@ def test_a_cancel_of_what_does_not_end_ends_itself(home, monkeypatch, capsys):
         assert main(["cancel", "stuck"]) == Exit.CAPACITY
         err = capsys.readouterr().err
         assert (
-            "run stuck lives on" in err
+            "run stuck still runs" in err
             and "orch cancel --force stuck" in err
             and err.count("\n") == 1
         )

@@ -91,7 +91,7 @@ def test_a_run_of_orch_run_ends_with_it(home, signals, ready):
     for signum in signals[:-1]:
         child.send_signal(signum)
         if ready is heard:
-            assert any("once more within" in line for line in child.stderr)
+            assert any("again within" in line for line in child.stderr)
     child.send_signal(signals[-1])
     _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 128 + signals[-1], err
@@ -130,7 +130,7 @@ def test_a_submitted_run_goes_on_without_who_watches_it(home, signum):
     assert child.returncode == 128 + signum
     assert (
         out.startswith("local://mine\n")
-        and "The run goes on. See it: orch status local://mine" in out
+        and "The run continues. See it: orch status local://mine" in out
     )
     assert RunFolder(home / "runs" / "mine").is_alive()
     assert main(["cancel", "mine"]) == 0
@@ -181,7 +181,7 @@ def test_ctrl_c_while_a_run_is_submitted_leaves_nothing_or_a_run_that_is_told(
     assert out.startswith("local://mine\n") == started
     assert code == 130
     if started:
-        assert ("The run goes on" in out) == bool(follow)
+        assert ("The run continues" in out) == bool(follow)
         assert folder.is_alive() and not read_state(folder).is_final
         assert main(["cancel", "mine", "--force"]) == 0
 
@@ -202,6 +202,6 @@ def test_who_takes_no_second_ctrl_c_leaves_the_run(home):
     wait_for(Path("began-1").exists)
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=PATIENCE_S)
-    assert child.returncode == 130 and "The run goes on" in out
+    assert child.returncode == 130 and "The run continues" in out
     assert RunFolder(home / "runs" / "mine").is_alive()
     assert main(["cancel", "mine"]) == 0

@@ -92,7 +92,7 @@ def test_a_program_goes_there_and_its_lines_state_and_report_come_back(
         "hold",
     ]
     run, said = submit(capsys, site, *words)
-    assert "orch: ships 4 files" in said and "to login" in said  # .gitignore is one of them
+    assert "orch: sends 4 files" in said and "to login" in said  # .gitignore is one of them
     assert "leaves out weights.bin (4.88 KiB)" in said
     here = home / "runs" / run
     there = tmp_path / "site" / "runs" / run

@@ -35,7 +35,7 @@ def cancel_and_resume(
     assert handle == f"{begun.backend}://{run.id}"
     done = run.wait("done")
     assert (done.exit_code, len(done.pauses)) == (Exit.DONE, 1) and done.epoch > begun.epoch
-    assert "nothing left to do" in orch("resume", run.id, code=Exit.USAGE).stderr
+    assert "there are no steps left" in orch("resume", run.id, code=Exit.USAGE).stderr
 
 
 def refusals(orch: Callable[..., Any], words: Sequence[str]) -> None:

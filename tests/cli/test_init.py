@@ -64,7 +64,7 @@ def test_nothing_is_overwritten_unless_forced(tmp_path, capsys):
     said = capsys.readouterr().err
     assert (
         str(mine) in said
-        and "4 more would be overwritten: --force does it" in said
+        and "4 more would be overwritten; --force overwrites" in said
         and said.count("\n") == 1
     )
     assert mine.read_text() == "mine" and not gone.exists()

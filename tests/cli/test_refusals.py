@@ -29,7 +29,7 @@ WRONG_LINES = [
     ("plan submit", U, "did you mean the verb 'submit'?"),
     ("completion", U, "name a shell: bash, fish, zsh"),
     ("config --choices clustr", U, "unknown group 'clustr'; did you mean 'cluster'?"),
-    ("config --choices model train.steps=3", U, "takes no 'train.steps=3'"),
+    ("config --choices model train.steps=3", U, "'train.steps=3': --choices takes no overrides"),
     # groups
     ("plan +cluster=", U, "cluster= needs the name of a file; choices: a100x64"),
     ("plan clustr=local", U, "unknown group or key 'clustr'; did you mean 'cluster'?"),

@@ -35,7 +35,7 @@ def rendered(tmp_path, monkeypatch) -> RunFolder:
 
 def test_a_size_that_no_plan_was_made_for_is_refused_with_the_legal_ones(rendered, capsys):
     assert main(["resize", "r1", "3"]) == Exit.CONFIG
-    assert "run r1 cannot have 3 nodes: legal are 2, 4" in capsys.readouterr().err
+    assert "run r1 cannot have 3 nodes: legal: 2, 4" in capsys.readouterr().err
 
 
 def test_a_run_of_one_size_is_told_so(rendered, capsys):
@@ -63,4 +63,4 @@ def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
 def test_a_backend_that_follows_its_nodes_by_itself_says_so(rendered, capsys):
     write_state(rendered, msgspec.structs.replace(read_state(rendered), backend="slurm"))
     assert main(["resize", "r1", "2"]) == Exit.USAGE
-    assert "slurm has no resize by hand" in capsys.readouterr().err
+    assert "slurm has no manual resize" in capsys.readouterr().err

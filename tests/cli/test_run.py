@@ -113,18 +113,18 @@ def test_the_interpreter_is_said_where_the_shell_has_another(capsys, tmp_path, m
     run = ["run", "--dry-run", "--json"]
     for words in ([*submit, "python3"], run):
         assert main([*words, "train.py"]) == 0
-        assert "which orch runs in" not in capsys.readouterr().err
+        assert "which runs orch" not in capsys.readouterr().err
     theirs = other_python(tmp_path, monkeypatch)
     for words in ([*submit, "python3"], [*submit, "python"], run):
         assert main([*words, "train.py"]) == 0
         err = capsys.readouterr().err
-        line = next(line for line in err.splitlines() if "which orch runs in" in line)
+        line = next(line for line in err.splitlines() if "which runs orch" in line)
         assert ours in line and str(Path(theirs).parent) in line
     monkeypatch.setenv("PYTHON_EXEC", theirs)
     others = ([*submit, theirs], [*submit, sys.executable], [*submit, "/bin/echo"])
     for words in (*others, run, [*run, "--no-python"]):
         assert main([*words, "train.py"]) == 0
-        assert "which orch runs in" not in capsys.readouterr().err
+        assert "which runs orch" not in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -280,22 +280,25 @@ def test_what_is_not_needed_is_said(capsys):
     ("words", "line"),
     [
         ([], "needs a script"),
-        (["--nnodes", "4:2", "train.py"], "--nnodes 4:2: the smaller number comes first"),
-        (["--nnodes", "two", "train.py"], "--nnodes 'two' is not a number"),
+        (["--nnodes", "4:2", "train.py"], "--nnodes 4:2: the smaller number must come first"),
+        (["--nnodes", "two", "train.py"], "--nnodes 'two': must be a whole number"),
         (
             ["--nproc-per-node", "0", "train.py"],
-            "--nproc-per-node '0' is not a number of at least 1",
+            "--nproc-per-node '0': must be a whole number, at least 1",
         ),
-        (["--node-rank", "1", "train.py"], "--node-rank is not for orch run"),
+        (["--node-rank", "1", "train.py"], "orch run does not support torchrun's --node-rank"),
         (
             ["--log-dir", "x", "train.py"],
-            "--log-dir is not for orch run: logs are in the run's folder",
+            "orch run does not support torchrun's --log-dir: logs are in the folder of the run",
         ),
         (
             ["--numa-binding", "socket", "train.py"],
-            "--numa-binding 'socket' is not for orch run: it knows node alone",
+            "orch run does not support --numa-binding 'socket'; legal: node",
         ),
-        (["--virtual-local-rank", "train.py"], "--virtual-local-rank is not for orch run"),
+        (
+            ["--virtual-local-rank", "train.py"],
+            "orch run does not support torchrun's --virtual-local-rank",
+        ),
         (["--module", "--no-python", "train.py"], "exclude each other"),
     ],
 )

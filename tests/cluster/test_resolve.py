@@ -104,7 +104,7 @@ def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):
     assert found.left_out == {"with MIG slices": 1, "with shared GPUs": 1}
     assert main(["topology", "show", str(file)]) == Exit.DONE
     told = capsys.readouterr().out
-    assert "4 nodes, 1 with MIG slices, 1 with shared GPUs" in told and "2/8 GPUs a node" in told
+    assert "4 nodes, 1 with MIG slices, 1 with shared GPUs" in told and "2/8 GPUs per node" in told
     job = [
         "cluster=h100x64",
         f"cluster.topology_file={file}",

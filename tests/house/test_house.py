@@ -57,7 +57,6 @@ MOST_FILES = {
 LONGER_FILES = {
     "orchestrator.config.schema",
     "orchestrator.cost.memory.activations",
-    "orchestrator.verify.techniques",
 }
 LONGER_CLASSES = {
     "trainer.independent.judge.RunJudge",

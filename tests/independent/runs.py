@@ -19,9 +19,7 @@ def verdict(
     """Of a case that begins in the first layout and is resumed in the second. `number` chooses what
     else varies; `changes`: fields of `Case`."""
     cases.write_corpus(home / "text")
-    case = cases.make(" -> ".join(layouts), layouts, precision, number, [], None, home)._replace(
-        **changes
-    )
+    case = cases.make(" -> ".join(layouts), layouts, precision, number, home)._replace(**changes)
     return judged(case, home)
 
 

@@ -58,7 +58,13 @@ def slow_to_save(home) -> cases.Case:
     disk."""
     cases.write_corpus(home / "text")
     case = cases.make(
-        "wide", ("dp1", "dp1"), "fp32", 0, ["model=tiny", "model.vocab=12000"], None, home, True
+        "wide",
+        ("dp1", "dp1"),
+        "fp32",
+        0,
+        home,
+        overrides=["model=tiny", "model.vocab=12000"],
+        own_model=True,
     )
     plans = []
     for plan in case.plans:

@@ -53,7 +53,7 @@ class Step:
 
     def __init__(self, precision: str, home: Path):
         cases.write_corpus(home / "text")
-        case = cases.make("one", ("dp1", "dp1"), precision, 0, [], None, home)
+        case = cases.make("one", ("dp1", "dp1"), precision, 0, home)
         folder, _ = independent.write_runs(case, home / precision)
         self.judge = RunJudge(folder, True, Findings())
         self.before = initial(self.judge.model, 3, DTYPES[precision])

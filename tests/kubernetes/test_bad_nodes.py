@@ -243,7 +243,7 @@ def test_a_node_is_taken_back_by_either_spelling(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(["nodes", "--forget", SHORT]) == Exit.USAGE
     assert (
-        f"may be any of {SHORT}.elsewhere.internal, {BAD}: give its whole name"
+        f"may be any of {SHORT}.elsewhere.internal, {BAD}: give the full name"
         in capsys.readouterr().err
     )
     assert main(["nodes", "--forget", "ip-10-0-1-99"]) == Exit.USAGE

@@ -14,7 +14,7 @@ import trainer.parallel.apply as apply
 import trainer.parallel.expert.capacity as bounded
 import trainer.parallel.expert.choice_states as choice_states
 import trainer.parallel.expert.dispatch as exchange
-from orchestrator.verify.techniques import CAPPED, CAPPED_DEEPSEEK, DEEPSEEK, MIXTURE
+from orchestrator.verify.expert_models import CAPPED, CAPPED_DEEPSEEK, DEEPSEEK, MIXTURE
 from tests.beds.plans import tiny_model
 from trainer.model.experts import Copies, MixtureOfExperts
 from trainer.model.loss import LossTerms

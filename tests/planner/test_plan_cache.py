@@ -18,13 +18,13 @@ from orchestrator.plan import Plan
 from orchestrator.planner import build
 from orchestrator.planner.elastic.sizes import ROOMS_OF_A_PLAN, plan_of
 from orchestrator.run.folder import home_folder
-from orchestrator.submit.cluster import ClusterResolver, at_home
+from orchestrator.submit.cluster import ClusterResolver, with_token_folder
 from tests.house.rooms import edges
 
 
 def cached(config: Config) -> Plan:
     home = home_folder(os.environ)
-    return plan_of(at_home(config, home), ClusterResolver(home)(config.cluster))
+    return plan_of(with_token_folder(config, home), ClusterResolver(home)(config.cluster))
 
 
 WORDS = ["cluster=h100x64", "parallel=tp8_pp4", "model=llama3_70b"]

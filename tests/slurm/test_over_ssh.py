@@ -88,7 +88,7 @@ def test_a_program_waits_in_slurm_s_queue_runs_is_cancelled_and_resumed_from_a_l
     shown = laptop(*words, "--dry-run", "--", "python", "train.py").stdout
     assert "#SBATCH" in shown and "Plan of a program" in shown
     sent = laptop(*words, "--json", "--", "python", "train.py")
-    assert "ships 1 file," in sent.stderr
+    assert "sends 1 file," in sent.stderr
     run = Run(laptop, json.loads(sent.stdout)["run_dir"])
     run.wait("running")
     jobs = cluster.run("squeue", "-h", "-o", "%j").split()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_capacity import expert_capacity, taken_choices
-from orchestrator.verify.techniques import ALL_CHOSEN, CAPPED, FEW_TOKENS, IDLE, ONE_TAKES_ALL
+from orchestrator.verify.expert_models import ALL_CHOSEN, CAPPED, FEW_TOKENS, IDLE, ONE_TAKES_ALL
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.test_expert_load import told_by
 from tests.trainer.together import run_together, told, world

@@ -23,7 +23,7 @@ from orchestrator.plan.schedules import (
     schedule_of,
     simulate,
 )
-from orchestrator.verify.techniques import DEEPSEEK
+from orchestrator.verify.expert_models import DEEPSEEK
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
 from trainer.pipeline.turns import Turns

@@ -7,11 +7,11 @@ import pytest
 from orchestrator.errors import OrchError
 from orchestrator.plan.parity import Cell, Verdict
 from orchestrator.verify import scale
-from orchestrator.verify.cells import of_words
+from orchestrator.verify.cells import cells_of_overrides
 
 
 def cells(*words: str) -> list[Cell | Verdict]:
-    return list(of_words(words, None))
+    return list(cells_of_overrides(words, None))
 
 
 def test_a_list_of_words_is_a_cell_each():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.plan.hierarchy import is_hierarchical
 from orchestrator.plan.parity import Cell
 from orchestrator.verify import matrix, techniques
-from orchestrator.verify.cells import of_entries
+from orchestrator.verify.cells import cells_of_entries
 from orchestrator.verify.cover import cover
 
 
@@ -44,7 +44,7 @@ def techniques_of(part: str) -> list[set[str]]:
     return [
         {technique.name for technique in entry.techniques}
         for entry in matrix.full()
-        if entry.part == part
+        if entry.section == part
     ]
 
 
@@ -66,7 +66,7 @@ def test_every_pair_of_two_axes_is_there():
 
 def test_a_budget_makes_layers_differ():
     entries = [entry for entry in matrix.full() if entry.recompute == "budget"]
-    modes = [cell.plan.job.train.recompute_layers for cell in of_entries(entries, None)]
+    modes = [cell.plan.job.train.recompute_layers for cell in cells_of_entries(entries, None)]
     assert sum(len(set(layers)) > 1 for layers in modes) > len(modes) / 2, modes
 
 
@@ -87,7 +87,7 @@ def test_every_triple_of_deep_techniques_that_fits_is_there():
 
 
 def test_products_of_four_dimensions_on_eight_processes_are_there():
-    products = [entry for entry in matrix.full() if entry.part != "alone"]
+    products = [entry for entry in matrix.full() if entry.section != "alone"]
     whole = [entry for entry in products if entry.processes == 8 and len(entry.techniques) == 5]
     assert len(whole) >= 10 and max(entry.processes for entry in products) == matrix.MOST_PROCESSES
 
@@ -115,14 +115,14 @@ def test_every_technique_of_a_pair_meets_every_variation(part):
 def test_cells_whose_tokens_go_by_domain_have_domains():
     entries = [entry for entry in matrix.full() if "expert_all_to_all" in entry.degrees]
     assert len(entries) >= 7
-    for cell in of_entries(entries, None):
+    for cell in cells_of_entries(entries, None):
         assert is_hierarchical(cell.plan) and len({rank.node for rank in cell.plan.ranks}) > 1
 
 
 def test_names_are_unique_and_the_planner_takes_every_cell():
     entries = matrix.full()
     assert len({entry.name for entry in entries}) == len(entries)
-    for entry, cell in zip(entries, of_entries(entries, None), strict=True):
+    for entry, cell in zip(entries, cells_of_entries(entries, None), strict=True):
         if not isinstance(
             cell, Cell
         ):  # the one rule of the trainer that the planner keeps for it, and those of two axes

@@ -1,5 +1,4 @@
-"""`orch bench`: measures links and GPUs of a cluster. Later plans of that cluster use the
-result."""
+"""`orch bench`: measures links and GPUs of a cluster, for later plans of that cluster."""
 
 from __future__ import annotations
 
@@ -19,16 +18,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--no-keep", action="store_true", help="show what was found, change no plan"
+        "--no-keep", action="store_true", help="show the measurements without saving them"
     )
-    parser.add_argument("--run-id", metavar="ID", help="instead of bench-<cluster>-<time>-<random>")
+    run_id_help = "id of the run (default: bench-<cluster>-<time>-<random>)"
+    parser.add_argument("--run-id", metavar="ID", help=run_id_help)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import msgspec
 
     from orchestrator.bench import run as bench
-    from orchestrator.cli.session import from_here
+    from orchestrator.cli.session import options_from_here
     from orchestrator.cli.streams import announce
     from orchestrator.cli.terminal import style
     from orchestrator.config.compose import load
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     config = bench.config_of(load(overrides, args.config_dir))
     run_id = args.run_id or new_run_id(f"bench-{config.cluster.name}", time.time())
-    options = from_here(
+    options = options_from_here(
         command=(sys.executable, "-P", "-m", bench.PROGRAM), in_place=True, run_id=run_id
     )
     backend, [(config, plan, bundle)] = prepare(config, options)
@@ -51,28 +51,28 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look)
     )
     record = bench.record_of(config, handle, events)
-    where = None if args.no_keep else bench.keep(config, record, options.home)
+    record_file = None if args.no_keep else bench.keep(config, record, options.home)
     if args.json:
         import json
 
-        print(json.dumps({**msgspec.to_builtins(record), "file": where}))
+        print(json.dumps({**msgspec.to_builtins(record), "file": record_file}))
     else:
-        print(page(plan, record, where, look))
+        print(page(plan, record, record_file, look))
     return Exit.DONE
 
 
 class _Progress:
-    """A bar that is overwritten on a terminal, one line a tenth elsewhere."""
+    """Shows progress: on a terminal a bar that is overwritten, elsewhere one line per tenth."""
 
     def __init__(self, out: TextIO, look: Style):
         self._out = out
         self._look = look
         self._tenth = -1
 
-    def __call__(self, done: int, total: int, what: str) -> None:
+    def __call__(self, done: int, total: int, label: str) -> None:
         from orchestrator.style import GREEN
 
-        line = f"{self._look.bar(done / max(total, 1), 20, GREEN)} {done}/{total}  {what}"
+        line = f"{self._look.bar(done / max(total, 1), 20, GREEN)} {done}/{total}  {label}"
         if self._out.isatty():
             self._out.write(f"\r\033[K{line}" + ("\n" if done == total else ""))
             self._out.flush()
@@ -81,8 +81,9 @@ class _Progress:
             print(line, file=self._out, flush=True)
 
 
-def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
-    """The page of a measurement: measured against assumed rates, and seconds by message size."""
+def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> str:
+    """Returns the page of a measurement: measured and assumed rates, and seconds by message
+    size."""
     from orchestrator.style import seconds, si
 
     described = {"nvlink": plan.cluster.nvlink} | {
@@ -92,11 +93,11 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
     lines.append(
         f"{'tier':<10}{'rate':>12}{'described':>14}{'latency':>10}{'described':>14}{'off by':>8}"
     )
-    for name, found in record.links.items():
-        known = described[name]
+    for name, link in record.links.items():
+        expected = described[name]
         lines.append(
-            f"{name:<10}{si(found.bytes_per_s, 'B/s'):>12}{si(known.bytes_per_s, 'B/s'):>14}"
-            f"{seconds(found.latency_s):>10}{seconds(known.latency_s):>14}{found.error:>8.0%}"
+            f"{name:<10}{si(link.bytes_per_s, 'B/s'):>12}{si(expected.bytes_per_s, 'B/s'):>14}"
+            f"{seconds(link.latency_s):>10}{seconds(expected.latency_s):>14}{link.error:>8.0%}"
         )
     lines += ["", look.title("Operations, slowest rank"), _table(record)]
     lines += ["", look.title("One GPU while all compute")]
@@ -108,9 +109,9 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
         )
     memory = record.measured.memory_bytes_per_s
     launch = record.measured.launch_s
-    lines.append(f"{'memory':<10}{si(memory, 'B/s')}, {seconds(launch)} a small operator")
+    lines.append(f"{'memory':<10}{si(memory, 'B/s')}, {seconds(launch)} per small operator")
     if host := record.host:
-        lines += ["", look.title("A node's host, for what is offloaded")]
+        lines += ["", look.title("The host of a node, for offloading")]
         lines.append(
             f"{'memory':<10}{si(host.memory_bytes_per_s, 'B/s')} of AdamW,"
             f" {host.memory_bytes / 2**30:,.0f} GiB"
@@ -121,11 +122,11 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
             " free"
         )
     lines.append("")
-    if where:
-        lines.append(f"kept in {where}")
+    if record_file:
+        lines.append(f"saved in {record_file}")
         lines.append("plans of this cluster use it; cluster.measured=false plans without it")
     else:
-        lines.append("not kept: plans go on as before")
+        lines.append("not saved: later plans do not use it")
     return "\n".join(lines)
 
 
@@ -138,7 +139,9 @@ def _table(record: Record) -> str:
     for level, operation, ranks in dict.fromkeys(
         (row.level, row.operation, row.ranks) for row in record.rows
     ):
-        found = (cells.get((level, operation, ranks, size)) for size in sizes)
-        text = "".join(f"{seconds(value) if value is not None else '-':>10}" for value in found)
-        lines.append(f"{level:<10}{operation:<16}{ranks:>3} ranks{text}")
+        durations = (cells.get((level, operation, ranks, size)) for size in sizes)
+        columns = "".join(
+            f"{seconds(duration) if duration is not None else '-':>10}" for duration in durations
+        )
+        lines.append(f"{level:<10}{operation:<16}{ranks:>3} ranks{columns}")
     return "\n".join(lines)

@@ -1,5 +1,5 @@
-"""`orch calibrate`: the cost model's parameters from a table of runs, a run of this site, or `orch
-bench`."""
+"""`orch calibrate`: fits the parameters of the cost model to a table of runs, to a run of this
+site, or to `orch bench`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from orchestrator.cost.profile import Profile
     from orchestrator.observe.timeline import StepLine
     from orchestrator.plan import Plan
+    from orchestrator.plan.document import Cluster
+    from orchestrator.run.folder import RunFolder
 
 BENCH = "bench"
 
@@ -30,45 +32,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="fit a new profile to these runs; needs --out",
     )
-    about = (
-        "update the site's profile by a run's measured steps, or by orch bench of the cluster that"
-        " is given"
+    source_help = (
+        "update the site's profile with the measured steps of a run, or with the orch bench of the"
+        " given cluster"
     )
-    parser.add_argument("--from", metavar="RUN|bench", dest="source", help=about)
+    parser.add_argument("--from", metavar="RUN|bench", dest="source", help=source_help)
     parser.add_argument(
-        "--profile", metavar="FILE", type=Path, help="update this one, not the site's own"
+        "--profile", metavar="FILE", type=Path, help="update this profile, not the site's own"
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the profile here, not to the site's own"
+        "--out", metavar="FILE", type=Path, help="write the profile here, not over the site's own"
     )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if (args.table is None) == (args.source is None):
-        raise OrchError("orch calibrate wants --table FILE.csv or --from RUN|bench", Exit.USAGE)
+        raise OrchError(
+            "orch calibrate needs either --table FILE.csv or --from RUN|bench", Exit.USAGE
+        )
     if args.source != BENCH and overrides:
-        raise OrchError(f"only --from bench takes a cluster, not {overrides[0]!r}", Exit.USAGE)
+        raise OrchError(
+            f"{overrides[0]!r}: only --from bench takes overrides (the cluster)", Exit.USAGE
+        )
     if args.table is not None:
         return _table(args)
     return _bench(args, overrides) if args.source == BENCH else _run(args)
 
 
-# ---------------------------------------------------------------------------------------------- a
-#     table
+# ------------------------------------------------------------------------------- a table of runs
 
 
 def _table(args: argparse.Namespace) -> int:
     from orchestrator.accuracy.calibrate.table import fit_table
-    from orchestrator.cli.terminal import print_json, tell
+    from orchestrator.cli.terminal import print_json, show_progress
     from orchestrator.cli.verbs.predict import digest, read_table
 
     if args.out is None or args.profile is not None:
         raise OrchError(
-            "orch calibrate --table needs --out FILE, and starts from no --profile", Exit.USAGE
+            "orch calibrate --table needs --out FILE and takes no --profile", Exit.USAGE
         )
     try:
         profile, refused = fit_table(
-            read_table(args.table), args.out.stem, digest(args.table), _today(), tell
+            read_table(args.table), args.out.stem, digest(args.table), _today(), show_progress
         )
     except OrchError as error:
         raise OrchError(f"--table {args.table}: {error.message}", error.exit) from None
@@ -84,13 +89,14 @@ def _table(args: argparse.Namespace) -> int:
         )
         return Exit.DONE
     print(f"{'source':<26}{'rows':>6}{'prior':>9}{'fitted':>9}{'left out':>9}")
-    for one in profile.left_out:
-        unseen = f"{one.left_out:.1%}" if one.left_out >= 0 else "-"
-        print(f"{one.source:<26}{one.rows:>6}{one.prior:>9.1%}{one.fitted:>9.1%}{unseen:>9}")
+    for source in profile.left_out:
+        unseen = f"{source.left_out:.1%}" if source.left_out >= 0 else "-"
+        errors = f"{source.prior:>9.1%}{source.fitted:>9.1%}{unseen:>9}"
+        print(f"{source.source:<26}{source.rows:>6}{errors}")
     sources = profile.left_out
     if len(sources) > 1:
         means = [
-            sum(getattr(one, name) for one in sources) / len(sources)
+            sum(getattr(source, name) for source in sources) / len(sources)
             for name in ("prior", "fitted", "left_out")
         ]
         print(
@@ -98,21 +104,16 @@ def _table(args: argparse.Namespace) -> int:
         )
     for line in refused:
         print(f"left out: {line}")
-    print(f"{profile.label}: {args.out}; orch predict --profile and cost.profile take it")
+    print(f"{profile.label}: {args.out}; orch predict --profile and cost.profile can use it")
     return Exit.DONE
 
 
-# ----------------------------------------------------------------------------------------------
-#     this site
+# ------------------------------------------------------------------------------------- this site
 
 
 def _run(args: argparse.Namespace) -> int:
-    import msgspec
-
     from orchestrator.accuracy.calibrate.update import site_profile, then, update_with_step
-    from orchestrator.cli.session import home, open_run, plan_of_run
-    from orchestrator.cluster.measured import read, with_measured
-    from orchestrator.config.schema import ClusterSpec
+    from orchestrator.cli.session import open_run, plan_of_run
     from orchestrator.cost.of_plan import context_of, step_of
     from orchestrator.observe.report import make_report
     from orchestrator.observe.timeline import nodes_of, read_steps
@@ -123,34 +124,50 @@ def _run(args: argparse.Namespace) -> int:
     lines = read_steps(folder, nodes_of(plan, state))
     measured = make_report(plan, state, lines)["step_s"]["measured"]
     if measured is None:
-        raise OrchError(f"run {folder.run_id} has measured no step", Exit.CONFIG)
+        raise OrchError(f"run {folder.run_id} has no measured step", Exit.CONFIG)
+    spec = _cluster_of(folder)
+    base = _base(args, spec)
+    _check_new(base, folder.run_id, f"run {folder.run_id}")
+    predict_step = step_of(plan, context_of(plan, base, _measured_cluster(spec, plan)))
+    load_update = _loads(base, plan, lines)
+    if load_update is None:
+        update, _ = update_with_step(base, predict_step, measured)
+    else:
+        prior = site_profile(base, load_update, "run", folder.run_id, date="", name=base.name)
+        step_update, _ = update_with_step(prior, predict_step, measured)
+        update = then(load_update, step_update)
+    step_after = float(predict_step(update.values(base)))  # type: ignore[arg-type]
+    step_before = float(predict_step(base.values))  # type: ignore[arg-type]
+    facts = {"measured_s": measured, "before_s": step_before, "after_s": step_after}
+    return _save(args, spec, base, update, source=("run", folder.run_id), facts=facts)
+
+
+def _measured_cluster(spec: ClusterSpec, plan: Plan) -> Cluster:
+    """Returns the cluster with the rates that later plans use, so that the update corrects the
+    predictions of those plans."""
+    from orchestrator.cli.session import home
+    from orchestrator.cluster.measured import read, with_measured
+
+    record = read(spec, home()) if spec.measured else None
+    return with_measured(plan.cluster, record) if record is not None else plan.cluster
+
+
+def _cluster_of(folder: RunFolder) -> ClusterSpec:
+    """Returns the cluster entry of a run's configuration. Raises OrchError (65)."""
+    import msgspec
+
+    from orchestrator.config.schema import ClusterSpec
+
     try:
-        spec = msgspec.convert(
-            msgspec.yaml.decode(folder.config.read_bytes())["cluster"], ClusterSpec
-        )
+        tree = msgspec.yaml.decode(folder.config.read_bytes())
+        return msgspec.convert(tree["cluster"], ClusterSpec)
     except (OSError, LookupError, TypeError, msgspec.MsgspecError) as error:
         raise OrchError(f"run {folder.run_id}: config.yaml: {error}", Exit.CONFIG) from None
-    base = _base(args, spec)
-    if folder.run_id in base.fitted_on.runs:
-        raise OrchError(f"run {folder.run_id} is part of profile {base.label} already", Exit.USAGE)
-    record = read(spec, home()) if spec.measured else None
-    # on the figures with which later plans are made, so that what is learned corrects those
-    cluster = with_measured(plan.cluster, record) if record is not None else plan.cluster
-    context = context_of(plan, base, cluster)
-    loads = _loads(base, plan, lines)
-    known = (
-        base if loads is None else site_profile(base, loads, "run", folder.run_id, "", base.name)
-    )
-    change, _ = update_with_step(known, step_of(plan, context), measured)
-    change = change if loads is None else then(loads, change)
-    after = float(step_of(plan, context)(change.values(base)))  # type: ignore[arg-type]
-    before = float(step_of(plan, context)(base.values))  # type: ignore[arg-type]
-    facts = {"measured_s": measured, "before_s": before, "after_s": after}
-    return _keep(args, spec, base, change, ("run", folder.run_id), facts)
 
 
 def _loads(base: Profile, plan: Plan, lines: Sequence[StepLine]) -> Update | None:
-    """What the loads of a run's experts say of the profile; None where it has none."""
+    """Updates the profile with the measured loads of a run's experts. Returns None if the run has
+    none."""
     from orchestrator.accuracy.calibrate.update import update_with_loads
     from orchestrator.observe.expert_loads import load_spread, loads_of, rank_load
     from orchestrator.plan.expert_mesh import expert_mesh
@@ -177,50 +194,62 @@ def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
     record = read(spec, home())
     if record is None:
         raise OrchError(
-            f"orch bench has measured nothing on cluster {spec.name}: run it first", Exit.USAGE
+            f"cluster {spec.name} has no measurements: run orch bench first", Exit.USAGE
         )
     base = _base(args, spec)
     source = f"bench {record.at}"
-    if source in base.fitted_on.runs:
-        raise OrchError(f"{source} is part of profile {base.label} already", Exit.USAGE)
+    _check_new(base, source, source)
     described = ClusterResolver(home())(structs.replace(spec, measured=False))
-    return _keep(
-        args, spec, base, update_with_bench(base, described, record), ("bench", source), {}
-    )
+    update = update_with_bench(base, described, record)
+    return _save(args, spec, base, update, source=("bench", source), facts={})
+
+
+def _check_new(base: Profile, source: str, label: str) -> None:
+    """Raises OrchError (64) if the profile already includes this source."""
+    if source in base.fitted_on.runs:
+        raise OrchError(f"{label} is part of profile {base.label} already", Exit.USAGE)
 
 
 def _base(args: argparse.Namespace, spec: ClusterSpec) -> Profile:
-    """The profile that is updated: the one given, else the site's own, else the shipped one."""
+    """Returns the profile to update: that of --profile, else the site's own, else the shipped
+    one."""
     from orchestrator.cli.session import home
     from orchestrator.cluster.measured import site_profile_path
     from orchestrator.cost.profile import read_profile, shipped
 
-    own = args.profile or site_profile_path(spec, home())
-    return read_profile(own) if args.profile or own.exists() else shipped()
+    path = args.profile or site_profile_path(spec, home())
+    return read_profile(path) if args.profile or path.exists() else shipped()
 
 
-def _keep(
+def _save(
     args: argparse.Namespace,
     spec: ClusterSpec,
     base: Profile,
-    change: Update,
+    update: Update,
+    *,
     source: tuple[str, str],
     facts: dict[str, float],
 ) -> int:
+    """Writes the updated profile, and prints what has changed. `source`: the kind of measurement
+    and its name; `facts`: step seconds before and after the update, if a run was measured."""
     from orchestrator.accuracy.calibrate.drift import changed
     from orchestrator.accuracy.calibrate.update import site_profile
     from orchestrator.cli.session import home
     from orchestrator.cli.terminal import print_json
     from orchestrator.cluster.measured import site_profile_path
 
-    profile = site_profile(base, change, *source, _today(), f"{spec.name}-site")
+    profile = site_profile(base, update, *source, date=_today(), name=f"{spec.name}-site")
     path = args.out or site_profile_path(spec, home())
     _write(profile, path, private=args.out is None)
     moved = changed(base, profile)
     if args.json:
         parameters = {
-            one.parameter: {"before": one.assumed, "after": one.found, "unit": one.unit}
-            for one in moved
+            parameter.parameter: {
+                "before": parameter.assumed,
+                "after": parameter.found,
+                "unit": parameter.unit,
+            }
+            for parameter in moved
         }
         print_json(
             {
@@ -242,13 +271,13 @@ def _keep(
             f"step of {source[1]}: {before} predicted, {measured} measured, {after} predicted from"
             " now on"
         )
-    for one in moved[:8]:
-        print(f"  {one.text}")
+    for parameter in moved[:8]:
+        print(f"  {parameter.text}")
     print(f"{profile.label}, from {base.label}: {path}")
     if args.out is None:
         print(
-            f"plans of cluster {spec.name} use it; cost.profile=FILE takes another, deleting it"
-            " goes back"
+            f"plans of cluster {spec.name} use it; cost.profile=FILE selects another, and deleting"
+            " the file restores the shipped profile"
         )
     return Exit.DONE
 

@@ -1,5 +1,5 @@
-"""`orch completion bash|zsh|fish`: verbs, flags, groups, file names, keys, run ids. Directory
-listings, no Hydra."""
+"""`orch completion bash|zsh|fish`: completes verbs, flags, groups, file names, keys and run ids,
+from directory listings and without Hydra."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ HINTS = {
     "zsh": '# eval "$(orch completion zsh)" in ~/.zshrc, after compinit',
     "fish": "# orch completion fish > ~/.config/fish/completions/orch.fish",
 }
-ONE_RUN = ("status", "logs", "cancel", "resume", "resize", "rm", "paths")  # verbs that name a run
+#: Verbs whose argument is a run.
+RUN_VERBS = ("status", "logs", "cancel", "resume", "resize", "rm", "paths")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "shell", nargs="?", choices=sorted(SCRIPTS), help="the shell to write the script for"
+        "shell", nargs="?", choices=sorted(SCRIPTS), help="print the script of this shell"
     )
-    parser.add_argument("--line", help="answer one completion: the command line up to the cursor")
+    parser.add_argument("--line", help="complete this command line, which ends at the cursor")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -63,31 +64,31 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def complete(line: str) -> list[str]:
-    """What may replace the last word of a command line (empty after a space), sorted as a person
-    would read it."""
-    *before, word = line.split(" ")
-    before = [part for part in before if part]
-    if len(before) <= 1:
-        return _starting(VERBS, word)
-    verb = before[1]
-    if verb not in VERBS or "--" in before:
+    """Returns the words that may replace the last word of a command line (empty after a space), in
+    an order for people."""
+    *arguments, last_word = line.split(" ")
+    arguments = [argument for argument in arguments if argument]
+    if len(arguments) <= 1:
+        return _starting(VERBS, last_word)
+    verb = arguments[1]
+    if verb not in VERBS or "--" in arguments:
         return []
-    if word.startswith("-"):
-        return _starting(_flags(verb), word)
+    if last_word.startswith("-"):
+        return _starting(_flags(verb), last_word)
     if verb == "completion":
-        return _starting(SCRIPTS, word)
-    if verb in ONE_RUN:
-        return _starting(_runs(), word.removeprefix("local://"))
-    if before[-1] == "--choices":
-        return _starting(_library(before).groups(), word)
-    if before[-1].startswith("--") or not VERBS[verb].overrides:
-        return []  # a file name, which the shell completes
-    prefix = word[: len(word) - len(word.lstrip("+"))]
-    return [prefix + found for found in _overrides(word.removeprefix(prefix), before)]
+        return _starting(SCRIPTS, last_word)
+    if verb in RUN_VERBS:
+        return _starting(_runs(), last_word.removeprefix("local://"))
+    if arguments[-1] == "--choices":
+        return _starting(_library(arguments).groups(), last_word)
+    if arguments[-1].startswith("--") or not VERBS[verb].overrides:
+        return []  # the value may be a file name, which the shell completes
+    prefix = last_word[: len(last_word) - len(last_word.lstrip("+"))]
+    return [prefix + override for override in _overrides(last_word.removeprefix(prefix), arguments)]
 
 
-def _starting(choices: object, word: str) -> list[str]:
-    return [choice for choice in choices if choice.startswith(word)]  # type: ignore[attr-defined]
+def _starting(choices: object, prefix: str) -> list[str]:
+    return [choice for choice in choices if choice.startswith(prefix)]  # type: ignore[attr-defined]
 
 
 def _flags(verb: str) -> list[str]:
@@ -110,19 +111,21 @@ def _runs() -> list[str]:
         return []
 
 
-def _library(before: list[str]):
+def _library(arguments: list[str]):
     from orchestrator.config.groups import Library, folders
 
-    given = before[before.index("--config-dir") + 1 :][:1] if "--config-dir" in before else []
+    config_dirs = (
+        arguments[arguments.index("--config-dir") + 1 :][:1] if "--config-dir" in arguments else []
+    )
     try:
-        return Library(folders(given[0] if given else None))
+        return Library(folders(config_dirs[0] if config_dirs else None))
     except OrchError:
         return Library(folders())
 
 
-def _overrides(word: str, before: list[str]) -> list[str]:
-    key, equals, value = word.partition("=")
-    library = _library(before)
+def _overrides(override: str, arguments: list[str]) -> list[str]:
+    key, equals, value = override.partition("=")
+    library = _library(arguments)
     groups = library.groups()
     if equals and key in groups:
         return [f"{key}={name}" for name in library.files(key) if name.startswith(value)]
@@ -130,7 +133,9 @@ def _overrides(word: str, before: list[str]) -> list[str]:
         return [f"{key}={choice}" for choice in _values(key) if choice.startswith(value)]
     if "." in key:
         return _starting(_keys(key), key)
-    return _starting([*(f"{group}=" for group in groups), *(f"{part}." for part in _parts())], key)
+    return _starting(
+        [*(f"{group}=" for group in groups), *(f"{section}." for section in _parts())], key
+    )
 
 
 def _parts() -> list[str]:
@@ -141,7 +146,7 @@ def _parts() -> list[str]:
 
 
 def _keys(key: str) -> list[str]:
-    """The sibling keys of a dotted one, ready to continue typing: `train.steps=`,
+    """Returns the keys beside a dotted key, ready to continue typing: `train.steps=`,
     `cluster.gpu.`."""
     from orchestrator.config.config_errors import annotation_at
     from orchestrator.config.structured import fields, struct_of

@@ -1,4 +1,4 @@
-"""`orch config`: the configuration that a command line means, or what there is to choose from."""
+"""`orch config`: shows the configuration of a command line, or the choices of the groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ALL = "all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "list the files of a group, or of all groups"
-    parser.add_argument("--choices", metavar="GROUP", nargs="?", const=ALL, help=about)
+    choices_help = "list the files of a group, or of all groups"
+    parser.add_argument("--choices", metavar="GROUP", nargs="?", const=ALL, help=choices_help)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
     if overrides:
-        raise OrchError(f"--choices lists files, it takes no {overrides[0]!r}")
+        raise OrchError(f"{overrides[0]!r}: --choices takes no overrides")
     from orchestrator.cli.terminal import style
     from orchestrator.config.grammar import RULE
     from orchestrator.config.groups import Library, folders
@@ -50,36 +50,42 @@ def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.choices not in (ALL, *groups):
         raise OrchError(f"unknown group {args.choices!r}; {did_you_mean(args.choices, groups)}")
     groups = groups if args.choices == ALL else [args.choices]
-    found = {
+    descriptions = {
         group: {name: _about(library, group, name) for name in library.files(group)}
         for group in groups
     }
     if args.json:
-        print(json.dumps({"groups": found, "parallel_words": RULE}))
+        print(json.dumps({"groups": descriptions, "parallel_words": RULE}))
         return Exit.DONE
-    for group, files in found.items():
+    for group, files in descriptions.items():
         print(f"{group}:")
-        wide = max(map(len, files))
-        for name, about in files.items():
-            print(*fold(f"  {name:<{wide}}  {about}".rstrip(), style().width, wide + 4), sep="\n")
+        name_width = max(map(len, files))
+        for name, description in files.items():
+            print(
+                *fold(
+                    f"  {name:<{name_width}}  {description}".rstrip(), style().width, name_width + 4
+                ),
+                sep="\n",
+            )
         if group == "parallel":
             print(*fold(f"  {RULE}", style().width, 4), sep="\n")
     return Exit.DONE
 
 
 def _about(library: Library, group: str, name: str) -> str:
-    """The first sentence of a file's opening comment, else the source it names."""
+    """Returns the first sentence of a file's opening comment, or else the source that the file
+    names."""
     path = library.path(group, name)
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if path else []
-    words = []
+    comment_lines = []
     for line in lines:
         if line.startswith("# @package"):
             continue
         if not line.startswith("#"):
             break
-        words.append(line.lstrip("# "))
-    text = " ".join(words)
-    if not text:
+        comment_lines.append(line.lstrip("# "))
+    description = " ".join(comment_lines)
+    if not description:
         source = next((line for line in lines if line.startswith("source:")), "")
-        text = source.removeprefix("source:").strip().strip('"').split(";")[0]
-    return text.split(". ")[0].removesuffix(".")
+        description = source.removeprefix("source:").strip().strip('"').split(";")[0]
+    return description.split(". ")[0].removesuffix(".")

@@ -1,5 +1,5 @@
-"""`orch demo`: the main job on this machine, watched, scraped and explained. What `make demo`
-runs."""
+"""`orch demo`: trains a tiny model on this machine, scrapes its metrics and explains the output.
+`make demo` runs it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import argparse
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    from orchestrator.backends.base import Backend
     from orchestrator.run.folder import RunFolder
     from orchestrator.style import Style
 
-LINE = ("+cluster=local", "parallel=tp2_pp2_zero1")
-#: What the demonstration shows of the metrics page; the rest is one `curl` away.
+OVERRIDES = ("+cluster=local", "parallel=tp2_pp2_zero1")
+#: Metrics that the demonstration shows.
 SHOWN = (
     "orch_step_total",
     "orch_loss",
@@ -29,86 +30,91 @@ SHOWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="train for N steps instead of the default"
-    )
+    parser.add_argument("--steps", type=int, metavar="N", help="train for N steps")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.cli.session import from_here
-    from orchestrator.cli.streams import announce
+    import json
+
     from orchestrator.cli.terminal import style
-    from orchestrator.config.compose import load
     from orchestrator.observe.follow import follow
-    from orchestrator.observe.pages.plan_page import render
-    from orchestrator.run.folder import RunFolder
-    from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.submit.submission import check, prepare, send
 
     if args.steps is not None and args.steps < 2:
-        raise OrchError(f"--steps {args.steps}: at least 2, to see the loss fall", Exit.USAGE)
-    words = [*LINE, *([f"train.steps={args.steps}"] if args.steps else [])]
+        raise OrchError(f"--steps {args.steps}: needs at least 2, to see the loss fall", Exit.USAGE)
     out = sys.stderr if args.json else sys.stdout
     look = style()
-    options = from_here()
-    submission = prepare(load(words, None), options)
-    check(submission, options)
-    backend, [(_, plan, bundle)] = submission
-    print(f"$ orch submit {' '.join(words)} --follow\n", render(plan, look), "", sep="\n", file=out)
-
-    with HeldSignals():
-        handle = send(bundle, backend, options)
-        announce(handle, out)
-    folder = RunFolder(Path(bundle.request.run_dir))
+    backend, handle, folder = _submit(args, out, look)
     scraper = Scraper(folder)
     state = follow(folder, backend.state, out, look)
-    pages = scraper.stop()
+    metrics = scraper.stop()
     losses = read_losses(folder)
     fell = len(losses) > 1 and losses[-1][1] < losses[0][1]
     if args.json:
-        import json
-
-        facts = {
+        document = {
             "handle": handle,
             "state": state.state,
             "exit": state.exit_code,
             "losses": losses,
             "loss_fell": fell,
+            "run_dir": str(folder.path),
+            "metrics": scraper.address,
+            "metrics_page": metrics,
         }
-        print(
-            json.dumps(
-                {
-                    **facts,
-                    "run_dir": str(folder.path),
-                    "metrics": scraper.address,
-                    "metrics_page": pages,
-                }
-            )
-        )
+        print(json.dumps(document))
     else:
-        print(summary(folder, handle, losses, scraper.address, pages, look))
-    if state.exit_code == Exit.DONE and not (fell and pages):
-        problem = (
-            "its metrics were never there to scrape" if fell else f"the loss did not fall: {losses}"
-        )
-        raise OrchError(f"the run ended well but {problem}", Exit.INTERNAL)
+        print(summary(folder, handle, losses, look, address=scraper.address, metrics=metrics))
+    if state.exit_code == Exit.DONE:
+        _check_shown(losses, fell, metrics)
     return state.exit_code or 0
 
 
+def _submit(args: argparse.Namespace, out: TextIO, look: Style) -> tuple[Backend, str, RunFolder]:
+    """Submits the job, and shows its command and its plan."""
+    from orchestrator.cli.session import options_from_here
+    from orchestrator.cli.streams import announce
+    from orchestrator.config.compose import load
+    from orchestrator.observe.pages.plan_page import render
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.run.held_signals import HeldSignals
+    from orchestrator.submit.submission import check, prepare, send
+
+    steps = [f"train.steps={args.steps}"] if args.steps else []
+    overrides = [*OVERRIDES, *steps]
+    options = options_from_here()
+    submission = prepare(load(overrides, None), options)
+    check(submission, options)
+    backend, [(_, plan, bundle)] = submission
+    command = f"$ orch submit {' '.join(overrides)} --follow\n"
+    print(command, render(plan, look), "", sep="\n", file=out)
+
+    with HeldSignals():
+        handle = send(bundle, backend, options)
+        announce(handle, out)
+    return backend, handle, RunFolder(Path(bundle.request.run_dir))
+
+
+def _check_shown(losses: list[tuple[int, float]], fell: bool, metrics: list[str]) -> None:
+    """Raises OrchError (70) if a run that succeeded has not shown what a demonstration shows."""
+    if not fell:
+        raise OrchError(f"the run succeeded but the loss did not fall: {losses}", Exit.INTERNAL)
+    if not metrics:
+        raise OrchError("the run succeeded but its metrics could not be scraped", Exit.INTERNAL)
+
+
 class Scraper:
-    """Reads the first node's Prometheus endpoint over HTTP during the run, as a Prometheus server
-    would."""
+    """Reads the Prometheus endpoint of the first node over HTTP during the run, as a Prometheus
+    server would."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
         self.address = None
         self._page = ""
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        while not self._over.wait(1.0):
+        while not self._stopped.wait(1.0):
             self.scrape()
 
     def scrape(self) -> None:
@@ -120,21 +126,21 @@ class Scraper:
             address = targets[0]["targets"][0]
             with urlopen(f"http://{address}/metrics", timeout=5) as answer:
                 page = answer.read().decode()
-        except (OSError, ValueError, LookupError):  # not there yet, or not there any more
+        except (OSError, ValueError, LookupError):  # not served yet, or not any more
             return
         if "orch_loss" in page:
             self.address = address
             self._page = page
 
     def stop(self) -> list[str]:
-        """Lines of the last page that was read, those that `SHOWN` names."""
-        self._over.set()
+        """Stops reading, and returns the metrics of `SHOWN` from the last page."""
+        self._stopped.set()
         self._thread.join(10)
         return [line for line in self._page.splitlines() if line.startswith(SHOWN)]
 
 
 def read_losses(folder: RunFolder) -> list[tuple[int, float]]:
-    """(step, loss) of every step that a rank reported a loss for."""
+    """Returns (step, loss) of every step with a reported loss."""
     from orchestrator.observe.timeline import read_steps
 
     nodes = sorted(path.stem for path in folder.path.glob("metrics/*.jsonl"))
@@ -149,10 +155,13 @@ def summary(
     folder: RunFolder,
     handle: str,
     losses: list[tuple[int, float]],
-    address: str | None,
-    page: list[str],
     look: Style,
+    *,
+    address: str | None,
+    metrics: list[str],
 ) -> str:
+    """Returns the last page of the demonstration: the loss curve, the metrics and the next
+    commands."""
     chosen = losses[:: max(1, len(losses) // 8)]
     if losses and chosen[-1] != losses[-1]:
         chosen.append(losses[-1])
@@ -165,11 +174,11 @@ def summary(
         "Loss",
         *curve,
         "",
-        f"Prometheus, scraped from http://{address}/metrics while it ran",
+        f"Prometheus metrics, scraped from http://{address}/metrics during the run",
     ]
-    lines += [f"  {line}" for line in page[:16]]
+    lines += [f"  {line}" for line in metrics[:16]]
     lines += ["", "Where to look next"]
-    lines += [f"  orch status {handle}        the same numbers, live while a run lasts"]
+    lines += [f"  orch status {handle}        the same numbers, live during a run"]
     lines += [f"  orch logs {handle} --rank 0"]
     lines += [f"  {folder.path / 'report.json'}   planned against measured"]
     lines += ["  orch plan +cluster=h100x64 parallel=tp8_pp4_zero1   a plan for 64 GPUs"]

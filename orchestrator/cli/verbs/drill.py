@@ -1,4 +1,4 @@
-"""`orch drill [run]`: breaks parts of a running job on purpose, and measures the recovery."""
+"""`orch drill [run]`: breaks parts of a running job on purpose, and measures its recovery."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.drill.faults import KINDS, POSITIONS
 
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
     )
-    known = "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
-    parser.add_argument("--faults", metavar="A,B", default="kill_worker", help=known)
+    fault_help = "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
+    parser.add_argument("--faults", metavar="A,B", default="kill_worker", help=fault_help)
     parser.add_argument(
         "--victim",
         metavar="WHO",
@@ -23,26 +23,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(POSITIONS)}, or a node's name (default: any)",
     )
     parser.add_argument(
-        "--trials", type=int, default=1, metavar="N", help="of each fault; with --random altogether"
+        "--trials",
+        type=int,
+        default=1,
+        metavar="N",
+        help="trials per fault, or in total with --random (default: 1)",
+    )
+    parser.add_argument("--random", action="store_true", help="inject the faults in a random order")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the victims and of the random order (default: 0)",
     )
     parser.add_argument(
-        "--random", action="store_true", help="faults in random order, drawn by --seed"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of victims and random order (default: 0)"
-    )
-    parser.add_argument(
-        "--every-s", type=float, default=0.0, metavar="S", help="at least, from fault to fault"
+        "--every-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="least seconds from one fault to the next (default: 0)",
     )
     parser.add_argument(
         "--for-s",
         type=float,
         default=5.0,
         metavar="S",
-        help="how long a fault lasts, or the notice is (default: 5)",
+        help="seconds that a fault, or a termination grace period, lasts (default: 5)",
     )
     parser.add_argument(
-        "--limit-s", type=float, default=120.0, metavar="S", help="for the run to step again"
+        "--limit-s",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds for the run to recover (default: 120)",
     )
 
 
@@ -57,7 +71,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.trials < 1 or args.for_s < 0 or args.limit_s <= 0:
         raise OrchError(
-            "`orch drill`: --trials is at least 1, --for-s not negative, --limit-s positive",
+            "`orch drill`: --trials must be at least 1, --for-s at least 0, --limit-s above 0",
             Exit.USAGE,
         )
     faults = check_kinds([name for name in args.faults.split(",") if name])
@@ -68,22 +82,30 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     plan = plan_injections(faults, args.victim, args.trials, args.seed, args.random)
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
     look = style()
-    trials, stopped = session(drilled, targets, plan, args.for_s, args.every_s, say, look)
+    trials, stopped = session(
+        drilled,
+        targets,
+        plan,
+        for_s=args.for_s,
+        every_s=args.every_s,
+        say=say,
+        style=look,
+    )
     from orchestrator.drill.trial import score
 
     rows = score(trials)
     if args.json:
-        found = {
+        document = {
             "run": folder.run_id,
             "seed": args.seed,
             "trials": trials,
             "score": rows,
             "stopped": stopped,
         }
-        print_json(found)
+        print_json(document)
     else:
         from orchestrator.observe.pages.drill_page import table
 
         print(table(rows, look))
-    good = all(trial.ok for trial in trials) and not stopped
-    return Exit.DONE if good else Exit.USER
+    recovered = all(trial.ok for trial in trials) and not stopped
+    return Exit.DONE if recovered else Exit.USER

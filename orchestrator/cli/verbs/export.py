@@ -1,4 +1,4 @@
-"""`orch export [run] --out DIR`: the weights of a run's checkpoint as one safetensors file with
+"""`orch export [run] --out DIR`: writes the weights of a checkpoint as one safetensors file with
 full names."""
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, required=True, help="folder for model.safetensors"
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="of this step; without it the newest that verifies"
+        "--step",
+        type=int,
+        metavar="N",
+        help="step of the checkpoint (default: the newest that verifies)",
     )
-    widths = ("fp64", "fp32", "bf16", "fp16")
+    dtypes = ("fp64", "fp32", "bf16", "fp16")
     parser.add_argument(
-        "--dtype", choices=widths, help="default: as saved, to the bit (fp32; fp64 of an fp64 run)"
+        "--dtype", choices=dtypes, help="dtype of the weights (default: exactly as saved)"
     )
 
 
@@ -37,15 +40,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     checkpoints = checkpoint_dir(plan_of_run(folder).job.checkpoint.dir, str(folder.path))
     step = [] if args.step is None else ["--step", str(args.step)]
     dtype = ["--dtype", args.dtype] if args.dtype else []
-    said = start.output("trainer.export", str(checkpoints), str(args.out), *dtype, *step)
+    output = start.output("trainer.export", str(checkpoints), str(args.out), *dtype, *step)
     if args.json:
-        print(said.strip())
+        print(output.strip())
         return Exit.DONE
-    found = json.loads(said)
-    for problem in found["rejected"]:
-        print(f"warning: passed over {problem}", file=sys.stderr)
+    export = json.loads(output)
+    for problem in export["rejected"]:
+        print(f"warning: skipped {problem}", file=sys.stderr)
     print(
-        f"{found['file']}: {found['parameters']:,} parameters in {found['tensors']} tensors,"
-        f" {found['dtype']}, {found['bytes']:,} bytes, step {found['step']} of {found['run_id']}"
+        f"{export['file']}: {export['parameters']:,} parameters in {export['tensors']} tensors,"
+        f" {export['dtype']}, {export['bytes']:,} bytes, step {export['step']} of"
+        f" {export['run_id']}"
     )
     return Exit.DONE

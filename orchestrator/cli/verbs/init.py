@@ -1,4 +1,5 @@
-"""`orch init slurm|kubernetes [FOLDER]`: Slurm profiles or the Helm chart, to start from."""
+"""`orch init slurm|kubernetes [FOLDER]`: writes Slurm profiles or the Helm chart as a starting
+point."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from orchestrator.plan.exits import Exit
 
 
 class Template(NamedTuple):
-    source: str  # a folder of a checkout, and of what the package has installed
-    folder: str  # where it is written unless a folder is named
-    next: str  # what to do then
+    source: str  # folder of the files in a checkout, and in an installation
+    folder: str  # the default folder to write to
+    next: str  # the command to run afterwards
 
 
 TEMPLATES = {
@@ -31,19 +32,19 @@ TEMPLATES = {
     ),
 }
 
-_NOT_FOR_SITES = ("README.md", "testbed.yaml")  # about this repository
+_NOT_FOR_SITES = ("README.md", "testbed.yaml")  # files for this repository alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=sorted(TEMPLATES),
-        help="what to write: profiles of sites, or the Helm chart",
+        help="write Slurm profiles, or the Helm chart",
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, help="where: ./slurm or ./chart if left out"
+        "folder", nargs="?", type=Path, help="folder to write to (default: ./slurm or ./chart)"
     )
-    parser.add_argument("--force", action="store_true", help="also over files that are there")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -55,11 +56,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         for path in source.rglob("*")
         if path.is_file() and path.name not in _NOT_FOR_SITES and path.suffix != ".pyc"
     )
-    there = [name for name in names if os.path.lexists(folder / name)]
-    if there and not args.force:
-        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+    existing = [name for name in names if os.path.lexists(folder / name)]
+    if existing and not args.force:
+        further = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
         raise OrchError(
-            f"{folder / there[0]}{more} would be overwritten: --force does it", Exit.USAGE
+            f"{folder / existing[0]}{further} would be overwritten; --force overwrites", Exit.USAGE
         )
     try:
         for name in names:
@@ -67,33 +68,34 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             shutil.copyfile(source / name, folder / name)
     except OSError as error:
         raise OrchError(f"{folder} cannot be written: {error}", Exit.CONFIG) from None
-    then = template.next.format(folder=folder)
+    next_command = template.next.format(folder=folder)
     if args.json:
         import json
 
-        print(json.dumps({"folder": str(folder.absolute()), "files": names, "next": then}))
+        print(json.dumps({"folder": str(folder.absolute()), "files": names, "next": next_command}))
         return Exit.DONE
     for name in names:
         print(f"wrote  {folder / name}")
-    print(f"change what your site differs in, then: {then}")
+    print(f"adapt the files to your site, then: {next_command}")
     return Exit.DONE
 
 
 def _source(template: Template) -> Path:
-    """In a checkout its own folder; else what was installed under the prefix (`data-files` in
-    pyproject.toml)."""
+    """Returns the folder of the files: in a checkout its own folder, else the one installed under
+    the prefix (`data-files` in pyproject.toml). Raises OrchError (65) if there is none."""
     from orchestrator import start
 
-    beside, *_ = parents = start.FILE.parents
-    roots = (
-        [beside]
-        if (beside / "pyproject.toml").is_file()
-        else [p / "share" / "orch" for p in (*parents[3:4], beside)]
-    )
+    parents = start.FILE.parents
+    packages_root = parents[0]
+    if (packages_root / "pyproject.toml").is_file():
+        roots = [packages_root]
+    else:
+        prefixes = (*parents[3:4], packages_root)
+        roots = [prefix / "share" / "orch" for prefix in prefixes]
     for root in roots:
         if (root / template.source).is_dir():
             return root / template.source
     raise OrchError(
-        f"this installation has no {template.source}: it is in {roots[0]} of a whole one",
+        f"this installation has no {template.source}: a complete one has it in {roots[0]}",
         Exit.CONFIG,
     )

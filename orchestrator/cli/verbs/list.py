@@ -1,5 +1,5 @@
-"""`orch list`: the runs of this user on this machine, newest first; with --everyone those of a
-cluster, too."""
+"""`orch list`: lists the runs of this user on this machine, newest first; with --everyone also all
+runs of a cluster."""
 
 from __future__ import annotations
 
@@ -11,111 +11,150 @@ from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    import msgspec
+
     from orchestrator.backends.base import FoundRun
+    from orchestrator.run.folder import RunFolder
     from orchestrator.run.state import RunState
 
 _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", "-a", action="store_true", help=f"not only the newest {_SHOWN}")
-    everyone = "also those that a cluster's controller knows of, whoever has submitted them"
-    parser.add_argument("--everyone", action="store_true", help=everyone)
-    parser.add_argument("--active", action="store_true", help="only those that have not ended")
+    all_help = f"list all runs, not only the newest {_SHOWN}"
+    parser.add_argument("--all", "-a", action="store_true", help=all_help)
+    everyone_help = "list also the runs of all users that a cluster's controller knows"
+    parser.add_argument("--everyone", action="store_true", help=everyone_help)
+    parser.add_argument("--active", action="store_true", help="only runs that have not ended")
     parser.add_argument(
         "--state",
         metavar="STATE",
-        help="only those in this state, or in one of several: failed,stopped",
+        help="only runs in this state, or in one of several: failed,stopped",
     )
     parser.add_argument(
         "--name",
         metavar="TEXT",
-        help="only those whose id holds this; with * and ?: whose id is it",
+        help="only runs whose id contains this, or matches this pattern of * and ?",
     )
-    parser.add_argument("--backend", metavar="NAME", help="only those of this backend")
+    parser.add_argument("--backend", metavar="NAME", help="only runs of this backend")
     parser.add_argument(
-        "--newer-than", metavar="AGE", help="only those submitted since: 90m, 12h, 30d, 4w"
+        "--newer-than", metavar="AGE", help="only runs submitted less than this ago: 90m, 12h, 4w"
     )
-    parser.add_argument("--older-than", metavar="AGE", help="only those submitted before that")
+    parser.add_argument(
+        "--older-than", metavar="AGE", help="only runs submitted more than this ago"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import time
 
-    import msgspec
-
-    from orchestrator.cli.session import Backends, home
+    from orchestrator.cli.session import home
     from orchestrator.cli.terminal import print_json, style
-    from orchestrator.observe.live import read_live
-    from orchestrator.observe.pages.run_page import list_page, list_row
-    from orchestrator.run.folder import reason_of
+    from orchestrator.observe.pages.run_page import list_page
     from orchestrator.run.registry import all_runs
 
     now = time.time()
-    wanted = _filter(args, now)
-    rows: list[msgspec.Raw | dict[str, str]] = []
-    table: list[tuple[str, ...]] = []
-    unreadable: dict[str, str] = {}
-    backends = Backends()
-    found = all_runs(home())
-    hidden = 0
-    others = {one.state.run_id: one for one in _others()} if args.everyone else {}
-    found = [folder for folder in found if folder.run_id not in others]
-    most = None if args.all or args.active else _SHOWN
-    if wanted is None:
-        found, hidden = found[:most], len(found[most or len(found) :])
-    for folder in found:
-        try:
-            state = backends.of(folder).state(folder)
-            if wanted is not None and not wanted(state):
-                continue
-            if len(table) == most:
-                hidden += 1
-                continue
-            live = read_live(folder, state, now)
-            raw = msgspec.Raw(
-                msgspec.json.encode({"state": state, "live": live}) if args.json else b""
-            )
-            table.append(list_row(state, live, now))
-            rows.append(raw)
-        except Exception as error:  # whatever lies in the folder of one run, the others are listed
-            unreadable[folder.run_id] = reason_of(error)
-    for one in others.values():
-        if wanted is None or wanted(one.state):
-            table.append(list_row(one.state, one.live, now))
-            rows.append(
-                msgspec.Raw(
-                    msgspec.json.encode({"state": one.state, "live": one.live, "where": one.where})
-                )
-            )
+    matches = _filter(args, now)
+    cluster_runs = {run.state.run_id: run for run in _cluster_runs()} if args.everyone else {}
+    folders = [folder for folder in all_runs(home()) if folder.run_id not in cluster_runs]
+    listing = _Listing(now, row_limit=None if args.all or args.active else _SHOWN)
+    listing.add_own_runs(folders, matches, args.json)
+    for cluster_run in cluster_runs.values():
+        if matches is None or matches(cluster_run.state):
+            listing.add_cluster_run(cluster_run)
+    unreadable = listing.unreadable.items()
     if args.json:
-        print_json(
-            [*rows, *({"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items())]
-        )
+        damaged = [{"run_id": run_id, "unreadable": reason} for run_id, reason in unreadable]
+        print_json([*listing.documents, *damaged])
         return Exit.DONE
-    if table or not unreadable:
-        none = "no active runs" if args.active else "no runs" if wanted is None else "no such runs"
-        print(list_page(table, style()) if table else none)
-    for run_id, why in unreadable.items():
-        print(f"{run_id}  unreadable: {why}")
-    if hidden:
-        print(f"... {hidden} older: orch list --all")
+    if listing.table:
+        print(list_page(listing.table, style()))
+    elif not unreadable:
+        adjective = "such " if matches else ""
+        print("no active runs" if args.active else f"no {adjective}runs")
+    for run_id, reason in unreadable:
+        print(f"{run_id}  unreadable: {reason}")
+    if listing.hidden:
+        print(f"... {listing.hidden} older: orch list --all")
     return Exit.DONE
 
 
-def _others() -> list[FoundRun]:
-    """Runs that the schedulers of this machine know of, newest first."""
+class _Listing:
+    """The runs to list: rows of the table and JSON documents, unreadable runs with the reason, and
+    the number of runs beyond the limit."""
+
+    def __init__(self, now: float, row_limit: int | None):
+        self.table: list[tuple[str, ...]] = []
+        self.documents: list[msgspec.Raw] = []
+        self.unreadable: dict[str, str] = {}
+        self.hidden = 0
+        self._now = now
+        self._row_limit = row_limit
+
+    def add_own_runs(
+        self,
+        folders: list[RunFolder],
+        matches: Callable[[RunState], bool] | None,
+        as_json: bool,
+    ) -> None:
+        from orchestrator.cli.session import Backends
+        from orchestrator.run.folder import reason_of
+
+        if matches is None and self._row_limit is not None:
+            # Without a filter the older runs are counted without being read.
+            self.hidden = len(folders[self._row_limit :])
+            folders = folders[: self._row_limit]
+        backends = Backends()
+        for folder in folders:
+            try:
+                state = backends.of(folder).state(folder)
+                if matches is not None and not matches(state):
+                    continue
+                if len(self.table) == self._row_limit:
+                    self.hidden += 1
+                    continue
+                self._add_run(folder, state, as_json)
+            except Exception as error:  # a damaged folder must not hide the other runs
+                self.unreadable[folder.run_id] = reason_of(error)
+
+    def _add_run(self, folder: RunFolder, state: RunState, as_json: bool) -> None:
+        import msgspec
+
+        from orchestrator.observe.live import read_live
+        from orchestrator.observe.pages.run_page import list_row
+
+        live = read_live(folder, state, self._now)
+        # Encoding may fail: nothing is added before.
+        document = msgspec.json.encode({"state": state, "live": live}) if as_json else b""
+        self.table.append(list_row(state, live, self._now))
+        self.documents.append(msgspec.Raw(document))
+
+    def add_cluster_run(self, run: FoundRun) -> None:
+        import msgspec
+
+        from orchestrator.observe.pages.run_page import list_row
+
+        self.table.append(list_row(run.state, run.live, self._now))
+        document = {"state": run.state, "live": run.live, "where": run.where}
+        self.documents.append(msgspec.Raw(msgspec.json.encode(document)))
+
+
+def _cluster_runs() -> list[FoundRun]:
+    """Returns the runs that the schedulers of this machine know, newest first."""
     from orchestrator.backends.base import BUILT_IN, RunDiscovery, get_backend
 
-    backends = [one for one in map(get_backend, BUILT_IN) if isinstance(one, RunDiscovery)]
+    backends = [
+        backend for backend in map(get_backend, BUILT_IN) if isinstance(backend, RunDiscovery)
+    ]
     return sorted(
-        (run for one in backends for run in one.everyone()), key=lambda run: -run.state.created_at
+        (run for backend in backends for run in backend.everyone()),
+        key=lambda run: -run.state.created_at,
     )
 
 
 def _filter(args: argparse.Namespace, now: float) -> Callable[[RunState], bool] | None:
-    """Whether a run is asked for; None: every run is. OrchError (64) for a state or backend that
-    there is not."""
+    """Returns the test of the filter flags, or None if there are none. Raises OrchError (64) for an
+    unknown state or backend."""
     from fnmatch import fnmatchcase
     from typing import get_args
 
@@ -137,15 +176,15 @@ def _filter(args: argparse.Namespace, now: float) -> Callable[[RunState], bool] 
         pattern = args.name if set(args.name) & set("*?[") else f"*{args.name}*"
         tests.append(lambda state: fnmatchcase(state.run_id, pattern))
     if args.newer_than is not None:
-        since = now - seconds(args.newer_than)
-        tests.append(lambda state: state.created_at >= since)
+        earliest = now - seconds(args.newer_than)
+        tests.append(lambda state: state.created_at >= earliest)
     if args.older_than is not None:
-        before = now - seconds(args.older_than)
-        tests.append(lambda state: state.created_at < before)
+        latest = now - seconds(args.older_than)
+        tests.append(lambda state: state.created_at < latest)
     return (lambda state: all(test(state) for test in tests)) if tests else None
 
 
-def _check(what: str, given: list[str], legal: Iterable[str]) -> None:
-    for name in given:
+def _check(kind: str, names: list[str], legal: Iterable[str]) -> None:
+    for name in names:
         if name not in legal:
-            raise OrchError(f"unknown {what} {name!r}; {did_you_mean(name, legal)}", Exit.USAGE)
+            raise OrchError(f"unknown {kind} {name!r}; {did_you_mean(name, legal)}", Exit.USAGE)

@@ -1,4 +1,4 @@
-"""`orch logs [run]`: what the workers wrote, and the agents with `--agents`."""
+"""`orch logs [run]`: prints the output of the workers, or of the agents with `--agents`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
     )
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
+    follow_help = "print new lines until the run has ended"
+    parser.add_argument("--follow", "-f", action="store_true", help=follow_help)
     parser.add_argument(
         "--rank", type=int, metavar="N", action="append", help="only this rank; repeatable"
     )
     parser.add_argument("--node", metavar="NAME", help="only the ranks of this node")
     parser.add_argument(
-        "--agents", action="store_true", help="the agents' logs in place of the workers'"
+        "--agents", action="store_true", help="the logs of the agents, not of the workers"
     )
     parser.add_argument("--tail", type=int, metavar="N", help="only the last N lines of each log")
 
@@ -32,20 +33,20 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.api import Run
 
     if args.tail is not None and args.tail < 0:
-        raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
-    found = Run.find(args.run)
+        raise OrchError(f"--tail {args.tail}: must be a number of lines, at least 0")
+    job = Run.find(args.run)
     sources = dict[str, Path]()
 
     def logs() -> dict[str, Path]:
-        sources.update(_sources(args, found.folder))
+        sources.update(_sources(args, job.folder))
         return sources
 
-    for name, line in found.lines(logs, args.tail, args.follow):
-        _say(name, line, alone=len(sources) == 1, as_json=args.json)
+    for name, line in job.lines(logs, args.tail, args.follow):
+        _print_line(name, line, alone=len(sources) == 1, as_json=args.json)
     return Exit.DONE
 
 
-def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
+def _print_line(name: str, line: str, alone: bool, as_json: bool) -> None:
     if as_json:
         import json
 
@@ -55,8 +56,8 @@ def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
 
 
 def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Path]]:
-    """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run
-    does not have."""
+    """Returns (name, file) of every requested log. Raises OrchError (64) for a rank or a node that
+    the run does not have."""
     from orchestrator.errors import did_you_mean
     from orchestrator.run.state import read_state
 
@@ -70,35 +71,37 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
         if not 0 <= rank < len(ranks):
             raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(ranks) - 1}")
     if args.agents:
-        found = [
+        agent_logs = [
             (f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)
         ]
         local = folder.logs / "supervisor.log"
-        return found if args.node or not local.exists() else [("supervisor", local), *found]
-    if not args.rank and not any(
-        folder.rank_log(rank).exists() for rank in ranks
-    ):  # none has started
+        if not args.node and local.exists():
+            return [("supervisor", local), *agent_logs]
+        return agent_logs
+    if not args.rank and not any(folder.rank_log(rank).exists() for rank in ranks):
+        # No worker has started: the log of the job has the reason.
         jobs = sorted(
             path for path in folder.logs.glob("*.log") if not path.name.startswith("agent-")
         )
         if jobs and read_state(folder).state in ("pending", "failed"):
             return [(path.stem, path) for path in jobs]
-    wanted = [
+    shown_ranks = [
         r
         for r, node in ranks.items()
         if args.node in (None, node) and (not args.rank or r in args.rank)
     ]
     width = len(str(len(ranks) - 1))
-    return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in wanted]
+    return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in shown_ranks]
 
 
 def _nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
-    """Rank -> node: where the workers really are, and before they have started where the plan puts
-    them."""
+    """Maps ranks to nodes: those of the running workers, and of the plan before workers have
+    started."""
     from orchestrator.cli.session import plan_of_run
     from orchestrator.run.state import read_state
 
-    real = {rank: name for name, node in read_state(folder).nodes.items() for rank in node.ranks}
-    if real:
-        return dict(sorted(real.items()))
+    nodes = read_state(folder).nodes
+    actual = {rank: name for name, node in nodes.items() for rank in node.ranks}
+    if actual:
+        return dict(sorted(actual.items()))
     return {rank.rank: rank.node for rank in plan_of_run(folder).ranks}

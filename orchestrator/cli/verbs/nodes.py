@@ -1,5 +1,5 @@
-"""`orch nodes`: nodes that runs have excluded. Later runs leave them out until they expire or are
-forgotten."""
+"""`orch nodes`: lists the bad nodes that runs have recorded. Later runs avoid them until the
+records expire or are removed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from orchestrator.plan.exits import Exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NAME", help="only of this cluster")
+    parser.add_argument("--cluster", metavar="NAME", help="only nodes of this cluster")
     parser.add_argument(
-        "--forget", metavar="NODE", action="append", default=[], help="use it again; repeatable"
+        "--forget",
+        metavar="NODE",
+        action="append",
+        default=[],
+        help="use this node again; repeatable",
     )
-    parser.add_argument("--forget-all", action="store_true", help="use all of them again")
+    parser.add_argument("--forget-all", action="store_true", help="use all nodes again")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -29,34 +33,45 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     memory = NodeMemory(home())
     now = time.time()
     if args.forget or args.forget_all:
-        known = {one.node for one in memory.read(now, args.cluster)}
-        names = known if args.forget_all else {_known_name(name, known) for name in args.forget}
-        memory.forget(now, lambda one: one.node in names and args.cluster in (None, one.cluster))
-    left = memory.read(now, args.cluster)
+        listed_nodes = {entry.node for entry in memory.read(now, args.cluster)}
+        names = (
+            listed_nodes
+            if args.forget_all
+            else {_known_name(name, listed_nodes) for name in args.forget}
+        )
+        memory.forget(
+            now, lambda entry: entry.node in names and args.cluster in (None, entry.cluster)
+        )
+    entries = memory.read(now, args.cluster)
     if args.json:
-        print_json({"nodes": left})
+        print_json({"nodes": entries})
     else:
-        print(nodes_page(left, now, style()))
+        print(nodes_page(entries, now, style()))
     return Exit.DONE
 
 
-def _known_name(name: str, known: Collection[str]) -> str:
-    """The node on the list, of which the name or its first part is given, or which is the first
-    part of the given one.
+def _known_name(name: str, listed_nodes: Collection[str]) -> str:
+    """Returns the listed node that the name means. One of the two names may be the host name of the
+    other (`node1` and `node1.example.com`).
 
-    OrchError (64) for none and for several.
+    Raises OrchError (64) if the name means no node, or several.
     """
     from orchestrator.errors import did_you_mean
 
-    if name in known:
+    if name in listed_nodes:
         return name
-    alike = [one for one in sorted(known) if one.split(".")[0] == name or name.split(".")[0] == one]
-    if len(alike) > 1:
+    candidates = [
+        node
+        for node in sorted(listed_nodes)
+        if node.split(".")[0] == name or name.split(".")[0] == node
+    ]
+    if len(candidates) > 1:
         raise OrchError(
-            f"node {name!r} may be any of {', '.join(alike)}: give its whole name", Exit.USAGE
+            f"node {name!r} may be any of {', '.join(candidates)}: give the full name", Exit.USAGE
         )
-    if not alike:
+    if not candidates:
         raise OrchError(
-            f"no node {name!r} is on the list of bad nodes; {did_you_mean(name, known)}", Exit.USAGE
+            f"no node {name!r} is on the list of bad nodes; {did_you_mean(name, listed_nodes)}",
+            Exit.USAGE,
         )
-    return alike[0]
+    return candidates[0]

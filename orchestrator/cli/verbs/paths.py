@@ -1,5 +1,5 @@
-"""`orch paths [run]`: every folder and file that orch reads or writes, of this user or of one
-run."""
+"""`orch paths [run]`: lists every folder and file that orch reads or writes for this user, or for
+one run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; left out: those of no one run"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: paths of no run)"
     )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    found = _of_run(args.run) if args.run else _of_user()
+    paths = _of_run(args.run) if args.run else _of_user()
     if args.json:
         import json
 
-        print(json.dumps({name: str(path) for name, path in found.items()}))
+        print(json.dumps({name: str(path) for name, path in paths.items()}))
         return Exit.DONE
-    width = max(map(len, found))
-    for name, path in found.items():
-        print(f"{name:<{width}}  {path}{'' if path.exists() else '  (not there)'}")
+    width = max(map(len, paths))
+    for name, path in paths.items():
+        print(f"{name:<{width}}  {path}{'' if path.exists() else '  (does not exist)'}")
     return Exit.DONE
 
 

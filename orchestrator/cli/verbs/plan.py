@@ -1,4 +1,4 @@
-"""`orch plan`: place a model on a cluster and say what it will cost, without starting anything."""
+"""`orch plan`: places a model on a cluster and predicts its cost, without starting anything."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.cli.parser import add_any
 
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the plan as JSON; what a run would be given"
+        "--out", metavar="FILE", type=Path, help="write the plan as JSON, as a run would get it"
     )
     parser.add_argument(
-        "--explain", action="store_true", help="what limits it, why it does not fit, what to change"
+        "--explain",
+        action="store_true",
+        help="explain what limits the plan, why it does not fit, and what to change",
     )
     parser.add_argument(
         "--plot",
         metavar="FILE",
         type=Path,
-        help="draw placement, memory, pipeline: .png .svg .html",
+        help="draw placement, memory and pipeline (.png, .svg or .html)",
     )
     add_any(parser)
 
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.plot:
         from orchestrator.observe.plots import plan_picture as plot
 
-        plot.ending(args.plot)  # before the work, not after it
+        plot.ending(args.plot)  # refuses a wrong file name before the work
 
     from orchestrator.api import plan_all_sizes
 
@@ -62,17 +64,17 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         from orchestrator.observe.pages.plan_page import explanation
         from orchestrator.planner.explain import explain
 
-        found = explain(config, resolve(config.cluster), plan)
-        print(f"\n{explanation(found, plan.time.step_s, plan.time.sd, style().width)}")
+        limits = explain(config, resolve(config.cluster), plan)
+        print(f"\n{explanation(limits, plan.time.step_s, plan.time.sd, style().width)}")
     return Exit.DONE
 
 
-_REASONS = 8  # why a size is refused, before the page gets long
+_MOST_REASONS = 8  # refused sizes that are shown with the reason
 
 
 def _print_sizes(sizes: Sizes, config: Config) -> None:
-    """The sizes of `nodes=A..B`, and when the scheduler would start each, where there is one within
-    reach."""
+    """Prints the sizes of `nodes=A..B`, and when the scheduler would start each of them, if there
+    is one."""
     starts = _starts(sizes, config)
     if not sizes.refused and len(sizes.legal) == 1:
         if starts:
@@ -91,32 +93,32 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
         shape = f"dp={par.dp}" if par.pp == usual else f"pp={par.pp} dp={par.dp}"
         step = f"step {seconds(size.plan.time.step_s)}{plus_minus(size.plan.time.sd)}"
         print(f"{size.nodes:>4} nodes  {shape}, {batch.describe(par)}  {step}{when}")
-    for nodes, why in list(sizes.refused.items())[:_REASONS]:
-        print(f"{nodes:>4} nodes  not legal: {why}")
-    if rest := list(sizes.refused)[_REASONS:]:
-        print(f"not legal either: {', '.join(map(str, rest))}")
+    for nodes, reason in list(sizes.refused.items())[:_MOST_REASONS]:
+        print(f"{nodes:>4} nodes  not legal: {reason}")
+    if unlisted := list(sizes.refused)[_MOST_REASONS:]:
+        print(f"not legal either: {', '.join(map(str, unlisted))}")
 
 
 def _starts(sizes: Sizes, config: Config) -> list[str]:
-    """What the scheduler says of the start of each size; nothing where it is not here. Never an
-    error, and quick."""
+    """Returns the scheduler's forecast of the start of each size, or nothing without a scheduler.
+    Quick, and never an error."""
     import os
 
     folders = os.environ.get("PATH", "").split(os.pathsep)
     programs = (os.path.join(folder, name) for folder in folders for name in ("sbatch", "kubectl"))
     if not any(os.access(program, os.X_OK) for program in programs):
-        return []  # no scheduler within reach: its modules are not even imported
+        return []  # without a scheduler, its modules are not imported
 
     from orchestrator.backends.base import Queueing, get_backend
-    from orchestrator.cli.session import from_here
+    from orchestrator.cli.session import options_from_here
     from orchestrator.submit.submission import make_bundle
 
     try:
         backend = get_backend(config.backend.name)
         if not isinstance(backend, Queueing):
             return []
-        options = from_here(run_id="plan", in_place=True)
-        # nothing is put together before the scheduler has answered
+        options = options_from_here(run_id="plan", in_place=True)
+        # A generator: no bundle is made before the scheduler has answered.
         bundles = (make_bundle(size.config, size.plan, backend, options) for size in sizes.legal)
         return backend.starts(bundles, os.environ)
     except OrchError:
@@ -129,22 +131,22 @@ def _explained(config: Config, cluster: Cluster, plan: Plan) -> str:
     from orchestrator.plan.interval import interval
     from orchestrator.planner.explain import explain
 
-    found = explain(config, cluster, plan)
-    changes = [change._asdict() for change in found.changes]
-    terms = {term.name: term.seconds for term in found.terms}
+    explanation = explain(config, cluster, plan)
+    changes = [change._asdict() for change in explanation.changes]
+    terms = {term.name: term.seconds for term in explanation.terms}
     low, high = interval(plan.time.step_s, plan.time.sd)
-    whole = found._asdict() | {
+    document = explanation._asdict() | {
         "terms": terms,
         "changes": changes,
-        "categories": dict(found.categories),
+        "categories": dict(explanation.categories),
     }
-    whole |= {"step_s": plan.time.step_s, "step_low_s": low, "step_high_s": high}
-    return msgspec.json.encode(whole).decode()
+    document |= {"step_s": plan.time.step_s, "step_low_s": low, "step_high_s": high}
+    return msgspec.json.encode(document).decode()
 
 
 def show(plan: Plan, as_json: bool) -> None:
-    """The plan on stdout: the JSON document itself, or the page in the terminal's width and
-    colours."""
+    """Prints the plan: the JSON document, or a page in the width and the colours of the
+    terminal."""
     if as_json:
         from orchestrator.plan import to_json
 

@@ -1,5 +1,5 @@
-"""`orch predict`: step time, throughput and memory for every row of a table, and how far off they
-are."""
+"""`orch predict`: predicts step time, throughput and memory for every row of a table, and scores
+the predictions against measurements."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from orchestrator.accuracy.predict.score import Score
     from orchestrator.cost.profile import Profile
 
-#: Rows between two lines of progress on a terminal.
+#: Rows between two updates of the progress line on a terminal.
 PROGRESS = 1000
-#: Rows of which a score keeps all columns, to fit and to update; of longer tables it compares
-#: predictions alone.
+#: Most rows whose columns are all kept in memory. Longer tables are scored without fits of the
+#: cost model.
 MOST_KEPT = 20_000
-#: Measured cells that cannot be, which are named one by one.
+#: Impossible measured cells that are named one by one.
 MOST_REFUSED = 5
-#: What `--into` replaces of a page.
+#: Marks of the page section that `--into` replaces.
 BEGIN = "<!-- orch predict --score: begin -->"
 END = "<!-- orch predict --score: end -->"
 
@@ -34,35 +34,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.csv",
         type=Path,
         required=True,
-        help="columns as in docs/accuracy.md",
+        help="the runs, with columns as in docs/accuracy.md",
     )
-    parser.add_argument("--out", metavar="FILE.csv", type=Path, help="write predictions here")
+    parser.add_argument("--out", metavar="FILE.csv", type=Path, help="write the predictions here")
     parser.add_argument(
         "--profile",
         metavar="FILE",
         type=Path,
-        help="orch calibrate's parameters, not the shipped ones",
+        help="a profile of orch calibrate (default: the shipped one)",
     )
     parser.add_argument(
         "--after",
         metavar="ROW_ID",
-        help="predict as if this row had been measured on these machines",
+        help="predict after an update of the profile with this measured row",
     )
     parser.add_argument(
-        "--score", action="store_true", help="errors by group where the table has measured columns"
+        "--score", action="store_true", help="show errors by group, from the measured columns"
     )
     parser.add_argument(
         "--terms",
         action="store_true",
-        help="score the model without each of its terms too; minutes",
+        help="score the cost model also without each of its terms (takes minutes)",
     )
     parser.add_argument(
-        "--into", metavar="FILE.md", type=Path, help="write the score into this page's marks"
+        "--into",
+        metavar="FILE.md",
+        type=Path,
+        help="write the score between the marks of this page",
     )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Rows are read, predicted and written one at a time; a score keeps of each what it
+    """Reads, predicts and writes one row at a time; a score keeps only the columns that it
     compares."""
     from orchestrator.accuracy.predict.predict import COLUMNS, predict
     from orchestrator.accuracy.predict.score import COMPARED
@@ -80,17 +83,18 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     def kept() -> Iterator[dict[str, str]]:
         for row in read_table(args.table):
             if scored:
-                whole = len(measured) < MOST_KEPT
+                keeps_row = len(measured) < MOST_KEPT
                 measured.append(
-                    row if whole else {name: row[name] for name in COMPARED if name in row}
+                    row if keeps_row else {name: row[name] for name in COMPARED if name in row}
                 )
             yield row
 
     def lines() -> Iterator[str]:
-        found = progress(predict(kept(), profile))
-        first = next(found, None)  # a file that is no table is refused before anything is written
+        predicted = progress(predict(kept(), profile))
+        # Reading the first row refuses a file that is not a table before anything is written.
+        first = next(predicted, None)
         yield csv_line(COLUMNS)
-        for prediction in chain([first] if first else [], found):
+        for prediction in chain([first] if first else [], predicted):
             if scored:
                 predictions.append(prediction)
             yield csv_line(prediction.cells())
@@ -112,64 +116,83 @@ def _score(
     predictions: list[Prediction],
     profile: Profile,
 ) -> None:
+    """Scores the predictions, and prints the score or writes it into a page."""
     from orchestrator.accuracy.predict.rows import row_id
-    from orchestrator.accuracy.predict.score import score, unread
-    from orchestrator.cli.terminal import tell
+    from orchestrator.accuracy.predict.score import score
     from orchestrator.observe.pages.accuracy_page import as_json, page
 
-    for line in (refused := unread(rows))[:MOST_REFUSED]:
-        print(
-            f"orch: warning: --table {args.table}: {line}; left out of the score", file=sys.stderr
-        )
-    if len(refused) > MOST_REFUSED:
-        print(f"orch: warning: and {len(refused) - MOST_REFUSED:,} more", file=sys.stderr)
-    found: Score
+    _warn_refused(args.table, rows)
     terms: list[Ablation] = []
     if args.after is not None:
-        others = [at for at, row in enumerate(rows) if row_id(row) != args.after]
-        rows = [rows[at] for at in others]
-        predictions = [predictions[at] for at in others]
+        scored_rows = [index for index, row in enumerate(rows) if row_id(row) != args.after]
+        rows = [rows[index] for index in scored_rows]
+        predictions = [predictions[index] for index in scored_rows]
     if len(rows) > MOST_KEPT or args.after is not None:
-        found = score(rows, predictions)
+        table_score = score(rows, predictions)
     else:
-        from orchestrator.accuracy.calibrate.accuracy import accuracy
-
-        seen = profile.fitted_on.what == "table" and profile.fitted_on.sha256 == digest(args.table)
-        found = accuracy(rows, predictions, profile, seen, tell)
-        if args.terms:
-            from orchestrator.accuracy.calibrate.observations import observations
-            from orchestrator.accuracy.calibrate.table import ablate
-
-            terms = ablate(observations(rows), tell)
+        table_score, terms = _fitted_score(args, rows, predictions, profile)
     if args.into:
-        write_into(args.into, f"Profile {profile.label}.\n\n```\n{page(found, terms)}\n```")
+        section = page(table_score, terms)
+        write_into(args.into, f"Profile {profile.label}.\n\n```\n{section}\n```")
     if args.json:
         from orchestrator.cli.terminal import print_json
 
-        print_json({"profile": profile.label, **as_json(found, terms)})
+        print_json({"profile": profile.label, **as_json(table_score, terms)})
     elif not args.into:
-        print(page(found, terms))
+        print(page(table_score, terms))
 
 
-def write_into(path: Path, text: str) -> None:
-    """Replace what stands between the marks of a page. OrchError (64) where it cannot be read or
-    has none."""
+def _warn_refused(path: Path, rows: list[dict[str, str]]) -> None:
+    """Warns of measured cells that are impossible, which the score leaves out."""
+    from orchestrator.accuracy.predict.score import unread
+
+    refused = unread(rows)
+    for line in refused[:MOST_REFUSED]:
+        print(f"orch: warning: --table {path}: {line}; left out of the score", file=sys.stderr)
+    if len(refused) > MOST_REFUSED:
+        print(f"orch: warning: and {len(refused) - MOST_REFUSED:,} more", file=sys.stderr)
+
+
+def _fitted_score(
+    args: argparse.Namespace,
+    rows: list[dict[str, str]],
+    predictions: list[Prediction],
+    profile: Profile,
+) -> tuple[Score, list[Ablation]]:
+    """Scores the predictions together with fits of the cost model to parts of the table; with
+    --terms also without each term of the model."""
+    from orchestrator.accuracy.calibrate.accuracy import accuracy
+    from orchestrator.cli.terminal import show_progress
+
+    seen = profile.fitted_on.what == "table" and profile.fitted_on.sha256 == digest(args.table)
+    table_score = accuracy(rows, predictions, profile, seen, show_progress)
+    if not args.terms:
+        return table_score, []
+    from orchestrator.accuracy.calibrate.observations import observations
+    from orchestrator.accuracy.calibrate.table import ablate
+
+    return table_score, ablate(observations(rows), show_progress)
+
+
+def write_into(path: Path, section: str) -> None:
+    """Replaces the section between the marks of a page. Raises OrchError (64) if the page cannot be
+    read or has no marks."""
     from orchestrator.cli.terminal import write_file
     from orchestrator.errors import OrchError
 
     try:
-        whole = path.read_text(encoding="utf-8")
+        page = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OrchError(f"--into {path}: {error}") from None
-    before, begin, rest = whole.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise OrchError(f"--into {path}: it has no lines {BEGIN} and {END}")
-    write_file(path, f"{before}{BEGIN}\n{text}\n{END}{after}".encode(), "--into")
+        raise OrchError(f"--into {path}: the file needs the lines {BEGIN} and {END}")
+    write_file(path, f"{before}{BEGIN}\n{section}\n{END}{after}".encode(), "--into")
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, as the provenance of a profile has it."""
+    """Returns the SHA-256 of a file, as recorded in profiles."""
     import hashlib
 
     with path.open("rb") as file:
@@ -189,20 +212,20 @@ def _after(path: Path, name: str, profile: Profile) -> Profile:
                 return after_row(profile, row)
             except RowError as error:
                 raise OrchError(f"--after {name}: {error}", Exit.CONFIG) from None
-    raise OrchError(f"--after {name}: --table {path} has no row of this id", Exit.USAGE)
+    raise OrchError(f"--after {name}: --table {path} has no row with this id", Exit.USAGE)
 
 
 def csv_line(cells: Sequence[str]) -> str:
     import csv
     import io
 
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
 
 
 def progress(predictions: Iterable[Prediction]) -> Iterator[Prediction]:
-    """The same, with a count on stderr where that is a terminal and the table is long."""
+    """Yields the predictions, and counts those of a long table on stderr if it is a terminal."""
     shown = sys.stderr.isatty()
     count = 0
     for count, prediction in enumerate(predictions, 1):
@@ -214,7 +237,7 @@ def progress(predictions: Iterable[Prediction]) -> Iterator[Prediction]:
 
 
 def read_table(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a file, one at a time. Raises OrchError (64, 65) with what makes it
+    """Yields the rows of a table one at a time. Raises OrchError (64, 65) with the reason if it is
     unreadable."""
     from orchestrator.accuracy.predict.table import TableError, read_rows
     from orchestrator.errors import OrchError

@@ -1,7 +1,7 @@
-"""`orch render`: the run's folder, and the script that its scheduler takes, on standard output;
-nothing is submitted.
+"""`orch render`: writes the folder of a run and prints the script for its scheduler, without
+submitting it.
 
-`orch render backend=slurm ... > job.sbatch && sbatch job.sbatch` gives the same run as `orch
+`orch render backend=slurm ... > job.sbatch && sbatch job.sbatch` starts the same run as `orch
 submit`.
 """
 
@@ -26,32 +26,35 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.run.left_out import said_of
     from orchestrator.submit.submission import check, choose, prepare, render
 
-    options = submit_options(
-        args, True, overrides
-    )  # a scheduler's refusal is not ours: nothing is sent to it
+    # A dry run: nothing is sent to the scheduler, whose refusals do not matter here.
+    options = submit_options(args, True, overrides)
     submission = prepare(load(overrides, args.config_dir, ranges=True), options)
     backend, candidates = submission
     if not isinstance(backend, Rendering):
-        raise OrchError(
-            f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE
-        )
+        raise OrchError(f"backend {backend.name} has no job script: use orch submit", Exit.USAGE)
     check(submission, options)
-    candidate, said = choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
+    candidate, messages = (
+        choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
+    )
     bundle = candidate.bundle
     for line in said_of(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
-    text = render(bundle, backend, options)
+    script = render(bundle, backend, options)
     if args.json:
         import json
 
-        found = {"handle": bundle.request.handle, "run_dir": bundle.request.run_dir, "script": text}
-        print(json.dumps(found))
+        document = {
+            "handle": bundle.request.handle,
+            "run_dir": bundle.request.run_dir,
+            "script": script,
+        }
+        print(json.dumps(document))
         return Exit.DONE
-    print(text, end="")
-    for line in said:
+    print(script, end="")
+    for line in messages:
         print(f"orch: {line}", file=sys.stderr)
     print(
-        f"run folder {bundle.request.run_dir}; follow it: orch status {bundle.request.run_id}",
+        f"run folder {bundle.request.run_dir}; see it: orch status {bundle.request.run_id}",
         file=sys.stderr,
     )
     return Exit.DONE

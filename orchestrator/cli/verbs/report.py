@@ -1,5 +1,5 @@
-"""`orch report [run]`: what was planned against what was measured, and the memory of the first
-steps as a picture."""
+"""`orch report [run]`: compares the measurements of a run with its plan, and draws the memory of
+its first steps."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
     )
     parser.add_argument(
         "--rank",
         type=int,
         metavar="N",
-        help="whose memory over time (default: the fullest planned)",
+        help="show the memory of this rank (default: the one with the most planned memory)",
     )
     parser.add_argument(
         "--experts",
         metavar="FILE",
         type=Path,
-        help="draw load by expert over steps: .png .svg .html",
+        help="draw the load of each expert over the steps (.png, .svg or .html)",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw that memory over time: .png .svg .html"
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw the memory over time (.png, .svg or .html)",
     )
 
 
@@ -46,12 +49,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if path:
             from orchestrator.observe.plots.plan_picture import ending
 
-            ending(path, name)  # before the work, not after it
-    found = Run.find(args.run)
-    plan = found.plan()
-    folder = found.folder
-    lines = found.steps()
-    report = found.report(lines)
+            ending(path, name)  # refuses a wrong file name before the work
+    job = Run.find(args.run)
+    plan = job.plan()
+    folder = job.folder
+    lines = job.steps()
+    report = job.report(lines)
     loads = loads_of(lines)
     if args.experts:
         _plot_experts(args.experts, folder.run_id, plan, loads)
@@ -72,21 +75,24 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
-    """What explains the difference of a measured step from its prediction, where it is more than
-    chance."""
+    """Adds the causes of the difference between the measured and the predicted step, if that is
+    more than one standard deviation."""
     step = report["step_s"]
     if step.get("z") is None or abs(step["z"]) <= 1.0:
         return
     from orchestrator.accuracy.calibrate.drift import drift
 
-    found = drift(plan, step["measured"])
-    step["attribution"] = [one._asdict() for one in found.attribution]
-    step["drift"] = [f"{one.text} ({one.share:.0%} of the difference)" for one in found.attribution]
-    step["drift"].append(f"orch calibrate --from {run_id} takes it over")
+    difference = drift(plan, step["measured"])
+    step["attribution"] = [cause._asdict() for cause in difference.attribution]
+    step["drift"] = [
+        f"{cause.text} ({cause.share:.0%} of the difference)" for cause in difference.attribution
+    ]
+    step["drift"].append(f"orch calibrate --from {run_id} corrects the predictions")
 
 
 def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> Timeline | None:
-    """Of the rank that was asked for; else of the fullest one, or the first that has one."""
+    """Returns the recorded memory of the requested rank; by default that of the rank with the most
+    planned memory if it was recorded, else of the first recorded one."""
     from orchestrator.observe.rank_trace import read_timeline, recorded_ranks
     from orchestrator.plan.worker import trace_file
 
@@ -94,11 +100,15 @@ def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> 
         raise OrchError(
             f"run {folder.run_id} has no rank {rank}: 0 to {len(plan.ranks) - 1}", Exit.USAGE
         )
-    known = recorded_ranks(trace_file(folder.path, 0).parent)
+    traced_ranks = recorded_ranks(trace_file(folder.path, 0).parent)
     if rank is None:
-        if not known and not needed:
+        if not traced_ranks and not needed:
             return None
-        rank = plan.memory.worst_rank if plan.memory.worst_rank in known or not known else known[0]
+        rank = (
+            plan.memory.worst_rank
+            if plan.memory.worst_rank in traced_ranks or not traced_ranks
+            else traced_ranks[0]
+        )
     return read_timeline(trace_file(folder.path, rank), rank)
 
 
@@ -106,15 +116,15 @@ def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
     from orchestrator.cli.terminal import print_json
     from orchestrator.observe.pages.report_page import formulas
 
-    found = {**report, "formulas": formulas(report, plan)}
+    document = {**report, "formulas": formulas(report, plan)}
     if timeline is not None:
         steps = [
             {"name": step.name, "seconds": step.end - step.start, "peak": timeline.peak(step)}
             for step in timeline.steps
         ]
-        memory = [{"at": held.at, **held.bytes} for held in timeline.memory]
-        found["timeline"] = {"rank": timeline.rank, "steps": steps, "memory": memory}
-    print_json(found)
+        memory = [{"at": sample.at, **sample.bytes} for sample in timeline.memory]
+        document["timeline"] = {"rank": timeline.rank, "steps": steps, "memory": memory}
+    print_json(document)
 
 
 def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
@@ -133,12 +143,12 @@ def _plot_experts(path: Path, run_id: str, plan: Plan, loads: Loads) -> None:
     from orchestrator.observe.plots.plan_picture import write
 
     if not loads:
-        why = (
-            "its model has none"
+        reason = (
+            "its model has no experts"
             if plan.model.moe is None
             else "no step was sampled yet (train.log_every_steps)"
         )
-        raise OrchError(f"--experts {path}: run {run_id} has no load of experts: {why}", Exit.USAGE)
+        raise OrchError(f"--experts {path}: run {run_id} has no expert loads: {reason}", Exit.USAGE)
     title = f"load by expert: {run_id}"
     notes = [f"layer {layer}: {len(steps)} steps" for layer, steps in loads.items()]
     write(figure(loads, title), path, title, notes, "--experts")

@@ -1,5 +1,5 @@
-"""`orch reproduce`: the headline results of the papers, published figures beside the planner's, as
-a page."""
+"""`orch reproduce`: writes a page that compares the published headline results of papers with the
+planner's predictions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ PAGE = Path("docs/reproduce.md")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"write the page here ({PAGE}, where there is such a folder; else it is printed)"
-    parser.add_argument("--out", metavar="FILE", type=Path, help=about)
+    out_help = f"write the page here (default: {PAGE} if its folder exists, else print it)"
+    parser.add_argument("--out", metavar="FILE", type=Path, help=out_help)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -21,7 +21,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.groups import OPTIONAL, Library, shipped
     from orchestrator.plan.exits import Exit
 
-    sections = reproduce(lambda words: load(words, shipped()), Library([shipped()]).files(OPTIONAL))
+    experiments = Library([shipped()]).files(OPTIONAL)
+    sections = reproduce(lambda row_overrides: load(row_overrides, shipped()), experiments)
     out = args.out or (PAGE if PAGE.parent.is_dir() and not args.json else None)
     if out:
         write_file(out, markdown(sections).encode(), "--out")
@@ -34,9 +35,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     rows = [row for section in sections for row in section.rows]
     far = [f"{row.what} {row.column}".strip() for row in rows if not row.holds]
     print(
-        f"{out}: {len(rows)} figures in {len(sections)} sections, {len(far)} further from the"
-        " published than allowed"
+        f"{out}: {len(rows)} figures in {len(sections)} sections, {len(far)} of them further from"
+        " the published one than allowed"
     )
-    for what in far:
-        print(f"  {what}")
+    for line in far:
+        print(f"  {line}")
     return Exit.DONE

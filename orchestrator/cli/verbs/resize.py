@@ -1,4 +1,4 @@
-"""`orch resize <run> <nodes>`: an elastic run saves and continues with another number of nodes."""
+"""`orch resize <run> <nodes>`: lets an elastic run save and continue on another number of nodes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     folder, backend = open_run(args.run)
     if not isinstance(backend, Resizing):
-        text = (
-            f"{backend.name} has no resize by hand: there an elastic run (nodes=A..B) follows its"
-            " nodes by itself"
+        message = (
+            f"backend {backend.name} has no manual resize: its elastic runs (nodes=A..B) follow"
+            " their nodes"
         )
-        raise OrchError(text, Exit.USAGE)
+        raise OrchError(message, Exit.USAGE)
     if backend.state(folder).state == "done":
-        raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
+        raise OrchError(f"run {folder.run_id} is done: there are no steps left")
     request = request_of_run(folder)
     if args.nodes not in request.sizes:
         legal = ", ".join(map(str, sorted(request.sizes)))
-        why = (
-            f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"
+        reason = (
+            f"legal: {legal}" if legal else "it was submitted for one size, not with nodes=A..B"
         )
-        raise OrchError(f"run {folder.run_id} cannot have {args.nodes} nodes: {why}", Exit.CONFIG)
+        raise OrchError(
+            f"run {folder.run_id} cannot have {args.nodes} nodes: {reason}", Exit.CONFIG
+        )
     with private_umask():
         handle = backend.resize(folder, request, args.nodes, os.environ)
     if args.json:

@@ -1,5 +1,5 @@
-"""`orch resume <run>`: start an ended run once more, in its folder, from its last checkpoint, as
-the next epoch."""
+"""`orch resume <run>`: starts an ended run again, in its folder, from its last checkpoint and as
+its next epoch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(PINS),
         default=[],
         help=(
-            "changed-data: go on with another text than the run began with; fresh-start: from step"
-            " 0, if all its checkpoints are gone"
+            "changed-data: continue with other data than before; fresh-start: start at step 0 if"
+            " all checkpoints are gone"
         ),
     )
     parser.add_argument(
-        "--follow", "-f", action="store_true", help="watch it; ends with the run's exit code"
+        "--follow", "-f", action="store_true", help="watch the run, and exit with its exit code"
     )
 
 
@@ -32,20 +32,20 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.api import Run
     from orchestrator.run.held_signals import HeldSignals
 
-    found = Run.find(args.run)
+    job = Run.find(args.run)
     with HeldSignals() as signals:
-        handle = found.resume(args.allow)
-        for line in found.rate_breaks():
+        handle = job.resume(args.allow)
+        for line in job.rate_breaks():
             print(f"orch: {line}", file=sys.stderr)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
-            return follow_run(handle, found.folder, found.backend, args.json, signals)
+            return follow_run(handle, job.folder, job.backend, as_json=args.json, signals=signals)
         if args.json:
             import json
 
             handle = json.dumps(
-                {"handle": handle, "run_id": found.id, "run_dir": str(found.folder.path)}
+                {"handle": handle, "run_id": job.id, "run_dir": str(job.folder.path)}
             )
         announce(handle, sys.stdout)
     return Exit.DONE

@@ -1,4 +1,4 @@
-"""`orch rm <run>...`: remove ended runs with their logs, metrics and checkpoints."""
+"""`orch rm <run>...`: removes ended runs with their logs, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="run", help="handle, id, or the beginning of one"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs, remove nothing")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.run.removal import size_of
 
     folders = {}
-    for name in args.runs:  # all are looked at before any goes
+    for name in args.runs:  # every run is checked before the first is removed
         folder, backend = open_run(name)
         state = backend.state(folder)
         if not state.is_final or backend.is_alive(folder):
@@ -39,22 +39,22 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     )
 
 
-def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: bool) -> int:
-    """Removes these runs, each with its bytes, and says so; where one cannot go, the others are
-    gone all the same."""
+def remove_all(runs: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: bool) -> int:
+    """Removes these (run, bytes), and prints them. A run that cannot be removed does not keep the
+    others; its OrchError is raised at the end."""
     import sys
 
     from orchestrator.backends.base import Elsewhere
     from orchestrator.cli.session import Backends
-    from orchestrator.cli.terminal import print_json, tell
+    from orchestrator.cli.terminal import print_json, show_progress
     from orchestrator.run.removal import remove
     from orchestrator.style import binary
 
     rows: list[dict[str, Any]] = []
     problems: list[OrchError] = []
     backends = Backends()
-    for index, (folder, size) in enumerate(going):
-        tell(index, len(going), folder.run_id)
+    for index, (folder, size) in enumerate(runs):
+        show_progress(index, len(runs), folder.run_id)
         row: dict[str, Any] = {
             "run_id": folder.run_id,
             "run_dir": str(folder.path.resolve()),
@@ -69,15 +69,13 @@ def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: b
             rows.append(row)
         except OrchError as error:
             problems.append(error)
-    tell(len(going), len(going), "")
+    show_progress(len(runs), len(runs), "")
     if as_json:
         print_json([{**row, "removed": not dry_run} for row in rows])
     else:
+        action = "would remove" if dry_run else "removed"
         for row in rows:
-            print(
-                f"{'would remove' if dry_run else 'removed'}  {row['run_id']} "
-                f" {binary(row['bytes'])}"
-            )
+            print(f"{action}  {row['run_id']}  {binary(row['bytes'])}")
         total = binary(sum(row["bytes"] for row in rows))
         print(f"{len(rows)} run{'s' * (len(rows) != 1)}, {total}")
     for problem in problems[:-1]:

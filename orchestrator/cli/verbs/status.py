@@ -1,5 +1,5 @@
-"""`orch status [run]`: the current state of a run. Exit code 0 whatever that is; `--json` has the
-run's own."""
+"""`orch status [run]`: shows the current state of a run. The exit code is 0 for every state;
+`--json` has the exit code of the run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import argparse
 
 from orchestrator.plan.exits import Exit
 
-_LOOK_S = 1.0
+_REFRESH_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
     )
-    parser.add_argument("--watch", "-w", action="store_true", help="until the run has ended")
+    watch_help = "refresh until the run has ended"
+    parser.add_argument("--watch", "-w", action="store_true", help=watch_help)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -23,10 +24,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.api import Run
     from orchestrator.cli.terminal import print_json, style
 
-    found = Run.find(args.run)
+    job = Run.find(args.run)
     look = style()
     while True:
-        state, live, spent = found.status()
+        state, live, spent = job.status()
         if args.json:
             goodput = {
                 "wall_s": spent.wall_s,
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
                     "state": state,
                     "live": live,
                     "goodput": goodput,
-                    "run_dir": str(found.folder.path),
+                    "run_dir": str(job.folder.path),
                 }
             )
         else:
@@ -49,4 +50,4 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             print(clear + run_page(state, live, look, spent), flush=True)
         if not args.watch or state.is_final:
             return Exit.DONE
-        time.sleep(_LOOK_S)
+        time.sleep(_REFRESH_S)

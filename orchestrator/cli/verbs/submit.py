@@ -1,5 +1,5 @@
-"""`orch submit`: plan a job, render its launch request, send it. `--dry-run` shows that request and
-sends nothing."""
+"""`orch submit`: plans a job, renders its launch request and sends it. `--dry-run` shows the
+request without sending it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dry-run", action="store_true", help="show plan and request, start and write nothing"
+        "--dry-run", action="store_true", help="show the plan and the request, start nothing"
     )
     parser.add_argument(
-        "--follow", "-f", action="store_true", help="watch it; ends with the run's exit code"
+        "--follow", "-f", action="store_true", help="watch the run, and exit with its exit code"
     )
     parser.add_argument(
         "--multirun",
         "-m",
         action="store_true",
         help=(
-            "a run for every combination of key=a,b; a value with commas stands in quotes:"
-            " key='a,b',c"
+            "start a run for every combination of key=a,b; quote a value with commas: key='a,b',c"
         ),
     )
     parser.set_defaults(owned=False)
@@ -55,35 +54,51 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     job = prepare_job(overrides, options, args.config_dir)
     bundle = job.candidate.bundle
     backend = job.backend
-    said = [*job.said, *vars(args).get("said", [])]  # those of orch run
+    messages = [*job.messages, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
-        return _show(bundle, job.candidate.plan, backend, args.json, said)
+        return _show(bundle, job.candidate.plan, backend, args.json, messages)
     for line in said_of(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
     with HeldSignals() as signals:
-        sent = job.send(options)
-        for line in said:
+        submitted = job.send(options)
+        for line in messages:
             print(f"orch: {line}", file=sys.stderr)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
-            return follow_run(sent.handle, sent.folder, backend, args.json, signals, args.owned)
-        found = {"handle": sent.handle, "run_id": sent.id, "run_dir": str(sent.folder.path)}
-        announce(
-            json.format(json.encode(found), indent=0).decode() if args.json else sent.handle,
-            sys.stdout,
-        )
+            return follow_run(
+                submitted.handle,
+                submitted.folder,
+                backend,
+                as_json=args.json,
+                signals=signals,
+                owned=args.owned,
+            )
+        announcement = submitted.handle
+        if args.json:
+            document = {
+                "handle": submitted.handle,
+                "run_id": submitted.id,
+                "run_dir": str(submitted.folder.path),
+            }
+            announcement = json.format(json.encode(document), indent=0).decode()
+        announce(announcement, sys.stdout)
     return Exit.DONE
 
 
 def _show(
-    bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()
+    bundle: SubmissionBundle,
+    plan: Plan,
+    backend: Backend,
+    as_json: bool,
+    messages: Sequence[str] = (),
 ) -> int:
+    """Prints the plan and the request of a dry run, and whether the backend would take it."""
     from orchestrator.backends.base import Rendering
     from orchestrator.run.request import to_bytes
 
     if as_json:
-        for line in said:
+        for line in messages:
             print(f"orch: {line}", file=sys.stderr)
         print(to_bytes(bundle.request).decode(), end="")
         return Exit.DONE
@@ -94,20 +109,20 @@ def _show(
 
     look = style()
     print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
-    print("", *(part for line in said for part in fold(line, look.width)), sep="\n")
+    print("", *(folded for line in messages for folded in fold(line, look.width)), sep="\n")
     print("Nothing was started or written. `--dry-run --json` prints what would be sent.")
     try:
         backend.check(bundle.request)
-        if isinstance(backend, Rendering):  # what its scheduler would be given
+        if isinstance(backend, Rendering):  # the job script for the scheduler
             print("", backend.script(bundle.request, plan), sep="\n", end="")
     except OrchError as error:
-        print(f"Submitting it here would be refused: {error.message}")
+        print(f"This machine would refuse to submit it: {error.message}")
     return Exit.DONE
 
 
 def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOptions) -> int:
-    """A scheduler gets all runs together. This machine has no queue: they follow one another,
-    watched."""
+    """Submits all runs of a sweep to a scheduler. On this machine, which has no queue, the runs
+    follow one another and are watched."""
     from orchestrator.config.sweep import members
     from orchestrator.run.held_signals import HeldSignals
     from orchestrator.run.left_out import said_of
@@ -116,42 +131,45 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
 
     if args.follow:
         raise OrchError(
-            "--follow watches one run; see those of a sweep with orch list and orch status"
+            "--follow watches one run; use orch list and orch status for the runs of a sweep"
         )
     backend, runs = prepare_sweep(
-        members(overrides), lambda words: load_job(words, options, args.config_dir), options
+        members(overrides),
+        lambda run_overrides: load_job(run_overrides, options, args.config_dir),
+        options,
     )
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
-    said = [line for run in runs for line in run.said]
-    for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *said]):
+    messages = [line for run in runs for line in run.messages]
+    for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *messages]):
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
     with HeldSignals():
         handles = send_sweep(backend, runs, options)
-        if args.json:
-            import json
-
-            requests = [(run.bundle.request, run.label) for run in runs]
-            about = [
-                {
-                    "handle": request.handle,
-                    "run_id": request.run_id,
-                    "run_dir": request.run_dir,
-                    "sweep": label,
-                }
-                for request, label in requests
-            ]
-            announce(json.dumps(about), sys.stdout)
-        else:
-            announce(
-                "\n".join(
-                    f"{handle}  {one.label}" for handle, one in zip(handles, runs, strict=True)
-                ),
-                sys.stdout,
-            )
+        announce(_sweep_announcement(handles, runs, args.json), sys.stdout)
     return Exit.DONE
+
+
+def _sweep_announcement(handles: Sequence[str], runs: Sequence[SweepRun], as_json: bool) -> str:
+    """Returns the handle and the label of each run."""
+    if not as_json:
+        return "\n".join(
+            f"{handle}  {run.label}" for handle, run in zip(handles, runs, strict=True)
+        )
+    import json
+
+    requests = [(run.bundle.request, run.label) for run in runs]
+    documents = [
+        {
+            "handle": request.handle,
+            "run_id": request.run_id,
+            "run_dir": request.run_dir,
+            "sweep": label,
+        }
+        for request, label in requests
+    ]
+    return json.dumps(documents)
 
 
 def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> int:
@@ -164,14 +182,14 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
         return Exit.DONE
     for run in runs:
         print(f"==> {run.label}")
-        _show(run.bundle, run.candidate.plan, backend, as_json=False, said=run.said)
+        _show(run.bundle, run.candidate.plan, backend, as_json=False, messages=run.messages)
     return Exit.DONE
 
 
 def _one_after_another(
     backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions, as_json: bool
 ) -> int:
-    """Each run watched to its end before the next starts; the exit code of the first that
+    """Starts each run after the end of the one before, and returns the exit code of the first that
     failed."""
     from orchestrator.cli.terminal import follow_run
     from orchestrator.run.folder import RunFolder
@@ -185,5 +203,6 @@ def _one_after_another(
         with HeldSignals() as signals:
             handle = send(run.bundle, backend, options)
             folder = RunFolder(Path(run.bundle.request.run_dir))
-            codes.append(follow_run(handle, folder, backend, as_json, signals))
+            code = follow_run(handle, folder, backend, as_json=as_json, signals=signals)
+            codes.append(code)
     return next(filter(None, codes), Exit.DONE)

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "import", "diff"))
-    files = (
+    files_help = (
         "Slurm topology.conf or .yaml, `scontrol show topology` or `nodes`, `kubectl get nodes -o"
         " json`, ibnetdiscover"
     )
-    files += ", or our own; several files describe one cluster (diff: exactly two)"
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
+    files_help += ", or orch's own format; several files describe one cluster (diff: exactly two)"
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files_help)
     parser.add_argument(
-        "--format", metavar="NAME", help="of the files, where it cannot be recognised"
+        "--format", metavar="NAME", help="format of the files, if orch does not recognise it"
     )
     parser.add_argument(
         "--name",
         metavar="NAME",
-        help="which topology of a file that holds several; its name on import",
+        help="the topology of a file with several; for import the name to give",
     )
     parser.add_argument(
         "--profile", metavar="NAME", default="auto", help="family of Kubernetes labels"
@@ -37,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--levels", metavar="T=LABEL,...", help="your own Kubernetes labels, coarse to fine"
     )
     parser.add_argument(
-        "--to", metavar="FORMAT", help="conf, yaml, block (Slurm), orch, svg or text"
+        "--to",
+        metavar="FORMAT",
+        help="output format: conf, yaml, block (Slurm), orch, svg or text",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write there instead of standard output"
+        "--out", metavar="FILE", type=Path, help="write to this file, not to standard output"
     )
 
 
@@ -56,13 +58,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cluster.export import FORMATS, export
     from orchestrator.errors import did_you_mean
 
-    wanted = args.to or ("orch" if args.action == "import" else "text")
-    if wanted not in FORMATS:
-        raise OrchError(f"--to {wanted}: {did_you_mean(wanted, FORMATS)}", Exit.USAGE)
-    text = export(topology, wanted)
-    if args.action == "show" and wanted == "text":
-        text = f"{summary(topology)}\n{text}"
-    _write(args, text)
+    output_format = args.to or ("orch" if args.action == "import" else "text")
+    if output_format not in FORMATS:
+        raise OrchError(f"--to {output_format}: {did_you_mean(output_format, FORMATS)}", Exit.USAGE)
+    document = export(topology, output_format)
+    if args.action == "show" and output_format == "text":
+        document = f"{summary(topology)}\n{document}"
+    _write(args, document)
     return Exit.DONE
 
 
@@ -91,27 +93,28 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
 
 
 def summary(topology: Topology) -> str:
-    """One line: nodes, who is out of service, tiers with their switches and sizes."""
+    """Returns one line: nodes, nodes out of service, tiers with their switches and sizes, GPUs per
+    node."""
     nodes = topology.nodes
-    parts = [", ".join([f"{len(nodes)} nodes", *_not_free(topology)])]
+    phrases = [", ".join([f"{len(nodes)} nodes", *_not_free(topology)])]
     for tier in topology.tiers:
         sizes = sorted({len(members) for members in tier.switches.values()})
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         rate = f", {tier.gbit_per_s:g} Gb/s" if tier.gbit_per_s else ""
         over = f", {tier.oversubscription:g}:1" if tier.oversubscription else ""
-        parts.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
+        phrases.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
     machines = topology.machines.values()
     gpus = {machine.gpus for machine in machines} | {
-        one.gpus for machine in machines for one in machine.other_gpus
+        kind.gpus for machine in machines for kind in machine.other_gpus
     }
     gpus.discard(0)
     if gpus:
-        parts.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
-    return "; ".join(parts)
+        phrases.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs per node")
+    return "; ".join(phrases)
 
 
 def _not_free(topology: Topology) -> list[str]:
-    """How many nodes can take no job, by why."""
+    """Counts the nodes that cannot take a job, by reason."""
     from orchestrator.cluster.model import GPU_REASONS
 
     reasons = (machine.reason for machine in topology.machines.values() if not machine.free)
@@ -127,10 +130,10 @@ def _as_json(topology: Topology) -> str:
     ).decode()
 
 
-def _write(args: argparse.Namespace, text: str) -> None:
+def _write(args: argparse.Namespace, document: str) -> None:
     if args.out is None:
-        print(text.rstrip("\n"))
+        print(document.rstrip("\n"))
         return
     from orchestrator.cli.terminal import write_file
 
-    write_file(args.out, (text.rstrip("\n") + "\n").encode(), "--out")
+    write_file(args.out, (document.rstrip("\n") + "\n").encode(), "--out")

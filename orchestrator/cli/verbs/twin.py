@@ -1,5 +1,5 @@
-"""`orch twin`: run ranks of a plan at full size without data, GPUs or peers, and hold them against
-the plan."""
+"""`orch twin`: runs ranks of a plan at full size without data, GPUs or peers, and compares them
+with the plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--all", action="store_true", help="every figure, not only those that differ"
+        "--all", action="store_true", help="show every figure, not only the differing ones"
     )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.session import home
     from orchestrator.config.compose import load
-    from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.plan.offload import offload_of
-    from orchestrator.plan.trained import refusal
     from orchestrator.plan.twin import RankRun
     from orchestrator.planner.build import build_plan
     from orchestrator.submit.cluster import ClusterResolver
@@ -35,60 +32,75 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load(overrides, args.config_dir)
     resolve = ClusterResolver(home())
     plan = build_plan(config, resolve(config.cluster), profile=resolve.profile(config))
+    _check_runnable(plan)
+    micro_batches = plan.parallel.micro_batches
+    plan = shortened(evenly_chosen(plan))
+    ranks = ranks_to_run(plan)
+    runs = list[RankRun]()
+    figures = list[list[Compared]]()
+    for rank_run in run_twin(plan, ranks):
+        runs.append(rank_run)
+        figures.append(compare(plan, rank_run))
+        if sys.stderr.isatty():
+            print(
+                f"rank {rank_run.rank}: {len(runs)} of {len(ranks)}, {rank_run.seconds:.0f} s",
+                file=sys.stderr,
+            )
+    if args.json:
+        print(_json(plan, micro_batches, runs, figures))
+    else:
+        print(_page(plan, micro_batches, runs, figures, args.all))
+    differing = any(figure.differs for rank in figures for figure in rank)
+    return Exit.CONFIG if differing else Exit.DONE
+
+
+def _check_runnable(plan: Plan) -> None:
+    """Raises OrchError (65) for a plan that the twin cannot run."""
+    from orchestrator.errors import OrchError
+    from orchestrator.plan.exits import Exit
+    from orchestrator.plan.offload import offload_of
+    from orchestrator.plan.trained import refusal
+
     if problem := refusal(plan):
         raise OrchError(problem, Exit.CONFIG)
     offload = offload_of(plan.job.train)
-    for key, where in (
+    for key, target in (
         ("offload", offload.optimizer),
         ("offload_activations", offload.activations),
     ):
-        if where == "disk":
+        if target == "disk":
             raise OrchError(
                 f"train.{key}=disk: orch twin has no disk; legal: none, host", Exit.CONFIG
             )
     if offload.delayed:
         raise OrchError(
-            "train.offload_delayed=true: orch twin runs one step, with no update beside it",
+            "train.offload_delayed=true: orch twin runs one step, which has no delayed update",
             Exit.CONFIG,
         )
-    whole = plan.parallel.micro_batches
-    plan = shortened(evenly_chosen(plan))
-    ranks = ranks_to_run(plan)
-    runs = list[RankRun]()
-    figures = list[list[Compared]]()
-    for found in run_twin(plan, ranks):
-        runs.append(found)
-        figures.append(compare(plan, found))
-        if sys.stderr.isatty():
-            print(
-                f"rank {found.rank}: {len(runs)} of {len(ranks)}, {found.seconds:.0f} s",
-                file=sys.stderr,
-            )
-    differing = [one for rank in figures for one in rank if one.differs]
-    print(
-        _json(plan, whole, runs, figures)
-        if args.json
-        else _page(plan, whole, runs, figures, args.all)
-    )
-    return Exit.CONFIG if differing else Exit.DONE
 
 
-def _json(plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compared]]) -> str:
+def _json(
+    plan: Plan, micro_batches: int, runs: list[RankRun], figures: list[list[Compared]]
+) -> str:
     import msgspec
 
     rows = [
         {
             **msgspec.to_builtins(run),
-            "compared": [{**one._asdict(), "differs": one.differs} for one in rank],
+            "compared": [{**figure._asdict(), "differs": figure.differs} for figure in rank],
         }
         for run, rank in zip(runs, figures, strict=True)
     ]
-    ran = {"micro_batches": plan.parallel.micro_batches, "of": whole}
+    ran = {"micro_batches": plan.parallel.micro_batches, "of": micro_batches}
     return msgspec.json.encode({**ran, "ranks": rows}).decode()
 
 
 def _page(
-    plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compared]], everything: bool
+    plan: Plan,
+    micro_batches: int,
+    runs: list[RankRun],
+    figures: list[list[Compared]],
+    all_figures: bool,
 ) -> str:
     from orchestrator.style import si
 
@@ -100,29 +112,28 @@ def _page(
             f" {len(run.sequence):,} transfers, peak {run.peak['total'] / 2**30:.1f} GiB; run in"
             f" {run.seconds:.1f} s and {run.process_bytes / 2**30:.1f} GiB"
         )
-        for one in rank:
-            if one.differs or everything:
-                planned, found = (
+        for figure in rank:
+            if figure.differs or all_figures:
+                planned, measured = (
                     value if isinstance(value, str) else si(value, "B")
-                    for value in (one.planned, one.found)
+                    for value in (figure.planned, figure.found)
                 )
-                mark = "!" if one.differs else " "
-                off = f"{one.off:+.1%}" if one.off not in (0.0, float("inf")) else ""
-                lines.append(
-                    f"  {mark} {one.what:<28} planned {planned:>10}  found {found:>10}  {off}"
-                )
-    count = sum(one.judged for rank in figures for one in rank)
-    bad = sum(one.differs for rank in figures for one in rank)
+                mark = "!" if figure.differs else " "
+                deviation = f"{figure.off:+.1%}" if figure.off not in (0.0, float("inf")) else ""
+                values = f"planned {planned:>10}  found {measured:>10}  {deviation}"
+                lines.append(f"  {mark} {figure.what:<28} {values}")
+    count = sum(figure.judged for rank in figures for figure in rank)
+    differing = sum(figure.differs for rank in figures for figure in rank)
     lines.append(
-        f"{bad} of {count} figures differ by more than 5% from the plan"
-        if bad
+        f"{differing} of {count} figures differ by more than 5% from the plan"
+        if differing
         else f"all {count} figures are within 5% of the plan"
     )
     if plan.model.moe is not None:
-        lines.append("all experts are chosen equally often, here and in what is planned")
-    if plan.parallel.micro_batches < whole:
+        lines.append("all experts are chosen equally often, in this run and in the plan")
+    if plan.parallel.micro_batches < micro_batches:
         lines.append(
-            f"run with {plan.parallel.micro_batches} of {whole} micro-batches a step: more of them"
-            " hold no more memory, and repeat the same transfers"
+            f"run with {plan.parallel.micro_batches} of {micro_batches} micro-batches per step:"
+            " more of them need no more memory, and repeat the same transfers"
         )
     return "\n".join(lines)

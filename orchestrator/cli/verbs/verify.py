@@ -1,4 +1,4 @@
-"""`orch verify`: compares a layout's training arithmetic with that of one process, by running
+"""`orch verify`: compares the training arithmetic of a layout with that of one process, by running
 both."""
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from orchestrator.verify.independent import Verdict as Independent
 
 #: Cells of the matrix that share one launch of ranks.
-TOGETHER = 4
+CELLS_PER_LAUNCH = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--matrix", choices=("quick", "full"), help="the techniques' matrix instead of one layout"
+        "--matrix",
+        choices=("quick", "full"),
+        help="verify the matrix of techniques, not one layout",
     )
     parser.add_argument(
         "--against",
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="RUN",
-        help="read the data of a run's steps once more, and compare with what it trained on",
+        help="read the data of a run again, and compare it with the data of its steps",
     )
     parser.add_argument(
         "--precision", metavar="P,P", help="with --against independent, of fp64, fp32, bf16, fp16"
@@ -50,15 +52,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.data is not None:
         if overrides or args.matrix or args.precision or args.out or args.against != "one":
             raise OrchError(
-                "--data RUN takes neither layouts nor other options: the run says what there is"
+                "--data RUN takes neither layouts nor other options: the run has its own layout"
             )
         return _data(args)
     if args.out and not args.matrix:
-        raise OrchError("--out is for --matrix: the page of a whole matrix")
+        raise OrchError("--out needs --matrix: it writes the page of a whole matrix")
     if args.matrix and overrides:
         raise OrchError(
-            f"--matrix brings its own layouts and models: {overrides[0]!r} cannot be combined"
-            " with it"
+            f"{overrides[0]!r}: --matrix takes no overrides, it has its own layouts and models"
         )
     if args.against == "independent":
         return _independent(args, overrides)
@@ -78,25 +79,25 @@ def _data(args: argparse.Namespace) -> int:
     folder = find_run(args.data)
     plan = plan_of_run(folder)
     steps = lead_steps(read_steps(folder, nodes_of(plan, read_state(folder))))
-    found = replay(folder.plan, steps)
+    comparison = replay(folder.plan, steps)
     if args.json:
-        print_json({"run_id": folder.run_id, **found._asdict()})
+        print_json({"run_id": folder.run_id, **comparison._asdict()})
     else:
         print(
             "\n".join(
                 [
-                    *found.problems,
-                    f"{found.equal} of {found.steps} steps trained on what is there now",
+                    *comparison.problems,
+                    f"{comparison.equal} of {comparison.steps} steps trained on what is there now",
                 ]
             )
         )
-    return Exit.CONFIG if found.problems else Exit.DONE
+    return Exit.CONFIG if comparison.problems else Exit.DONE
 
 
 def _layouts(args: argparse.Namespace, overrides: list[str]) -> list[Verdict]:
-    from orchestrator.verify.cells import of_words
+    from orchestrator.verify.cells import cells_of_overrides
 
-    return _show(list(of_words(overrides, args.config_dir)), args.json)
+    return _show(list(cells_of_overrides(overrides, args.config_dir)), args.json)
 
 
 def _independent(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -134,12 +135,13 @@ def _tell(verdict: Independent, as_json: bool) -> None:
 
 
 def _matrix(args: argparse.Namespace) -> list[Verdict]:
-    """Refused cells are part of a matrix, not a failure of it."""
+    """Returns the verdicts of a matrix without the refused cells, which are not failures."""
     from orchestrator.verify import matrix
-    from orchestrator.verify.cells import of_entries
+    from orchestrator.verify.cells import cells_of_entries
 
     entries = getattr(matrix, args.matrix)()
-    verdicts = _show(list(of_entries(entries, args.config_dir)), args.json, TOGETHER)
+    cells = list(cells_of_entries(entries, args.config_dir))
+    verdicts = _show(cells, args.json, CELLS_PER_LAUNCH)
     if args.out:
         from orchestrator.cli.terminal import write_file
         from orchestrator.verify.page import document
@@ -150,29 +152,29 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
 
 
 def _show(cells: Sequence[Cell | Verdict], as_json: bool, together: int = 1) -> list[Verdict]:
-    """Judge, printing each verdict as it becomes known."""
+    """Judges the cells, and prints each verdict as soon as it is known."""
     from orchestrator.verify.page import summary
 
-    found = []
+    verdicts = []
     if as_json:
         import msgspec
 
         from orchestrator.cli.terminal import print_json
 
         for verdict in _judged(cells, together):
-            found.append(verdict)
-            more = {"verdict": verdict.word, **msgspec.to_builtins(verdict)}
-            print_json(more)
-        return found
+            verdicts.append(verdict)
+            document = {"verdict": verdict.word, **msgspec.to_builtins(verdict)}
+            print_json(document)
+        return verdicts
     from orchestrator.cli.terminal import style
     from orchestrator.verify.page import lines
 
     look = style()
     for verdict in _judged(cells, together):
-        found.append(verdict)
+        verdicts.append(verdict)
         print("\n".join(lines(verdict, look)), flush=True)
-    print(f"\n{summary(found)}", file=sys.stdout)
-    return found
+    print(f"\n{summary(verdicts)}", file=sys.stdout)
+    return verdicts
 
 
 def _judged(cells: Sequence[Cell | Verdict], together: int) -> Iterator[Verdict]:

@@ -1,5 +1,5 @@
-"""`orch version`: what is installed, without importing any of it, and which formats it reads and
-writes."""
+"""`orch version`: prints the installed versions, without importing the packages, and the formats of
+files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import json
 import platform
 
-STANDS_ON = (
+DEPENDENCIES = (
     "torch",
     "hydra-core",
     "omegaconf",
@@ -27,22 +27,22 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator import __version__
 
-    found: dict[str, str] = {"orch": __version__, "python": platform.python_version()}
-    for name in STANDS_ON:
+    versions: dict[str, str] = {"orch": __version__, "python": platform.python_version()}
+    for name in DEPENDENCIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
+            versions[name] = "not installed"
     if args.json:
-        print(json.dumps(found | {"formats": formats()}))
+        print(json.dumps(versions | {"formats": formats()}))
         return 0
-    print("\n".join(f"{name} {number}" for name, number in found.items()))
-    print("\n".join(f"{name} format {text}" for name, text in formats().items()))
+    print("\n".join(f"{name} {number}" for name, number in versions.items()))
+    print("\n".join(f"{name} format {schemas}" for name, schemas in formats().items()))
     return 0
 
 
 def formats() -> dict[str, str]:
-    """The formats of files that this version writes, and the newest that it reads."""
+    """Returns the file formats that this version writes, which are the newest that it reads."""
     from orchestrator.cluster.document import SCHEMA as TOPOLOGY
     from orchestrator.observe.report import SCHEMA as REPORT
     from orchestrator.plan.document import SCHEMA as PLAN

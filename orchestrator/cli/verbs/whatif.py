@@ -1,4 +1,4 @@
-"""`orch whatif`: plans side by side, with what they cost to a number of tokens."""
+"""`orch whatif`: compares plans, with the cost of training each on a number of tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='"KEY=VALUE ..."',
         action="append",
         default=[],
-        help="what is different in a further column; repeatable",
+        help="add a column with these overrides; repeatable",
     )
     add_any(parser)
     parser.add_argument(
         "--tokens",
         metavar="N",
         type=float,
-        help="token target, like 15e12; else train.steps decides",
+        help="tokens to train on, like 15e12 (default: those of train.steps)",
     )
 
 
@@ -43,15 +43,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.submit.cluster import ClusterResolver
 
     if args.tokens is not None and not 1 <= args.tokens <= 1e18:
-        raise OrchError(f"--tokens {args.tokens:g}: from 1 to 1e18", Exit.USAGE)
+        raise OrchError(f"--tokens {args.tokens:g}: must be 1 to 1e18", Exit.USAGE)
     plans = []
     resolve = ClusterResolver(home())
     for case in ["", *args.case]:
         try:
-            words = shlex.split(case)
+            case_overrides = shlex.split(case)
         except ValueError as error:
             raise OrchError(f"--case {case!r}: {error}", Exit.USAGE) from None
-        config = load([*overrides, *words], args.config_dir)
+        config = load([*overrides, *case_overrides], args.config_dir)
         plan = build_plan(config, resolve(config.cluster), args.any, resolve.profile(config))
         plans.append((case or "as given", plan))
     columns = [column(name, plan, args.tokens) for name, plan in plans]
@@ -67,11 +67,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def column(name: str, plan: Plan, tokens: float | None) -> dict[str, Any]:
-    """One plan in plain values: seconds, bytes, tokens, hours."""
+    """Returns a plan as plain values: seconds, bytes, tokens, hours."""
     par = plan.parallel
     train = plan.job.train
     target = tokens or float(train.steps) * par.global_batch_tokens
     seconds = target / par.global_batch_tokens * plan.time.step_s
+    low, high = interval(plan.time.step_s, plan.time.sd)
     degrees = [
         f"{axis}{getattr(par, axis)}"
         for axis in ("tp", "cp", "ep", "pp", "dp")
@@ -89,11 +90,8 @@ def column(name: str, plan: Plan, tokens: float | None) -> dict[str, Any]:
         "seq_len": train.seq_len,
         "batch_tokens": par.global_batch_tokens,
         "step_s": plan.time.step_s,
-        **dict(
-            zip(
-                ("step_low_s", "step_high_s"), interval(plan.time.step_s, plan.time.sd), strict=True
-            )
-        ),
+        "step_low_s": low,
+        "step_high_s": high,
         "step_sd": plan.time.sd,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "mfu": plan.mfu,
@@ -118,15 +116,16 @@ def page(columns: list[dict[str, Any]], width: int = 80) -> str:
             rows.append(
                 [label, *("" if c is base else f"{c[key] / base[key] - 1:+.1%}" for c in columns)]
             )
+    # As many columns side by side as the width allows, then a further block below.
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
     blocks = [[0]]
-    left = width - widths[0]
-    for index, wide in enumerate(widths[1:], start=1):  # as many side by side as fit
-        if left < wide + 2 and len(blocks[-1]) > 1:
+    room = width - widths[0]
+    for index, column_width in enumerate(widths[1:], start=1):
+        if room < column_width + 2 and len(blocks[-1]) > 1:
             blocks.append([0])
-            left = width - widths[0]
+            room = width - widths[0]
         blocks[-1].append(index)
-        left -= wide + 2
+        room -= column_width + 2
     texts = [
         "\n".join("  ".join(row[i].ljust(widths[i]) for i in block).rstrip() for row in rows)
         for block in blocks
@@ -134,11 +133,9 @@ def page(columns: list[dict[str, Any]], width: int = 80) -> str:
     return "\n\n".join(texts)
 
 
-def _memory(c: dict[str, Any]) -> str:
-    return (
-        f"{c['memory_bytes'] / GIB:.3g}"
-        f" GiB{plus_minus(c['memory_sd'])}{'' if c['fits'] else ', DOES NOT FIT'}"
-    )
+def _memory(plan_column: dict[str, Any]) -> str:
+    size = f"{plan_column['memory_bytes'] / GIB:.3g} GiB{plus_minus(plan_column['memory_sd'])}"
+    return size if plan_column["fits"] else f"{size}, DOES NOT FIT"
 
 
 ROWS = (
