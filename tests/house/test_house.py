@@ -60,7 +60,6 @@ LONGER_FILES = {
     "orchestrator.verify.techniques",
 }
 LONGER_CLASSES = {
-    "trainer.independent.judge.RunJudge",
     "trainer.parallel.data.buckets.GradBuckets",
     "trainer.train.Run",
 }

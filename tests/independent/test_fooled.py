@@ -7,8 +7,8 @@ import pytest
 from msgspec import structs
 
 from orchestrator.plan import seal
-from orchestrator.verify import independent_cases as cases
 
+from . import cases
 from .balance_mutations import MUTATIONS as OF_BALANCE
 from .expert_mutations import MUTATIONS as OF_EXPERTS
 from .mutations import MUTATIONS, Mutation, live

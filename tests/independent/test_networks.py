@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
-from trainer.independent.choices import Choices, needed_rounding
-from trainer.independent.data import Batch
-from trainer.independent.modules import taken_choices
-from trainer.independent.names import theirs
-from trainer.independent.network import Counts, Network, ahead
-from trainer.independent.shapes import shapes
+from tests.independent.oracle.choices import Choices, needed_rounding
+from tests.independent.oracle.data import Batch
+from tests.independent.oracle.modules import taken_choices
+from tests.independent.oracle.names import theirs
+from tests.independent.oracle.network import Counts, Network, ahead
+from tests.independent.oracle.shapes import shapes
 
 _BASE = {
     "name": "m",

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.verify import independent
-from orchestrator.verify import independent_cases as cases
-from trainer.independent import optimizer
-from trainer.independent.choices import Choices
-from trainer.independent.findings import ALLOWED, Findings, rounding
-from trainer.independent.judge import RunJudge
-from trainer.independent.state import KINDS, State, initial
+from tests.independent import cases, runner
+from tests.independent.oracle import optimizer
+from tests.independent.oracle.choices import Choices
+from tests.independent.oracle.findings import ALLOWED, Findings, rounding
+from tests.independent.oracle.judge import RunJudge
+from tests.independent.oracle.state import KINDS, State, initial
 
 QUANTITIES = {"loss", "gradient", "norm", "clipping", "second moment", "weight"}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -54,7 +53,7 @@ class Step:
     def __init__(self, precision: str, home: Path):
         cases.write_corpus(home / "text")
         case = cases.make("one", ("dp1", "dp1"), precision, 0, [], None, home)
-        folder, _ = independent.write_runs(case, home / precision)
+        folder, _ = runner.write_runs(case, home / precision)
         self.judge = RunJudge(folder, True, Findings())
         self.before = initial(self.judge.model, 3, DTYPES[precision])
         self.before.scale = 1.0

@@ -17,9 +17,9 @@ from orchestrator.planner.cost.fabric import Fabric
 from orchestrator.planner.cost.layer_traffic import expert_operations
 from orchestrator.planner.cost.recomputed import RecomputedShare
 from tests.beds.plans import make_plan
+from tests.independent.oracle.findings import ALLOWED, rounding
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter
-from trainer.independent.findings import ALLOWED, rounding
 from trainer.model.experts import Dispatch, Experts, MixtureOfExperts, dispatch, nothing
 from trainer.model.router import Routing
 from trainer.parallel.expert.dispatch import ExpertDispatch

@@ -34,7 +34,7 @@ FP32 = Recipe(torch.float32, torch.float32, torch.float32)
 #: Of the model's largest tensor, what the error of one is relative to at least. In float64 the
 #: limit on that is 900 units in the last place; six times the rounding of a sum of 3,000 terms, as
 #: many as there are behind a value of the small models, is 330
-#: (`trainer.independent.findings.rounding`).
+#: (`tests.independent.oracle.findings.rounding`).
 LEAST = 1e-3
 #: AdamW's eps in float64, at least. A gradient that is nothing but rounding moves a weight by up to
 #: lr * rounding / eps. Six times the rounding of a sum of 3,000 terms is 4e-14 of the largest

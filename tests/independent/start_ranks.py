@@ -1,4 +1,4 @@
-"""`python -m orchestrator.verify.start_ranks`: runs the ranks of whole jobs on this machine, one
+"""`python -m tests.independent.start_ranks`: runs the ranks of whole jobs on this machine, one
 job after the other.
 
 Like an agent's fork server it imports `trainer` once and forks its workers, which call

@@ -1,5 +1,5 @@
-"""The cases of `orch verify --against independent`: small jobs, each begun in one layout and
-resumed in another.
+"""The cases of `python -m tests.independent`: small jobs, each begun in one layout and resumed in
+another.
 
 A case is a pair of layouts in one precision. Over the cases everything varies that the loop does:
 micro-batches of 1 to 3 samples, documents apart or not, masks, a growing batch, recomputation, all
@@ -25,8 +25,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal
 from orchestrator.plan.document import Mla, Moe, Mtp, Precision, Yarn
 from orchestrator.plan.trained import problems
-
-from .cells import few_nodes
+from orchestrator.verify.cells import few_nodes
 
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 #: Words that a user may give; everything else of a job is the cases' own.
@@ -163,13 +162,13 @@ def cases(
     ]
     if not lists:
         raise OrchError(
-            "--against independent needs layouts: parallel=tp2_pp2_zero1,dp4", Exit.USAGE
+            "the independent oracle needs layouts: parallel=tp2_pp2_zero1,dp4", Exit.USAGE
         )
     for word in rest:
         key = word.lstrip("+").split("=", 1)[0]
         if key.split(".")[0] not in OPEN:
             raise OrchError(
-                f"--against independent sets {key} itself; yours: {', '.join(OPEN)}", Exit.USAGE
+                f"the independent oracle sets {key} itself; yours: {', '.join(OPEN)}", Exit.USAGE
             )
     own_model = any(word.lstrip("+").startswith("model") for word in rest)
     words = [name.strip() for name in lists[-1].strip("[]").split(",")]
@@ -208,7 +207,7 @@ def make(
         load(["cluster=local", *base, *rest, f"parallel={word}"], config_dir) for word in layouts
     ]
     if any(config.parallel.auto for config in configs):
-        raise OrchError("--against independent needs degrees, not a search", Exit.USAGE)
+        raise OrchError("the independent oracle needs degrees, not a search", Exit.USAGE)
     if not own_model:
         spread = any((one.parallel.ep or 1) > 1 or one.parallel.etp is not None for one in configs)
         shapes = EXPERTS if spread else DENSE
@@ -331,8 +330,8 @@ def _plan(
     if plan.model.parameters > MOST_PARAMETERS:
         millions = plan.model.parameters / 1e6
         raise OrchError(
-            f"model {plan.model.name} has {millions:,.0f} million parameters, --against independent"
-            " takes 5"
+            f"model {plan.model.name} has {millions:,.0f} million parameters; the independent"
+            " oracle takes 5"
         )
     if plan.model.moe is None:
         return plan

@@ -1,5 +1,5 @@
-"""`orch verify --against independent`: trains the small jobs of `independent_cases` by `python -m
-trainer` itself, and has `python -m trainer.independent` judge what they leave."""
+"""Trains the small jobs of `cases` with `python -m trainer` itself, and has `python -m
+tests.independent.oracle` judge what they have written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,13 +16,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from orchestrator import start
 from orchestrator.errors import OrchError, how_to_install
 from orchestrator.plan import Exit, Plan, to_json
 from orchestrator.plan.worker import WorkerEnv
 from orchestrator.run.store_socket import StoreSocket
+from orchestrator.verify.run_cells import last_line
 
-from .independent_cases import RESUME_AT, Case, Refusal
+from .cases import RESUME_AT, Case, Refusal
+
+#: The folder from which `tests` is imported.
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Bound(Struct, frozen=True):
@@ -59,7 +63,7 @@ def check_installed() -> None:
     """Raises OrchError where what the oracle stands on is missing."""
     if find_spec("transformers") is None:
         raise OrchError(
-            f"--against independent needs transformers: {how_to_install('transformers')}",
+            f"the independent oracle needs transformers: {how_to_install('transformers')}",
             Exit.USAGE,
         )
 
@@ -74,7 +78,8 @@ def _program(module: str, errors: Path) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
-            start.command(module),
+            [sys.executable, "-m", module],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -95,8 +100,6 @@ def _send(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
 
 
 def _answer(process: subprocess.Popen[str], errors: Path) -> Any:
-    from .run_cells import last_line
-
     assert process.stdout
     line = process.stdout.readline()
     if not line:
@@ -111,8 +114,8 @@ def judged(found: Sequence[Case | Refusal], home: Path) -> Iterator[Verdict]:
     ranks_errors = home / "ranks.stderr"
     judge_errors = home / "judge.stderr"
     with (
-        _program("orchestrator.verify.start_ranks", ranks_errors) as ranks,
-        _program("trainer.independent", judge_errors) as judge,
+        _program("tests.independent.start_ranks", ranks_errors) as ranks,
+        _program("tests.independent.oracle", judge_errors) as judge,
     ):
         for number, case in enumerate(found):
             if isinstance(case, Refusal):

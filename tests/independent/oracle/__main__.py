@@ -1,8 +1,8 @@
-"""`python -m trainer.independent` reads an order a line, and answers each with a line; both are
+"""`python -m tests.independent.oracle` reads an order a line, and answers each with a line; both are
 JSON objects.
 
 "prepare": write the checkpoint from which a harsh case starts. "judge": what is wrong with the runs
-of a case. `orch verify --against independent` starts it.
+of a case. `python -m tests.independent` starts it.
 """
 
 from __future__ import annotations
