@@ -40,7 +40,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The batch on `device`; from pinned memory the copy does not block the host."""
-        return self.each(lambda part: part.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
         """The batch in page-locked host memory (CUDA only)."""

@@ -94,13 +94,13 @@ def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
             _write_atomically(seen, msgspec.json.encode(_Seen(key)))
             return TokenStore(cache / key)
     except OSError as error:
-        what = (
+        detail = (
             f"{error.strerror}: {error.filename}"
             if error.filename
             else str(error.strerror or error)
         )
         raise DataError(
-            f"cannot write token files under {cache} ({what}); choose another data.cache_dir"
+            f"cannot write token files under {cache} ({detail}); choose another data.cache_dir"
         ) from error
 
 
@@ -134,16 +134,16 @@ def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progre
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     buffer = memoryview(bytearray(BATCH_BYTES))
     for source in sources:
-        one = hashlib.sha256()
+        file_digest = hashlib.sha256()
         try:
             with source.path.open("rb", buffering=0) as file:
                 while count := file.readinto(buffer):
-                    one.update(buffer[:count])
+                    file_digest.update(buffer[:count])
                     done += count
                     report("hash", min(done, total), total)
         except OSError as error:
             raise DataError(f"cannot read {source.path}: {error.strerror}") from error
-        digest.update(f"{source.path.suffix.lower() == '.jsonl'} {one.hexdigest()}\0".encode())
+        digest.update(f"{source.path.suffix.lower() == '.jsonl'} {file_digest.hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
@@ -207,10 +207,10 @@ def _encode(
 
 
 def _sweep(cache: Path, host: str) -> None:
-    for left in cache.glob(f"*.tmp-{host}-*"):
-        pid = left.name.rpartition("-")[2]
+    for folder in cache.glob(f"*.tmp-{host}-*"):
+        pid = folder.name.rpartition("-")[2]
         if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:

@@ -63,42 +63,42 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
 
     Raises DataError when a path does not exist, a folder cannot be read, or nothing is found.
     """
-    found: dict[Path, Source] = {}
-    others: Counter[str] = Counter()
+    sources: dict[Path, Source] = {}
+    ignored: Counter[str] = Counter()
     for path in paths:
         root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
         if not root.exists():
             raise DataError(f"data path {path!r} does not exist")
         if root.is_file():
-            _take(found, root.name, root.resolve(), root.stat())
+            _take(sources, root.name, root.resolve(), root.stat())
             continue
         if not root.is_dir():
             raise DataError(
                 f"data path {path!r} is neither a file nor a folder (a pipe or a device)"
             )
-        real = (
+        resolved_root = (
             root.resolve()
         )  # once: every rank does this at every start, and a corpus may have a million files
-        for file in sorted(_walk(real, path == STDLIB), key=lambda file: file.path.split(os.sep)):
-            place = Path(file.path)
-            if (suffix := place.suffix.lower()) not in extensions:
-                others[suffix or "no extension"] += 1
+        for file in sorted(_walk(resolved_root, path == STDLIB), key=lambda file: file.path.split(os.sep)):
+            file_path = Path(file.path)
+            if (suffix := file_path.suffix.lower()) not in extensions:
+                ignored[suffix or "no extension"] += 1
                 continue
-            name = f"{path}/{place.relative_to(real).as_posix()}"
-            _take(found, name, place.resolve() if file.is_symlink() else place, file.stat())
-    if not found:
-        seen = (
-            ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(4))
+            name = f"{path}/{file_path.relative_to(resolved_root).as_posix()}"
+            _take(sources, name, file_path.resolve() if file.is_symlink() else file_path, file.stat())
+    if not sources:
+        suffix_counts = (
+            ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(4))
             or "no files at all"
         )
         raise DataError(
-            f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))} (found {seen})"
+            f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))} (found {suffix_counts})"
         )
-    return list(found.values())
+    return list(sources.values())
 
 
-def _take(found: dict[Path, Source], name: str, file: Path, status: os.stat_result) -> None:
-    found.setdefault(file, Source(name, file, status.st_size, status.st_mtime_ns))
+def _take(sources: dict[Path, Source], name: str, file: Path, status: os.stat_result) -> None:
+    sources.setdefault(file, Source(name, file, status.st_size, status.st_mtime_ns))
 
 
 def _walk(root: Path, is_stdlib: bool) -> Iterator[os.DirEntry[str]]:
@@ -155,23 +155,23 @@ def _read_text(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
             offset += cut
 
 
-def _last_character(text: bytes) -> int:
+def _last_character(content: bytes) -> int:
     """Index at which the last character of UTF-8 text begins; its end may still be unread."""
-    index = len(text) - 1
-    while index > 0 and len(text) - index < 4 and text[index] & 0xC0 == 0x80:
+    index = len(content) - 1
+    while index > 0 and len(content) - index < 4 and content[index] & 0xC0 == 0x80:
         index -= 1
     return index
 
 
-def _check_text(text: bytes, source: Source, offset: int) -> None:
-    if (zero := text.find(b"\0")) >= 0:
+def _check_text(content: bytes, source: Source, offset: int) -> None:
+    if (zero := content.find(b"\0")) >= 0:
         raise DataError(f"{source.path} is not text: it has a zero byte at offset {offset + zero}")
     try:
-        text.decode()
+        content.decode()
     except UnicodeDecodeError as error:
-        where = offset + error.start
+        position = offset + error.start
         raise DataError(
-            f"{source.path} is not UTF-8 text: {error.reason} at offset {where}"
+            f"{source.path} is not UTF-8 text: {error.reason} at offset {position}"
         ) from None
 
 
@@ -184,10 +184,10 @@ def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
         if not line.strip():
             continue
         try:
-            text = _LINES.decode(line).text.encode()
+            document = _LINES.decode(line).text.encode()
         except (msgspec.DecodeError, UnicodeError) as error:
             raise DataError(
                 f'{source.path}:{number}: expected {{"text": "..."}}: {error}'
             ) from None
-        if text:
-            yield TextPiece(text, ends_document=True)
+        if document:
+            yield TextPiece(document, ends_document=True)

@@ -72,10 +72,10 @@ class Loader:
         return samples_at(self.parallel, self.ramp, consumed)
 
     def _read(self, consumed: int) -> list[MicroBatch]:
-        many = micro_batches_at(self.parallel, self.ramp, consumed)
+        count = micro_batches_at(self.parallel, self.ramp, consumed)
         return [
             self._micro_batch(indices)
-            for indices in samples_of_step(self.parallel, self.coord, consumed, many)
+            for indices in samples_of_step(self.parallel, self.coord, consumed, count)
         ]
 
     def _micro_batch(self, indices: list[int]) -> MicroBatch:

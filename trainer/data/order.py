@@ -33,8 +33,8 @@ class Permutation:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError("a permutation needs at least one element")
-        text = f"orch.order/1 {self.seed} {self.epoch} {self.size}".encode()
-        digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
+        key_source = f"orch.order/1 {self.seed} {self.epoch} {self.size}".encode()
+        digest = hashlib.blake2b(key_source, digest_size=8 * _ROUNDS).digest()
         keys = tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
         object.__setattr__(self, "_keys", keys)
         object.__setattr__(self, "_half_bits", max(1, ((self.size - 1).bit_length() + 1) // 2))
@@ -42,14 +42,14 @@ class Permutation:
     def __call__(self, index: int) -> int:
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside 0..{self.size - 1}")
-        half = self._half_bits
+        half_bits = self._half_bits
         mask = (1 << self._half_bits) - 1
         while True:
-            left = index >> half
-            right = index & mask
+            high = index >> half_bits
+            low = index & mask
             for key in self._keys:
-                left, right = right, left ^ (_mix(right ^ key) & mask)
-            index = left << half | right
+                high, low = low, high ^ (_mix(low ^ key) & mask)
+            index = high << half_bits | low
             if index < self.size:
                 return index
 

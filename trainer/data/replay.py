@@ -52,18 +52,18 @@ def main(plan_file: str) -> int:
         return exit_code(error)
     order = SampleOrder(store.samples(job.train.seq_len), job.data.seed)
     for line in sys.stdin.buffer:
-        told = msgspec.json.decode(line, type=Told)
-        places = range(told.first, told.last)
+        step = msgspec.json.decode(line, type=Told)
+        sample_range = range(step.first, step.last)
         try:
-            windows = (store.window(order(place), job.train.seq_len) for place in places)
+            windows = (store.window(order(sample), job.train.seq_len) for sample in sample_range)
             total = sum(
-                fingerprint([place], [window])
-                for place, window in zip(places, windows, strict=True)
+                fingerprint([sample], [window])
+                for sample, window in zip(sample_range, windows, strict=True)
             )
-            found = Replayed(told.step, as_text(total))
+            replayed = Replayed(step.step, as_text(total))
         except DataError as error:
-            found = Replayed(told.step, problem=str(error))
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+            replayed = Replayed(step.step, problem=str(error))
+        sys.stdout.buffer.write(msgspec.json.encode(replayed) + b"\n")
     sys.stdout.flush()
     return Exit.DONE
 

@@ -60,10 +60,10 @@ class BlockHasher:
     def add(self, data: bytes) -> None:
         view = memoryview(data)
         while len(view):
-            part = view[: BLOCK_BYTES - self._filled]
-            self._block.update(part)
-            self._filled += len(part)
-            view = view[len(part) :]
+            chunk = view[: BLOCK_BYTES - self._filled]
+            self._block.update(chunk)
+            self._filled += len(chunk)
+            view = view[len(chunk) :]
             if self._filled == BLOCK_BYTES:
                 self._end_block()
 
@@ -134,9 +134,9 @@ class TokenWriter:
         ):
             blocks.write(digests)
             file.write(msgspec.json.format(msgspec.json.encode(index)))
-            for each in (self._tokens, self._documents, blocks, file):
-                each.flush()
-                os.fsync(each.fileno())
+            for open_file in (self._tokens, self._documents, blocks, file):
+                open_file.flush()
+                os.fsync(open_file.fileno())
         self.abandon()
         sync_folder(self.folder)
 
@@ -154,11 +154,11 @@ class TokenStore:
         self.folder = folder
         try:
             raw = (folder / "index.json").read_bytes()
-            named = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(
+            raw_format = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(
                 "format", msgspec.Raw(b"null")
             )
-            if (found := msgspec.json.decode(named)) != FORMAT:
-                raise _damaged(folder, f"format {found}, this version reads {FORMAT}")
+            if (stored_format := msgspec.json.decode(raw_format)) != FORMAT:
+                raise _damaged(folder, f"format {stored_format}, this version reads {FORMAT}")
             self.index = msgspec.json.decode(raw, type=Index)
             sizes = {
                 name: (folder / name).stat().st_size for name in ("tokens.bin", "documents.bin")
@@ -172,8 +172,8 @@ class TokenStore:
         for name, size in sizes.items():
             if size != expected[name]:
                 raise _damaged(folder, f"{name} has {size} bytes, its index says {expected[name]}")
-        whole = len(self._digests) == -(-self._bytes // BLOCK_BYTES) * _DIGEST
-        if not whole or hashlib.sha256(self._digests).hexdigest() != self.index.blocks_sha256:
+        complete = len(self._digests) == -(-self._bytes // BLOCK_BYTES) * _DIGEST
+        if not complete or hashlib.sha256(self._digests).hexdigest() != self.index.blocks_sha256:
             raise _damaged(folder, "blocks.bin does not have the sha256 in the index")
         self._file = os.open(folder / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -196,8 +196,8 @@ class TokenStore:
         """Equal for equal tokens: a digest of the hashes of all of them, where `index.key` is of
         the text."""
         index = self.index
-        text = f"{index.dtype} {index.tokens} {index.eod} {index.vocab_size} {index.blocks_sha256}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        identity_source = f"{index.dtype} {index.tokens} {index.eod} {index.vocab_size} {index.blocks_sha256}"
+        return hashlib.sha256(identity_source.encode()).hexdigest()
 
     def samples(self, seq_len: int) -> int:
         """Windows of `seq_len` + 1 tokens that overlap in one, so that each token but the first is
@@ -218,19 +218,19 @@ class TokenStore:
         """The bytes of the blocks from `first` to before `end`: read once, and hashed before
         anybody sees them."""
         begin = first * BLOCK_BYTES
-        left = min(end * BLOCK_BYTES, self._bytes) - begin
-        parts = list[bytes]()
+        unread = min(end * BLOCK_BYTES, self._bytes) - begin
+        chunks = list[bytes]()
         try:
-            while left and (part := os.pread(self._file, left, begin + sum(map(len, parts)))):
-                parts.append(part)
-                left -= len(part)
+            while unread and (chunk := os.pread(self._file, unread, begin + sum(map(len, chunks)))):
+                chunks.append(chunk)
+                unread -= len(chunk)
         except OSError as error:
-            problem = UnreadableData if error.errno == errno.EIO else DataError
-            raise problem(f"cannot read {self.folder / 'tokens.bin'}: {error.strerror}") from error
-        raw = b"".join(parts)
+            error_type = UnreadableData if error.errno == errno.EIO else DataError
+            raise error_type(f"cannot read {self.folder / 'tokens.bin'}: {error.strerror}") from error
+        raw = b"".join(chunks)
         for block in range(first, end):
-            at = (block - first) * BLOCK_BYTES
-            digest = hashlib.sha256(memoryview(raw)[at : at + BLOCK_BYTES]).digest()
+            start = (block - first) * BLOCK_BYTES
+            digest = hashlib.sha256(memoryview(raw)[start : start + BLOCK_BYTES]).digest()
             if digest != self._digests[block * _DIGEST : (block + 1) * _DIGEST]:
                 width = self._dtype.itemsize
                 tokens = (
@@ -244,5 +244,5 @@ class TokenStore:
         return raw
 
 
-def _damaged(folder: Path, what: str) -> DataError:
-    return DataError(f"token files in {folder} are damaged ({what}); delete that folder")
+def _damaged(folder: Path, detail: str) -> DataError:
+    return DataError(f"token files in {folder} are damaged ({detail}); delete that folder")

@@ -46,7 +46,7 @@ class ByteTokenizer:
     eod = 256
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+        return [np.frombuffer(document, dtype=np.uint8) for document in texts]
 
 
 class FileTokenizer:
@@ -76,9 +76,9 @@ class FileTokenizer:
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
-        known = ((name, self._backend.token_to_id(name)) for name in END_TOKENS)
+        candidates = ((name, self._backend.token_to_id(name)) for name in END_TOKENS)
         self._end, self.eod = next(
-            ((name, number) for name, number in known if number is not None), ("", -1)
+            ((name, number) for name, number in candidates if number is not None), ("", -1)
         )
         if not self._end:
             raise DataError(
@@ -88,23 +88,23 @@ class FileTokenizer:
         self.identity = f"tokenizers/1 {hashlib.sha256(raw).hexdigest()}"
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        parts = [self._without_end(text.decode()) for text in texts]
+        segments = [self._without_end(document.decode()) for document in texts]
         encoded = self._backend.encode_batch(
-            [part for text in parts for part in text], add_special_tokens=False
+            [segment for document in segments for segment in document], add_special_tokens=False
         )
         ids = iter([np.array(entry.ids, dtype=np.uint32) for entry in encoded])
-        return [np.concatenate([next(ids) for _ in text]) for text in parts]
+        return [np.concatenate([next(ids) for _ in document]) for document in segments]
 
-    def _without_end(self, text: str) -> list[str]:
+    def _without_end(self, document: str) -> list[str]:
         """The text, cut in the middle of each spelled-out end token: models whose base vocabulary
         holds that token would find it even with `encode_special_tokens`."""
         middle = len(self._end) // 2
-        left = self._end[:middle]
-        right = self._end[middle:]
-        parts = text.split(self._end)
-        firsts = ["", *[right] * (len(parts) - 1)]
-        lasts = [*[left] * (len(parts) - 1), ""]
-        return [first + part + last for first, part, last in zip(firsts, parts, lasts, strict=True)]
+        end_head = self._end[:middle]
+        end_tail = self._end[middle:]
+        segments = document.split(self._end)
+        prefixes = ["", *[end_tail] * (len(segments) - 1)]
+        suffixes = [*[end_head] * (len(segments) - 1), ""]
+        return [prefix + segment + suffix for prefix, segment, suffix in zip(prefixes, segments, suffixes, strict=True)]
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -36,11 +36,11 @@ class Entry:
 
     __slots__ = ("__weakref__", "back", "dtype", "place", "serial", "shape", "stored")
 
-    def __init__(self, serial: int, place: int, like: Tensor):
+    def __init__(self, serial: int, slot: int, tensor: Tensor):
         self.serial = serial
-        self.place = place
-        self.shape = like.shape
-        self.dtype = like.dtype
+        self.place = slot
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
         self.stored: Future[None] | None = None  # on its way to the disk
         self.back: _Back | None = None
 
@@ -75,15 +75,15 @@ class ActivationStore:
             self._before = self._used
             self._used = []
             self._alike = True
-        if (places := self._places.get(tensor.nbytes)) is None:
-            places = self._places[tensor.nbytes] = _Places(self.host, tensor.nbytes, self.folder)
-        entry = Entry(self._puts, places.take(), tensor)
+        if (slots := self._places.get(tensor.nbytes)) is None:
+            slots = self._places[tensor.nbytes] = _Places(self.host, tensor.nbytes, self.folder)
+        entry = Entry(self._puts, slots.take(), tensor)
         self._away[entry.serial] = weakref.ref(entry)
-        weakref.finalize(entry, self._release, places, entry.place, entry.serial)
+        weakref.finalize(entry, self._release, slots, entry.place, entry.serial)
         self._puts += 1
-        places.store(entry, tensor)
+        slots.store(entry, tensor)
         if entry.serial == self._following():
-            places.fetch(entry)
+            slots.fetch(entry)
         return entry
 
     def get(self, entry: Entry) -> Tensor:
@@ -106,12 +106,12 @@ class ActivationStore:
 
     def _following(self) -> int:
         """What is used next, if it is as before; else -1."""
-        done = len(self._used)
-        return self._start + self._before[done] if self._alike and done < len(self._before) else -1
+        used_count = len(self._used)
+        return self._start + self._before[used_count] if self._alike and used_count < len(self._before) else -1
 
-    def _release(self, places: _Places, place: int, serial: int) -> None:
+    def _release(self, slots: _Places, slot: int, serial: int) -> None:
         self._away.pop(serial, None)
-        places.free.append(place)
+        slots.free.append(slot)
 
 
 class _Places:

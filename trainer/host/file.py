@@ -57,11 +57,11 @@ class StateFile:
 
     def grow(self, size: int) -> None:
         """Reserve space for `size` bytes in all. Raises DiskError."""
-        before = self.size
+        reserved = self.size
         self.size = max(size, self.size)
         try:
-            if self.size > before:
-                os.posix_fallocate(self.fd, before, self.size - before)
+            if self.size > reserved:
+                os.posix_fallocate(self.fd, reserved, self.size - reserved)
         except OSError as error:
             raise self._failed("cannot hold what is offloaded", error) from None
 
@@ -75,17 +75,17 @@ class StateFile:
                 raise
             return self.fd
 
-    def _failed(self, what: str, error: OSError) -> DiskError:
+    def _failed(self, failure: str, error: OSError) -> DiskError:
         needs = f"{self.size / 2**30:.2f} GiB"
         return DiskError(
-            f"train.offload_dir {self.folder} {what} ({needs}): {error.strerror or error}",
+            f"train.offload_dir {self.folder} {failure} ({needs}): {error.strerror or error}",
             error.errno,
         )
 
-    def read(self, into: Tensor, offset: int, cached: bool = False) -> None:
+    def read(self, target: Tensor, offset: int, cached: bool = False) -> None:
         """Fill 1-D bytes. `cached`: through the page cache, as what is mapped has to be; else the
         bytes, their length and `offset` are whole blocks. Raises DiskError."""
-        self._each(into, offset, os.preadv, cached, "cannot be read", self._requests.reads)
+        self._each(target, offset, os.preadv, cached, "cannot be read", self._requests.reads)
 
     def write(self, data: Tensor, offset: int, cached: bool = False) -> None:
         """Write 1-D bytes, as `read`. Raises DiskError."""
@@ -97,25 +97,25 @@ class StateFile:
         offset: int,
         transfer: Transfer,
         cached: bool,
-        what: str,
+        failure: str,
         threads: ThreadPoolExecutor,
     ) -> None:
         view = data.numpy().data
         fd = self.fd if cached else self.direct
-        parts = [
+        requests = [
             (view[start : start + PART], offset + start) for start in range(0, len(view), PART)
         ]
         try:
-            if len(parts) > 1:
-                jobs = [threads.submit(_move, transfer, fd, *part) for part in parts]
+            if len(requests) > 1:
+                jobs = [threads.submit(_move, transfer, fd, *request) for request in requests]
                 failed = [error for error in [job.exception() for job in jobs] if error is not None]
                 if failed:
                     raise failed[0]
             else:
-                for part in parts:
-                    _move(transfer, fd, *part)
+                for request in requests:
+                    _move(transfer, fd, *request)
         except OSError as error:
-            raise self._failed(what, error) from None
+            raise self._failed(failure, error) from None
 
     def mapped(self) -> Tensor:
         """The file's bytes as a 1-D tensor, in pages that the kernel may drop; released with the

@@ -47,14 +47,14 @@ class HostMemory:
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new 1-D tensor on the host. Raises MemoryError where there is no room for it."""
         try:
-            made = self._apart(numel, dtype)
+            tensor = self._apart(numel, dtype)
         except (RuntimeError, OSError, OverflowError) as error:
             size = numel * dtype.itemsize / 2**30
             raise MemoryError(
                 f"no {size:.2f} GiB of host memory for what is offloaded: {error}".split("\n")[0]
             ) from None
-        self.tensors.append(made)
-        return made
+        self.tensors.append(tensor)
+        return tensor
 
     def _apart(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros; not in line with the others, if they are many."""
@@ -71,9 +71,9 @@ class HostMemory:
     def blocks(self, size: int) -> Tensor:
         """`size` new bytes on the host that begin on a multiple of `BLOCK`, as transfers past the
         page cache need."""
-        room = self.zeros(size + BLOCK, torch.uint8)
-        start = -room.data_ptr() % BLOCK
-        return room[start : start + size]
+        buffer = self.zeros(size + BLOCK, torch.uint8)
+        start = -buffer.data_ptr() % BLOCK
+        return buffer[start : start + size]
 
     def take(
         self, target: Tensor, source: Tensor, work: torch.distributed.Work | None = None
@@ -117,9 +117,9 @@ class HostMemory:
     def arrived(self, tensor: Tensor, event: torch.cuda.Event | None) -> Tensor:
         """What was brought, for what computes from now on."""
         if event is not None:
-            now = torch.cuda.current_stream(self.device)
-            now.wait_event(event)
-            tensor.record_stream(now)
+            compute = torch.cuda.current_stream(self.device)
+            compute.wait_event(event)
+            tensor.record_stream(compute)
         return tensor
 
     @staticmethod
@@ -152,23 +152,23 @@ class HostMemory:
         if self.weights is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         file = StateFile(self.weights, numel * dtype.itemsize, self.requests)
-        made = file.mapped().view(dtype)
-        storage = made.untyped_storage()
+        tensor = file.mapped().view(dtype)
+        storage = tensor.untyped_storage()
         self._files[storage.data_ptr()] = file
         weakref.finalize(storage, self._free, storage.data_ptr())
-        return made
+        return tensor
 
     def _free(self, address: int) -> None:
         self._files.pop(address).close()
 
-    def read(self, source: Tensor, into: Tensor) -> None:
+    def read(self, source: Tensor, target: Tensor) -> None:
         """Copy 1-D weights or gradients to the host. Pages are read by the kernel in one call, not
         fault by fault. Raises DiskError."""
         file = self._file_of(source)
-        if file is None or source.dtype != into.dtype:
-            into.copy_(source)
+        if file is None or source.dtype != target.dtype:
+            target.copy_(source)
         else:
-            file.read(into.view(torch.uint8), _offset(source), cached=True)
+            file.read(target.view(torch.uint8), _offset(source), cached=True)
 
     def write(self, data: Tensor, target: Tensor) -> None:
         """Copy from the host to 1-D weights or gradients. Pages that are not in memory are not read

@@ -39,25 +39,25 @@ def remote_type(folder: Path, mounts: Path = MOUNTS) -> str | None:
     """The type of the remote file system that holds `folder`; None: it is local, or that cannot be
     told."""
     folder = folder.resolve()
-    found = ""
+    deepest = ""
     depth = -1
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
         return None
     for line in lines:
-        point, kind = (_plain(word) for word in line.split(" ")[1:3])
+        point, kind = (_plain(field) for field in line.split(" ")[1:3])
         if (
             folder.is_relative_to(point) and len(Path(point).parts) >= depth
         ):  # a later mount covers an earlier one
-            found = kind
+            deepest = kind
             depth = len(Path(point).parts)
-    return found if found in REMOTE | REMOTE_PROGRAMS else None
+    return deepest if deepest in REMOTE | REMOTE_PROGRAMS else None
 
 
-def _plain(word: str) -> str:
+def _plain(field: str) -> str:
     """Blanks and the like stand as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 
 def remote_warning(folder: Path, mounts: Path = MOUNTS) -> str | None:

@@ -33,8 +33,8 @@ class Ring:
         self.records = records
         self.slots = slots[: len(records)]
         self._lanes = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"offload-slot{at}")
-            for at in range(len(self.slots))
+            ThreadPoolExecutor(1, thread_name_prefix=f"offload-slot{slot}")
+            for slot in range(len(self.slots))
         ]
         self._ready: list[Future[None] | None] = [None] * len(
             self.slots
@@ -55,10 +55,10 @@ class Ring:
 
     def _read(self, number: int) -> None:
         """Another slot may still be writing what the same record held a round ago."""
-        at = number % len(self.records)
-        if at in self._written:
-            self._written[at].result()
-        record = self.records[at]
+        index = number % len(self.records)
+        if index in self._written:
+            self._written[index].result()
+        record = self.records[index]
         self.file.read(self.slots[number % len(self.slots)][: record.size], record.offset)
 
     def take(self) -> Tensor:
@@ -90,8 +90,8 @@ class Ring:
     def settle(self) -> None:
         """Wait until all is in the file, and forget what was read ahead: others may read and change
         the file now. Raises DiskError."""
-        waiting = [one for one in (*self._written.values(), *self._ready) if one is not None]
+        transfers = [pending for pending in (*self._written.values(), *self._ready) if pending is not None]
         self._written, self._ready, self._taken = {}, [None] * len(self.slots), 0
-        failed = [error for error in [one.exception() for one in waiting] if error is not None]
+        failed = [error for error in [pending.exception() for pending in transfers] if error is not None]
         if failed:
             raise failed[0]
