@@ -1,9 +1,9 @@
-"""`python -m trainer.data.replay PLAN`: reads the data of steps once more. `orch verify --data`
+"""`python -m trainer.data.replay PLAN`: reads the data of steps a second time. `orch verify --data`
 starts it.
 
-stdin: one JSON object a line, `Told`; stdout: one `Replayed` a line. The order of samples is the
-same for every layout (`trainer.data.order`), so one process reads what all ranks of any epoch have
-read.
+stdin has one JSON object per line, `TrainedStep`; stdout gets one `Replayed` per line. The order of
+samples is the same for every layout (`trainer.data.order`), so one process can read the samples of
+all ranks of any epoch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trainer.data.order import SampleOrder
 from trainer.errors import DataError, exit_code
 
 
-class Told(Struct, frozen=True):
-    """Step `step` took the places `first` to `last` - 1 of the data order."""
+class TrainedStep(Struct, frozen=True):
+    """A step that took the indices `first` to `last` - 1 of the data order."""
 
     step: int
     first: int
@@ -38,7 +38,7 @@ class Replayed(Struct, frozen=True):
 
 
 def main(plan_file: str) -> int:
-    """Errors are one line on stderr and the exit code of the contract."""
+    """Runs the program; an error is one line on stderr and the exit code of the contract."""
     try:
         job = from_json(Path(plan_file).read_bytes()).job
         store = open_tokens(job.data)
@@ -52,7 +52,7 @@ def main(plan_file: str) -> int:
         return exit_code(error)
     order = SampleOrder(store.samples(job.train.seq_len), job.data.seed)
     for line in sys.stdin.buffer:
-        step = msgspec.json.decode(line, type=Told)
+        step = msgspec.json.decode(line, type=TrainedStep)
         sample_range = range(step.first, step.last)
         try:
             windows = (store.window(order(sample), job.train.seq_len) for sample in sample_range)

@@ -26,20 +26,20 @@ END_TOKENS = (
 
 
 class Tokenizer(Protocol):
-    """Encodes documents; ids are below `vocab_size`, `eod` ends a document and never comes out of
-    text."""
+    """Encodes documents. Ids are below `vocab_size`; `eod` ends a document, and no text encodes to
+    it."""
 
     identity: str  # equal for equal behaviour: part of the cache key
     vocab_size: int
     eod: int
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """One array of ids (any unsigned dtype) for each UTF-8 text."""
+        """Returns one array of ids (any unsigned dtype) for each UTF-8 text."""
         ...
 
 
 class ByteTokenizer:
-    """A token a byte, 256 for the end of a document."""
+    """Encodes each byte as a token, and the end of a document as 256."""
 
     identity = "bytes/1"
     vocab_size = 257
@@ -50,12 +50,12 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizers` JSON file. Text that spells a special token is encoded as ordinary text: a
-    corpus must not be able to forge the end of a document."""
+    """Encodes with a `tokenizers` JSON file. Text that spells a special token is encoded as
+    ordinary text: a corpus must not be able to forge the end of a document."""
 
     def __init__(self, path: Path):
-        """Raises DataError: no such file, not a tokenizer, no end-of-document token, package not
-        installed."""
+        """Reads the file. Raises DataError: no such file, not a tokenizer, no end-of-document
+        token, package not installed."""
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
@@ -96,7 +96,7 @@ class FileTokenizer:
         return [np.concatenate([next(ids) for _ in document]) for document in segments]
 
     def _without_end(self, document: str) -> list[str]:
-        """The text, cut in the middle of each spelled-out end token: models whose base vocabulary
+        """Cuts the text in the middle of each spelled-out end token: models whose base vocabulary
         holds that token would find it even with `encode_special_tokens`."""
         middle = len(self._end) // 2
         end_head = self._end[:middle]
@@ -104,9 +104,12 @@ class FileTokenizer:
         segments = document.split(self._end)
         prefixes = ["", *[end_tail] * (len(segments) - 1)]
         suffixes = [*[end_head] * (len(segments) - 1), ""]
-        return [prefix + segment + suffix for prefix, segment, suffix in zip(prefixes, segments, suffixes, strict=True)]
+        return [
+            prefix + segment + suffix
+            for prefix, segment, suffix in zip(prefixes, segments, suffixes, strict=True)
+        ]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizers JSON file. Raises DataError."""
+    """Loads the tokenizer `bytes`, or a tokenizers JSON file by its path. Raises DataError."""
     return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name).expanduser())
