@@ -72,22 +72,22 @@ def judge_layouts(options: argparse.Namespace) -> int:
     return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
 
 
-def _precisions(words: str | None) -> Sequence[cases.Precision]:
-    if words is None:
+def _precisions(option: str | None) -> Sequence[cases.Precision]:
+    if option is None:
         return cases.PRECISIONS
     precisions = []
-    for word in words.split(","):
-        if word not in cases.PRECISIONS:
-            raise OrchError(f"--precision {word}; legal: {', '.join(cases.PRECISIONS)}")
-        precisions.append(word)
+    for precision in option.split(","):
+        if precision not in cases.PRECISIONS:
+            raise OrchError(f"--precision {precision}; legal: {', '.join(cases.PRECISIONS)}")
+        precisions.append(precision)
     return precisions
 
 
 def lines(verdict: Verdict, look: Style) -> list[str]:
     """The verdict of one case: the worst error of each quantity against its bound, and problems."""
-    word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
+    painted_word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
     steps = f"{verdict.steps} steps" + (f", {verdict.skipped} skipped" if verdict.skipped else "")
-    heading = f"{word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"
+    heading = f"{painted_word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"
     if verdict.refused or verdict.failed:
         return [heading, f"          {verdict.refused or verdict.failed}"]
     rows = [heading]

@@ -156,30 +156,41 @@ def cases(
     """Of `parallel=word,word,...`: each word begins a case and the next goes on with it; one word
     alone is gone on with by one process. `home`: a folder that lasts as long as the runs. Raises
     OrchError."""
-    rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
-    lists = [
-        word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")
+    other_overrides = [
+        override for override in overrides if not override.lstrip("+").startswith("parallel=")
     ]
-    if not lists:
+    layout_lists = [
+        override.split("=", 1)[1]
+        for override in overrides
+        if override.lstrip("+").startswith("parallel=")
+    ]
+    if not layout_lists:
         raise OrchError(
             "the independent oracle needs layouts: parallel=tp2_pp2_zero1,dp4", Exit.USAGE
         )
-    for word in rest:
-        key = word.lstrip("+").split("=", 1)[0]
+    for override in other_overrides:
+        key = override.lstrip("+").split("=", 1)[0]
         if key.split(".")[0] not in OPEN:
             raise OrchError(
                 f"the independent oracle sets {key} itself; yours: {', '.join(OPEN)}", Exit.USAGE
             )
-    own_model = any(word.lstrip("+").startswith("model") for word in rest)
-    words = [name.strip() for name in lists[-1].strip("[]").split(",")]
+    own_model = any(override.lstrip("+").startswith("model") for override in other_overrides)
+    layouts = [name.strip() for name in layout_lists[-1].strip("[]").split(",")]
     write_corpus(home / "text")
-    for number, first in enumerate(words):
-        second = words[(number + 1) % len(words)] if len(words) > 1 else "dp1"
+    for number, first in enumerate(layouts):
+        second = layouts[(number + 1) % len(layouts)] if len(layouts) > 1 else "dp1"
         for precision in precisions:
             name = f"{first} -> {second}"
             try:
                 yield make(
-                    name, (first, second), precision, number, rest, config_dir, home, own_model
+                    name,
+                    (first, second),
+                    precision,
+                    number,
+                    other_overrides,
+                    config_dir,
+                    home,
+                    own_model,
                 )
             except Refused as error:
                 yield Refusal(name, precision, str(error))
@@ -194,7 +205,7 @@ def make(
     layouts: tuple[str, str],
     precision: Precision,
     number: int,
-    rest: Sequence[str],
+    overrides: Sequence[str],
     config_dir: str | Path | None,
     home: Path,
     own_model: bool = False,
@@ -204,13 +215,16 @@ def make(
     turn = number + PRECISIONS.index(precision)
     base = [] if own_model else ["model=tiny"]
     configs = [
-        load(["cluster=local", *base, *rest, f"parallel={word}"], config_dir) for word in layouts
+        load(["cluster=local", *base, *overrides, f"parallel={layout}"], config_dir)
+        for layout in layouts
     ]
     if any(config.parallel.auto for config in configs):
         raise OrchError("the independent oracle needs degrees, not a search", Exit.USAGE)
     if not own_model:
-        spread = any((one.parallel.ep or 1) > 1 or one.parallel.etp is not None for one in configs)
-        shapes = EXPERTS if spread else DENSE
+        has_expert_parallel = any(
+            (one.parallel.ep or 1) > 1 or one.parallel.etp is not None for one in configs
+        )
+        shapes = EXPERTS if has_expert_parallel else DENSE
         shape = shapes[number % len(shapes)]
         layers = max(
             shape["layers"], *((one.parallel.pp or 1) * (one.parallel.vpp or 1) for one in configs)
@@ -249,14 +263,17 @@ def _batch(configs: Sequence[Config], sizes: Sequence[int]) -> int:
     ]
     both = lcm(*units)
     for times in count(1):
-        enough = True
+        fits = True
         for config, unit in zip(configs, units, strict=True):
-            each = times * both // unit
+            micro_batches = times * both // unit
             pp = config.parallel.pp or 1
-            twice = (config.parallel.schedule or "").startswith("dualpipe")
-            enough &= each >= max(2, 2 * pp if twice else pp) and each % (2 if twice else 1) == 0
-            enough &= config.parallel.vpp in (None, 1) or each % pp == 0
-        if enough:
+            is_dualpipe = (config.parallel.schedule or "").startswith("dualpipe")
+            fits &= (
+                micro_batches >= max(2, 2 * pp if is_dualpipe else pp)
+                and micro_batches % (2 if is_dualpipe else 1) == 0
+            )
+            fits &= config.parallel.vpp in (None, 1) or micro_batches % pp == 0
+        if fits:
             return times * both
     raise AssertionError
 

@@ -1,10 +1,10 @@
-"""`python -m tests.independent.start_ranks`: runs the ranks of whole jobs on this machine, one
-job after the other.
+"""`python -m tests.independent.start_ranks` runs the ranks of whole jobs on this machine, one job
+after the other.
 
 Like an agent's fork server it imports `trainer` once and forks its workers, which call
-`trainer.__main__.main` as `python -m trainer` does. Reads a job a line: its plan, and for each rank
-its environment, log and reports. Prints the ranks' exit codes. Ranks that have not ended in time
-are killed: their code is -9.
+`trainer.__main__.main` as `python -m trainer` does. It reads one job per line: its plan, and for
+each rank its environment, log and reports. It prints the ranks' exit codes. Ranks that have not
+ended in time are killed: their code is -9.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from orchestrator.run.processes import die_with_parent
 
-#: Seconds for all ranks of a job. Small jobs take some; machines are shared.
+#: Seconds for all ranks of a job. Small jobs take a few, but machines are shared.
 TIMEOUT_S = 300.0
 
 
@@ -35,14 +35,14 @@ def main() -> int:
 
 
 def _start(rank: dict[str, Any], preload: Any, program: Any, plan: str) -> int:
-    """The pid of a new worker."""
+    """Forks a worker and returns its pid."""
     parent = os.getpid()
     pid = os.fork()
     return pid or _work(rank, parent, preload, program, plan)
 
 
 def _work(rank: dict[str, Any], parent: int, preload: Any, program: Any, plan: str) -> NoReturn:
-    """In the worker."""
+    """Runs the trainer in the forked worker."""
     try:
         die_with_parent(parent)
         log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -62,8 +62,11 @@ def _wait(pids: list[int]) -> list[int]:
     end = time.monotonic() + TIMEOUT_S
     while len(codes) < len(pids):
         for pid in pids:
-            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(found[1])
+            if pid in codes:
+                continue
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
         if time.monotonic() > end:
             for pid in pids:
                 if pid not in codes:

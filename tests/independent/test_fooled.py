@@ -84,6 +84,6 @@ def test_a_background_save_of_live_tensors_is_caught(bug, tmp_path, monkeypatch)
     if not bug:
         assert found.word == "equal", (found.failed, reasons(found))
     else:
-        # another step's state was saved, or a file that changed while it was hashed was refused and is
-        # not there
+        # another step's state was saved, or a file that changed while it was hashed was refused and
+        # is not there
         assert found.word == "DIFFERENT" or "was not saved" in found.failed, found

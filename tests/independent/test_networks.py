@@ -175,7 +175,7 @@ def test_logits_gradients_and_choices_are_those_of_the_whole_network(make, model
 
     batch = Batch(tokens, targets, positions, torch.zeros(2, 16, dtype=torch.int64))
     made = Choices({layer: one.view(2, 16, -1) for layer, one in chosen.items()}, {}, {})
-    found = network.run(weights, batch, Counts(32, 2, 32), 1.0, made, {})
+    found = network.run(weights, batch, Counts(32, 2, 32), scale=1.0, choices=made, loads={})
     expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
     )

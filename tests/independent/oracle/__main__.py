@@ -1,8 +1,8 @@
-"""`python -m tests.independent.oracle` reads an order a line, and answers each with a line; both are
-JSON objects.
+"""`python -m tests.independent.oracle` reads one request per line and answers each with a line;
+both are JSON objects.
 
-"prepare": write the checkpoint from which a harsh case starts. "judge": what is wrong with the runs
-of a case. `python -m tests.independent` starts it.
+"prepare" writes the checkpoint from which a harsh case starts. "judge" returns what is wrong with
+the runs of a case. `python -m tests.independent` starts this program.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from .judge import judge, prepare
 
 def main() -> int:
     for line in sys.stdin:
-        order = json.loads(line)
-        if order["verb"] == "prepare":
-            prepare(Path(order["run"]), order["loss_scale"], order["good"])
+        request = json.loads(line)
+        if request["verb"] == "prepare":
+            prepare(Path(request["run"]), request["loss_scale"], request["good"])
             print("{}", flush=True)
         else:
-            print(
-                json.dumps(answer([Path(run) for run in order["runs"]], order["start"])), flush=True
-            )
+            runs = [Path(run) for run in request["runs"]]
+            print(json.dumps(answer(runs, request["start"])), flush=True)
     return 0
 
 
 def answer(runs: list[Path], start: str) -> dict[str, Any]:
-    """What `judge` has found, as JSON."""
+    """Returns the findings of `judge`, as JSON."""
     began = time.monotonic()
-    found = judge(runs, start)
+    findings = judge(runs, start)
     worst = {
-        what: {"error": e, "bound": bound, "where": at}
-        for what, (e, bound, at) in found.worst.items()
+        quantity: {"error": error, "bound": bound, "where": location}
+        for quantity, (error, bound, location) in findings.worst.items()
     }
     seconds = round(time.monotonic() - began, 2)
-    counts = {"steps": found.steps, "skipped": found.skipped, "seconds": seconds}
-    return counts | {"worst": worst, "problems": found.problems}
+    counts = {"steps": findings.steps, "skipped": findings.skipped, "seconds": seconds}
+    return counts | {"worst": worst, "problems": findings.problems}
 
 
 if __name__ == "__main__":

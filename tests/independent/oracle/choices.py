@@ -1,9 +1,10 @@
-"""Which experts a run's tokens chose: read from what its ranks have recorded
-(`job.record_choices`), and judged.
+"""Reads the experts that a run's tokens chose from the records of its ranks
+(`job.record_choices`), and judges each choice.
 
-The record is taken for the choices, not for their being right: the loss and all gradients are
-compared at them, so they are the ones that the run computed with, and each must be the best by the
-exact scores, but for as much rounding as this oracle measures in the run's own precision.
+The oracle computes with the recorded choices but does not trust them: the loss and all gradients
+are compared at them, so they must be the choices that the run computed with, and each choice must
+be the best by the exact scores, but for the rounding that this oracle measures in the run's own
+precision.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Choices:
-    """By layer, of all tokens of a step: int64 and float [samples, sequence, k]."""
+    """The choices of all tokens of a step by layer: int64 and float [samples, sequence, k]."""
 
     experts: dict[int, Tensor]
     logits: dict[int, Tensor]
     weights: dict[int, Tensor]
 
-    def rows(self, which: slice) -> Choices:
-        parts = self.experts, self.logits, self.weights
-        return Choices(*({layer: one[which] for layer, one in part.items()} for part in parts))
+    def rows(self, samples: slice) -> Choices:
+        """Returns the choices of some samples."""
+
+        def rows_of(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {layer: tensor[samples] for layer, tensor in tensors.items()}
+
+        return Choices(rows_of(self.experts), rows_of(self.logits), rows_of(self.weights))
 
 
 class Unrecorded(ValueError):
@@ -37,43 +42,51 @@ class Unrecorded(ValueError):
 
 
 def read(
-    run: Path, step: int, consumed: int, samples: int, length: int, layers: list[int], top_k: int
+    run: Path,
+    step: int,
+    *,
+    consumed: int,
+    samples: int,
+    length: int,
+    layers: list[int],
+    top_k: int,
 ) -> Choices:
-    """Of the step that began when the run had consumed so many samples. Raises Unrecorded."""
-    made = Choices({}, {}, {})
+    """Reads the choices of a step that began when the run had consumed so many samples. Raises
+    Unrecorded."""
+    choices = Choices({}, {}, {})
     count = samples * length
-    parts = [
-        load_file(path)
-        for path in sorted((run / "choices" / f"step-{step:08d}").glob("rank-*.safetensors"))
-    ]
+    folder = run / "choices" / f"step-{step:08d}"
+    records = [load_file(path) for path in sorted(folder.glob("rank-*.safetensors"))]
     for layer in layers:
-        mine = [part for part in parts if f"{layer}.tokens" in part]
-        if not mine:
+        layer_records = [record for record in records if f"{layer}.tokens" in record]
+        if not layer_records:
             raise Unrecorded(f"step {step}: no choices of layer {layer}")
-        tokens = torch.cat([part[f"{layer}.tokens"] for part in mine]) - consumed * length
+        tokens = (
+            torch.cat([record[f"{layer}.tokens"] for record in layer_records]) - consumed * length
+        )
         order = tokens.argsort()
         if not torch.equal(tokens[order], torch.arange(count)):
             raise Unrecorded(
                 f"step {step}: layer {layer} has not recorded each of {count} tokens once"
             )
-        for name, into in (
-            ("experts", made.experts),
-            ("logits", made.logits),
-            ("weights", made.weights),
+        for name, target in (
+            ("experts", choices.experts),
+            ("logits", choices.logits),
+            ("weights", choices.weights),
         ):
-            whole = torch.cat([part[f"{layer}.{name}"] for part in mine])[order]
-            into[layer] = whole.view(samples, length, top_k)
-        made.experts[layer] = made.experts[layer].long()
-    return made
+            ordered = torch.cat([record[f"{layer}.{name}"] for record in layer_records])[order]
+            target[layer] = ordered.view(samples, length, top_k)
+        choices.experts[layer] = choices.experts[layer].long()
+    return choices
 
 
 def needed_rounding(values: Tensor, chosen: Tensor, moe: dict[str, Any]) -> Tensor:
-    """values [n, experts], by which experts are chosen, chosen int64 [n, k] -> [n]: the least
-    amount by which every value must be off for this to be the choice of the highest k among the
-    best groups; infinite where no amount is enough, and where of two equal values in a group the
-    one with the higher number was taken.
+    """Returns the least rounding [n] of the values that explains each choice.
 
-    Sigmoid scores rank groups by the sum of their two best, soft-max ones by the best.
+    `values` [n, experts] decide the choice, `chosen` is int64 [n, k]. If every value is off by that
+    much, the choice has the k highest values among the best groups. It is infinite where no
+    rounding is enough, and where of two equal values in a group the one with the higher number was
+    chosen. Sigmoid scores rank groups by the sum of their two best, soft-max scores by the best.
     """
     groups = moe.get("groups", 1)
     size = moe["experts"] // moe.get("groups", 1)
@@ -81,30 +94,38 @@ def needed_rounding(values: Tensor, chosen: Tensor, moe: dict[str, Any]) -> Tens
     legal = picked.sum(-1) == chosen.shape[-1]
     lowest = values.masked_fill(~picked, math.inf).amin(-1)
     terms = min(2, size) if moe.get("score", "softmax") == "sigmoid" else 1
-    worth = values.unflatten(-1, (groups, size)).topk(terms, -1).values.sum(-1)
-    needed = torch.full_like(lowest, math.inf)
-    for kept in itertools.combinations(range(groups), moe.get("top_groups", 1)):
-        outside = [group for group in range(groups) if group not in kept]
-        shut = torch.tensor([expert // size not in kept for expert in range(values.shape[-1])])
-        best = values.masked_fill(picked | shut, -math.inf).amax(-1)
-        need = (best - lowest).clamp(min=0) / 2
-        if outside:
-            between = worth[:, outside].amax(-1) - worth[:, list(kept)].amin(-1)
-            need = torch.maximum(need, between.clamp(min=0) / (2 * terms))
-        needed = torch.where((picked & shut).any(-1), needed, torch.minimum(needed, need))
-    return needed.masked_fill(~legal | _wrong_among_equals(values, picked, size), math.inf)
+    group_scores = values.unflatten(-1, (groups, size)).topk(terms, -1).values.sum(-1)
+    least = torch.full_like(lowest, math.inf)
+    for kept_groups in itertools.combinations(range(groups), moe.get("top_groups", 1)):
+        group_of = [expert // size for expert in range(values.shape[-1])]
+        closed = torch.tensor([group not in kept_groups for group in group_of])
+        best = values.masked_fill(picked | closed, -math.inf).amax(-1)
+        shift = (best - lowest).clamp(min=0) / 2
+        shift = torch.maximum(shift, _group_shift(group_scores, kept_groups) / (2 * terms))
+        least = torch.where((picked & closed).any(-1), least, torch.minimum(least, shift))
+    return least.masked_fill(~legal | _wrong_among_equals(values, picked, size), math.inf)
+
+
+def _group_shift(group_scores: Tensor, kept_groups: tuple[int, ...]) -> Tensor:
+    """Returns by how much [n] the best of the other groups is above the worst of the kept ones."""
+    others = [group for group in range(group_scores.shape[-1]) if group not in kept_groups]
+    if not others:
+        return torch.zeros_like(group_scores[:, 0])
+    difference = group_scores[:, others].amax(-1) - group_scores[:, list(kept_groups)].amin(-1)
+    return difference.clamp(min=0)
 
 
 def _wrong_among_equals(values: Tensor, picked: Tensor, size: int) -> Tensor:
-    """bool [n]: whether an expert was taken whose value equals that of one before it in its group
-    that was not."""
+    """Returns bool [n]: whether an expert was chosen whose value equals that of an earlier expert
+    of its group that was not chosen."""
     value = values.unflatten(-1, (-1, size))
-    taken = picked.unflatten(-1, (-1, size))
+    picked_in_group = picked.unflatten(-1, (-1, size))
     equal = value[..., :, None] == value[..., None, :]
-    before = torch.ones(size, size, dtype=torch.bool).tril(-1)  # [expert, one before it]
-    return (equal & before & taken[..., :, None] & ~taken[..., None, :]).flatten(1).any(-1)
+    is_earlier = torch.ones(size, size, dtype=torch.bool).tril(-1)  # [expert, earlier expert]
+    skipped = picked_in_group[..., :, None] & ~picked_in_group[..., None, :]
+    return (equal & is_earlier & skipped).flatten(1).any(-1)
 
 
 def counts(chosen: Tensor, experts: int) -> Tensor:
-    """int64 [experts]: how many choices each expert got."""
+    """Returns int64 [experts]: the number of choices of each expert."""
     return torch.stack([(chosen == expert).sum() for expert in range(experts)])
