@@ -37,7 +37,8 @@ class LayoutError(TrainerError):
 
 
 def check_supported(plan: Plan) -> None:
-    """Raises LayoutError with the first rule of `orchestrator.plan.trained` that the plan breaks."""
+    """Raises LayoutError with the first rule of `orchestrator.plan.trained` that the plan
+    breaks."""
     for problem in problems(plan):
         raise LayoutError(problem)
 
