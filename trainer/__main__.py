@@ -1,5 +1,5 @@
-"""`python -m trainer --plan plan.json`: one worker. Agents start it; its exit code is the contract
-of `orch --help`."""
+"""`python -m trainer --plan plan.json` runs one worker. Agents start it; its exit code is part of
+the contract in `orch --help`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ValueError as error:
         print(f"trainer: {error}", file=sys.stderr)
         _leave(Exit.USAGE)
-    termination = (
-        TerminationSignal().install()
-    )  # before the imports, so that a signal during them is reported too
+    # Before the imports, so that a signal during them is reported, too.
+    termination = TerminationSignal().install()
     faulthandler.register(signal.SIGQUIT)  # stacks of all threads to stderr, even of a hung worker
     reporter = Reporter(env.report_fd, env.rank, env.epoch)
     progress = ProgressReporter(reporter).start()
@@ -51,9 +50,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
             run_final_checkpoint(plan, env, reporter)
         else:
-            from .train import (
-                train,
-            )  # after the plan: an invalid one is refused before a second of imports
+            # After the plan: an invalid one is refused before a second of imports.
+            from .train import train
 
             train(plan, env, reporter, termination, progress)
     except BaseException as error:
@@ -64,30 +62,28 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
-    """Print one line, and the traceback of an unknown error; report one event; return the exit
+    """Prints one line, and the traceback of an unknown error; reports one event; returns the exit
     code."""
     code = exit_code(error)
     lines = str(error).splitlines() or [type(error).__name__]
-    text = (
-        lines[0]
-        if isinstance(error, TrainerError | PlanError)
-        else f"{type(error).__name__}: {lines[0]}"
-    )
     if is_peer_loss(error):
-        text = f"a peer is gone or silent ({lines[0]})"
-    elif not isinstance(error, TrainerError | PlanError):
+        message = f"a peer is gone or silent ({lines[0]})"
+    elif isinstance(error, TrainerError | PlanError):
+        message = lines[0]
+    else:
+        message = f"{type(error).__name__}: {lines[0]}"
         with contextlib.suppress(OSError):  # a full disk must not change the exit code
             traceback.print_exception(error)
     name = "stopped" if code == Exit.RESTART and isinstance(error, TrainerError) else "failed"
     with contextlib.suppress(OSError):
-        print(f"trainer: rank {env.rank} on {env.node}: {text}", file=sys.stderr, flush=True)
+        print(f"trainer: rank {env.rank} on {env.node}: {message}", file=sys.stderr, flush=True)
     cause = cause_of(error)
-    reporter.event(name, error=text, exit=int(code), **({"cause": cause} if cause else {}))
+    reporter.event(name, error=message, exit=int(code), **({"cause": cause} if cause else {}))
     return code
 
 
 def _leave(code: Exit) -> NoReturn:
-    # Not sys.exit: after a lost peer the destructors of process groups wait for it, or abort the
+    # sys.exit would run the destructors of process groups, which wait for a lost peer or abort the
     # process.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

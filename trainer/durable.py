@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, durably: after a crash the file has the old content or the
+    """Replaces `path` with `data` durably: after a crash the file has either the old content or the
     new."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -19,7 +19,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable."""
+    """Makes renames and new names in `folder` durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

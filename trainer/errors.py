@@ -37,7 +37,8 @@ class LayoutError(TrainerError):
 
 
 def check_supported(plan: Plan) -> None:
-    """Raise LayoutError with the first rule of `orchestrator.plan.trained` that the plan breaks."""
+    """Raises LayoutError with the first rule of `orchestrator.plan.trained` that the plan
+    breaks."""
     for problem in problems(plan):
         raise LayoutError(problem)
 
@@ -50,7 +51,7 @@ class PlanMismatch(TrainerError):
 
 
 class DataError(TrainerError):
-    """Input text that cannot be read, decoded or tokenised, or is too small for the plan."""
+    """The input text cannot be read, decoded or tokenised, or is too small for the plan."""
 
     exit = Exit.CONFIG
 
@@ -128,9 +129,9 @@ class PeerLost(TrainerError):
 
 
 #: Fragments of the messages with which torch reports a dead or silent peer. gloo and c10d raise
-#: plain RuntimeErrors, so only the text tells. Sources: gloo `transport/tcp/pair.cc` and
-#: `unbound_buffer.cc`, torch `ProcessGroupGloo.cpp`, `ProcessGroupNCCL.cpp`, `TCPStore.cpp`; each
-#: gloo line was seen in a killed-peer test.
+#: plain RuntimeErrors, so only the message tells them apart. Sources: gloo `transport/tcp/pair.cc`
+#: and `unbound_buffer.cc`, torch `ProcessGroupGloo.cpp`, `ProcessGroupNCCL.cpp`, `TCPStore.cpp`;
+#: each gloo line was seen in a killed-peer test.
 PEER_LOST_TEXTS: tuple[str, ...] = (
     "connection closed by peer",
     "connection reset by peer",
@@ -163,38 +164,39 @@ def is_peer_loss(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistNetworkError", "DistStoreError", "DistBackendError", "QueueEmptyError"}:
         return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(fragment in text for fragment in PEER_LOST_TEXTS)
+    message = str(error).lower()
+    names_lost_peer = any(fragment in message for fragment in PEER_LOST_TEXTS)
+    return isinstance(error, RuntimeError) and names_lost_peer
 
 
 def cause_of(error: BaseException) -> str:
-    """Of `orchestrator.run.state.WORKER_CAUSES`, "" where the exit code says all."""
+    """Returns one of `orchestrator.run.state.WORKER_CAUSES`, or "" if the exit code is enough."""
     if isinstance(error, TrainerError):
         return error.cause
     return "disk_full" if isinstance(error, OSError) and error.errno in NO_ROOM else ""
 
 
 def exit_code(error: BaseException) -> Exit:
-    """The exit code that `python -m trainer` ends with when `error` reaches its top."""
+    """Returns the exit code of `python -m trainer` for an error that nothing has caught."""
     if isinstance(error, TrainerError):
         return error.exit
     if isinstance(error, PlanError):
         return Exit.USER if is_of_the_machine(error) else Exit.CONFIG
     if is_peer_loss(error):
         return Exit.RESTART
-    # of a library that cannot be opened, and of torch's own code, which pass on what the system
-    # says
+    # Errors of libraries that cannot be opened, and of torch's own code, carry the system's
+    # message.
     if isinstance(error, ImportError | RuntimeError) and any(
         os.strerror(n) in str(error) for n in OF_THE_MACHINE
     ):
         return Exit.USER
-    # torch.OutOfMemoryError is a RuntimeError: the plan did not fit and the user must change it
+    # torch.OutOfMemoryError is a RuntimeError: the plan did not fit, and the user must change it.
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return Exit.USER
     return Exit.INTERNAL
 
 
-def warn(text: str) -> None:
-    """One line on standard error. A full disk behind it ends no worker."""
+def warn(message: str) -> None:
+    """Prints one line on standard error. A full disk behind it does not end a worker."""
     with contextlib.suppress(OSError):
-        print(f"trainer: warning: {text}", file=sys.stderr, flush=True)
+        print(f"trainer: warning: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`python -m trainer.export CHECKPOINTS OUT`: the weights of a checkpoint as one file. `orch
+"""`python -m trainer.export CHECKPOINTS OUT` writes the weights of a checkpoint as one file. `orch
 export` starts it."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .errors import TrainerError, exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints what was written as one JSON object; errors are one line on stderr and the exit code
-    of the contract."""
+    """Describes the written file as one JSON object; an error is one line on stderr and the exit
+    code of the contract."""
     parser = argparse.ArgumentParser(
         "python -m trainer.export", description="A checkpoint's weights as one file."
     )
@@ -27,30 +27,29 @@ def main(argv: list[str] | None = None) -> int:
         "--dtype", choices=("fp64", "fp32", "bf16", "fp16"), help="default: as saved"
     )
     args = parser.parse_args(argv)
-    from .checkpoint.export import (
-        export,
-    )  # after parsing: wrong arguments are refused before a second of imports
+
+    # After parsing: wrong arguments are refused before a second of imports.
+    from .checkpoint.export import export
     from .checkpoint.load import at_step, newest
 
     rejected: list[str] = []
     try:
-        found = (
-            newest(
+        if args.step is None:
+            checkpoint = newest(
                 args.checkpoints,
                 0,
                 lambda path, problem: rejected.append(f"{path.name}: {problem}"),
             )
-            if args.step is None
-            else at_step(args.checkpoints, args.step, rank=0)
-        )
-        if found is None:
+        else:
+            checkpoint = at_step(args.checkpoints, args.step, rank=0)
+        if checkpoint is None:
             print(f"trainer.export: no checkpoint in {args.checkpoints}", file=sys.stderr)
             return Exit.CONFIG
-        done = export(found, args.out, args.dtype, rejected)
+        exported = export(checkpoint, args.out, args.dtype, rejected)
     except (TrainerError, OSError) as error:
         print(f"trainer.export: {error}", file=sys.stderr)
         return exit_code(error)
-    print(msgspec.json.encode(done).decode())
+    print(msgspec.json.encode(exported).decode())
     return Exit.DONE
 
 

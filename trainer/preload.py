@@ -1,5 +1,4 @@
-"""Imports what workers need, in the fork server that workers are forked from
-(orchestrator/agent/node)."""
+"""Imports the modules of workers in the fork server that starts them (orchestrator/agent/node)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed
 
-# what a worker's first backward imports: half a second
+# The first backward of a worker would import it, which takes half a second.
 import torch.fx.experimental.symbolic_shapes
 
 from . import compat, train  # noqa: F401
@@ -41,12 +40,12 @@ class _Needs(msgspec.Struct):
 
 
 def prepare(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Before a worker is forked: import the optional modules that its plan needs.
+    """Imports the optional modules that a plan needs, before its workers are forked.
 
-    Raises whatever reading the plan raises; the worker itself reports such errors better.
+    Raises any error of reading the plan; the worker itself reports such errors better.
     """
-    words = list(arguments)
-    path = words[words.index("--plan") + 1] if "--plan" in words else environment["ORCH_PLAN"]
+    options = list(arguments)
+    path = options[options.index("--plan") + 1] if "--plan" in options else environment["ORCH_PLAN"]
     plan = msgspec.json.decode(Path(path).read_bytes(), type=_Needs)
     with _driver_left_alone():
         if plan.parallel.zero == 3:
@@ -57,22 +56,22 @@ def prepare(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _driver_left_alone() -> Iterator[None]:
-    """Inside, a module of torch that asks whether there are GPUs is answered by NVML.
+    """Has torch ask NVML, not CUDA's driver, whether there are GPUs.
 
-    CUDA cannot be used in a process that is forked from one that has asked CUDA's driver.
+    CUDA cannot be used in a process that is forked from one that has asked the driver.
     """
-    before = os.environ.get(_ASK_NVML)
+    previous = os.environ.get(_ASK_NVML)
     os.environ[_ASK_NVML] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[_ASK_NVML]
         else:
-            os.environ[_ASK_NVML] = before
+            os.environ[_ASK_NVML] = previous
 
 
 def after_fork() -> None:
-    """In a new worker, before its first operation: the parent's thread pool did not survive the
-    fork."""
+    """Sets the threads of a new worker before its first operation: the parent's thread pool did not
+    survive the fork."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))

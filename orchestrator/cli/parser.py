@@ -32,8 +32,12 @@ class Parser(argparse.ArgumentParser):
         return super().format_help().replace(plain, self.format_usage(), 1)
 
     def flags(self) -> list[str]:
-        """Every long flag, for did-you-mean."""
-        return sorted(flag for flag in self._option_string_actions if flag.startswith("--"))
+        """Returns every long flag that `--help` shows, for completion and did-you-mean."""
+        return sorted(
+            flag
+            for flag, action in self._option_string_actions.items()
+            if flag.startswith("--") and action.help != argparse.SUPPRESS
+        )
 
 
 def make_parser(name: str, verb: Verb) -> Parser:

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from orchestrator.plan.parity import ALWAYS, LIMITS, Errors, Verdict
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style
 
-from .independent import Verdict as Independent
 from .matrix import AXES, MODELS, SECTIONS, UNEQUAL, Entry
 
 COLOUR = {"equal": GREEN, "DIFFERENT": RED, "failed": RED, "refused": YELLOW}
-#: Lines of the independent oracle that are shown.
-MOST_PROBLEMS = 5
 COLUMNS = ("loss", "grad", "norm", "weight")
 
 
@@ -35,29 +32,6 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
         parameters = f"gradient of {errors.worst_grad}, {errors.worst_weight}"
         rows.append(look.paint(f"        worst: {parameters}{further_error}", GRAY))
     return rows
-
-
-def independent_lines(verdict: Independent, look: Style) -> list[str]:
-    """One verdict of the independent oracle: the worst of each quantity over its bound, and what is
-    wrong."""
-    word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
-    steps = f"{verdict.steps} steps" + (f", {verdict.skipped} skipped" if verdict.skipped else "")
-    found = [f"{word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"]
-    if verdict.refused or verdict.failed:
-        return [*found, f"          {verdict.refused or verdict.failed}"]
-    for what, one in verdict.worst.items():
-        text = f"  {what:<14} {one.error:7.1e} <= {one.bound:7.1e}  {one.where}"
-        beyond = not one.error <= one.bound
-        found.append(
-            look.paint(text.replace("<=", "> "), RED) if beyond else look.paint(text, GRAY)
-        )
-    listed = verdict.problems[:MOST_PROBLEMS]
-    more = (
-        [f"and {len(verdict.problems) - len(listed)} more"]
-        if len(verdict.problems) > len(listed)
-        else []
-    )
-    return found + [f"  {look.paint(line, RED)}" for line in [*listed, *more]]
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:

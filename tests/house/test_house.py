@@ -58,9 +58,7 @@ LONGER_FILES = {
     "orchestrator.config.schema",
     "orchestrator.cost.memory.activations",
 }
-LONGER_CLASSES = {
-    "trainer.independent.judge.RunJudge",
-}
+LONGER_CLASSES: set[str] = set()
 
 
 def ours(prefix: str) -> list[str]:

@@ -21,7 +21,7 @@ from trainer.parallel.expert.dispatch import ExpertDispatch
 
 from .mutations import Mutation
 
-#: Numbers of cases, by their model (`orchestrator.verify.independent_cases.EXPERTS`).
+#: Numbers of cases, by their model (`tests.independent.cases.EXPERTS`).
 V3, MIXTRAL, V2, QWEN3 = range(4)
 EP2 = ("ep2", "ep2")
 

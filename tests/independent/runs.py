@@ -6,16 +6,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.plan import Plan
-from orchestrator.verify import independent
-from orchestrator.verify import independent_cases as cases
 from tests.trainer.workers import running
-from trainer.independent.__main__ import answer
-from trainer.independent.judge import prepare
+
+from . import cases, runner
+from .oracle.__main__ import answer
+from .oracle.judge import prepare
 
 
 def verdict(
     layouts: tuple[str, str], precision: str, home: Path, number: int = 0, **changes: object
-) -> independent.Verdict:
+) -> runner.Verdict:
     """Of a case that begins in the first layout and is resumed in the second. `number` chooses what
     else varies; `changes`: fields of `Case`."""
     cases.write_corpus(home / "text")
@@ -23,14 +23,14 @@ def verdict(
     return judged(case, home)
 
 
-def judged(case: cases.Case, home: Path) -> independent.Verdict:
-    folders = independent.write_runs(case, home / "case")
+def judged(case: cases.Case, home: Path) -> runner.Verdict:
+    folders = runner.write_runs(case, home / "case")
     if case.start == "harsh":
         prepare(folders[0], *case.scale)
     for number, (plan, run) in enumerate(zip(case.plans, folders, strict=True)):
-        if said := (independent.hand_over(*folders) if number else "") or failed(plan, run):
-            return independent.Verdict(name=case.name, precision=case.precision, failed=said)
-    return independent.read_answer(case, answer(list(folders), case.start))
+        if said := (runner.hand_over(*folders) if number else "") or failed(plan, run):
+            return runner.Verdict(name=case.name, precision=case.precision, failed=said)
+    return runner.read_answer(case, answer(list(folders), case.start))
 
 
 def failed(plan: Plan, run: Path) -> str:
@@ -41,7 +41,7 @@ def failed(plan: Plan, run: Path) -> str:
         return f"{codes}: {workers.log(bad[0])}" if bad else ""
 
 
-def reasons(found: independent.Verdict) -> list[str]:
+def reasons(found: runner.Verdict) -> list[str]:
     """What is wrong: names of quantities beyond their bounds, and problems."""
     return [
         what for what, one in found.worst.items() if not one.error <= one.bound

@@ -7,8 +7,8 @@ import pytest
 from msgspec import structs
 
 from orchestrator.plan import seal
-from orchestrator.verify import independent_cases as cases
 
+from . import cases
 from .balance_mutations import MUTATIONS as OF_BALANCE
 from .expert_mutations import MUTATIONS as OF_EXPERTS
 from .mutations import MUTATIONS, Mutation, live
@@ -90,6 +90,6 @@ def test_a_background_save_of_live_tensors_is_caught(bug, tmp_path, monkeypatch)
     if not bug:
         assert found.word == "equal", (found.failed, reasons(found))
     else:
-        # another step's state was saved, or a file that changed while it was hashed was refused and is
-        # not there
+        # another step's state was saved, or a file that changed while it was hashed was refused and
+        # is not there
         assert found.word == "DIFFERENT" or "was not saved" in found.failed, found

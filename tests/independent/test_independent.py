@@ -1,38 +1,51 @@
-"""The oracle shares nothing, says what is missing, and judges what `orch verify --against
-independent` runs."""
+"""The oracle shares nothing, says what is missing, and judges what `python -m tests.independent`
+runs."""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from orchestrator.cli.main import main
-from orchestrator.verify import independent
-from orchestrator.verify import independent_cases as cases
+from orchestrator.cli.main import main as orch
 from tests.beds.plans import tiny_model
-from tests.house.rooms import MODULES, imports
-from trainer.independent import state
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
 
+from . import cases, runner
+from .__main__ import main
+from .oracle import state
+
 
 def test_it_imports_nothing_of_the_trainer():
-    names = [name for name in MODULES if name.startswith("trainer.independent")]
-    assert len(names) >= 6
-    foreign = {found for name in names for found in imports(name)} - set(names)
-    assert [
-        one
-        for one in foreign
-        if one.split(".")[0] in ("trainer", "orchestrator", "tests") and one != "trainer"
-    ] == []
+    files = sorted(Path(state.__file__).parent.glob("*.py"))
+    assert len(files) >= 6
+    foreign = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                foreign += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level < 2, f"{file.name} imports from outside of the oracle"
+                foreign += [node.module] if node.level == 0 else []
+    packages = {module.split(".")[0] for module in foreign}
+    assert packages & {"trainer", "orchestrator", "tests"} == set()
+
+
+@pytest.mark.parametrize("option", [["--against", "independent"], ["--precision", "fp64"]])
+def test_the_old_option_says_in_one_line_where_the_oracle_is(option, capsys):
+    assert orch(["verify", *option, "parallel=dp2"]) == 64
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "python -m tests.independent parallel=" in lines[0]
 
 
 def test_without_transformers_one_line_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(independent, "find_spec", lambda name: None)
-    assert main(["verify", "--against", "independent", "parallel=dp2"]) == 64
+    monkeypatch.setattr(runner, "find_spec", lambda name: None)
+    assert main(["parallel=dp2"]) == 64
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and "pip install 'transformers>=" in said[0]
 
@@ -42,13 +55,13 @@ def test_without_transformers_one_line_says_what_to_install(monkeypatch, capsys)
     [
         (["parallel=dp2", "train.steps=3"], "train.steps"),
         (["parallel=dp2", "--precision", "fp8"], "legal: fp64, fp32, bf16, fp16"),
-        (["parallel=dp2", "--matrix", "quick"], "matrix"),
+        (["parallel=dp2", "--matrix", "quick"], "--matrix"),
         ([], "parallel="),
         (["parallel=auto"], "degrees"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):
-    assert main(["verify", "--against", "independent", *words]) == 64
+    assert main([*words]) == 64
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and said in lines[0]
 
@@ -107,7 +120,7 @@ FIELDS += ["position", "mlp", "tied_embeddings"]
 @pytest.mark.process
 def test_a_layout_is_judged_from_the_command_line(capsys):
     words = ["parallel=tp2_dp2_zero1", "--precision", "fp64,bf16", "--json"]
-    code = main(["verify", "--against", "independent", *words])
+    code = main([*words])
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert code == 0, found
     assert [(one["verdict"], one["precision"], one["steps"]) for one in found] == [
@@ -121,4 +134,4 @@ def test_a_layout_is_judged_from_the_command_line(capsys):
 @pytest.mark.full
 def test_every_technique_in_every_precision():
     words = "dp4_zero2,tp4,pp4_zero1,cp2_dp2_zero1,dp2_zero3,tp2_pp2_vpp2,cp4,tp2_cp2_dp2_zero3,pp2_dp2_zero1"
-    assert main(["verify", "--against", "independent", f"parallel={words}"]) == 0
+    assert main([f"parallel={words}"]) == 0

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
-from trainer.independent.choices import Choices, needed_rounding
-from trainer.independent.data import Batch
-from trainer.independent.modules import taken_choices
-from trainer.independent.names import theirs
-from trainer.independent.network import Counts, Network, ahead
-from trainer.independent.shapes import shapes
+from tests.independent.oracle.choices import Choices, needed_rounding
+from tests.independent.oracle.data import Batch
+from tests.independent.oracle.modules import taken_choices
+from tests.independent.oracle.names import theirs
+from tests.independent.oracle.network import Counts, Network, ahead
+from tests.independent.oracle.shapes import shapes
 
 _BASE = {
     "name": "m",
@@ -175,7 +175,7 @@ def test_logits_gradients_and_choices_are_those_of_the_whole_network(make, model
 
     batch = Batch(tokens, targets, positions, torch.zeros(2, 16, dtype=torch.int64))
     made = Choices({layer: one.view(2, 16, -1) for layer, one in chosen.items()}, {}, {})
-    found = network.run(weights, batch, Counts(32, 2, 32), 1.0, made, {})
+    found = network.run(weights, batch, Counts(32, 2, 32), scale=1.0, choices=made, loads={})
     expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
     )

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.verify import independent
-from orchestrator.verify import independent_cases as cases
-from trainer.independent import optimizer
-from trainer.independent.choices import Choices
-from trainer.independent.findings import ALLOWED, Findings, rounding
-from trainer.independent.judge import RunJudge
-from trainer.independent.state import KINDS, State, initial
+from tests.independent import cases, runner
+from tests.independent.oracle import optimizer
+from tests.independent.oracle.choices import Choices
+from tests.independent.oracle.findings import ALLOWED, Findings, rounding
+from tests.independent.oracle.judge import RunJudge
+from tests.independent.oracle.state import KINDS, State, initial
 
 QUANTITIES = {"loss", "gradient", "norm", "clipping", "second moment", "weight"}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -54,14 +53,15 @@ class Step:
     def __init__(self, precision: str, home: Path):
         cases.write_corpus(home / "text")
         case = cases.make("one", ("dp1", "dp1"), precision, 0, home)
-        folder, _ = independent.write_runs(case, home / precision)
+        folder, _ = runner.write_runs(case, home / precision)
         self.judge = RunJudge(folder, True, Findings())
         self.before = initial(self.judge.model, 3, DTYPES[precision])
         self.before.scale = 1.0
-        exact = self.judge._exact(self.before, Choices({}, {}, {}))
-        rounded = self.judge._rounded(self.before, Choices({}, {}, {}), 1.0)
-        self.judge._exact = lambda *args: exact
-        self.judge._rounded = lambda *args: rounded
+        recomputation = self.judge.recomputation
+        exact = recomputation.exact(self.before, Choices({}, {}, {}))
+        rounded = recomputation.rounded(self.before, Choices({}, {}, {}), 1.0)
+        recomputation.exact = lambda *args: exact
+        recomputation.rounded = lambda *args: rounded
         self.grads = rounded.grads
         valid = self.judge.reader.batch(0).valid
         self.loss = float(rounded.losses.sum()) / valid
@@ -82,7 +82,7 @@ class Step:
             first = beta1 * self.before.tensors["exp_avg"][name] + (1 - beta1) * grad
             second = beta2 * self.before.tensors["exp_avg_sq"][name] + (1 - beta2) * grad.square()
             second = second * wrong.get(("second moment", name), 1.0)
-            new = optimizer.updated(weight, first, second, 1, self.rate, optim)
+            new = optimizer.updated(weight, first, second, updates=1, lr=self.rate, optim=optim)
             new = new * wrong.get(("weight", name), 1.0)
             tensors["exp_avg"][name] = first
             tensors["exp_avg_sq"][name] = second
@@ -98,9 +98,9 @@ class Step:
         said = {"kind": "step", "step": 1, "rank": 0, "loss": self.loss, "grad_norm": self.norm}
         said |= {"samples": self.judge.reader.size(0), "lr": self.rate}
         self.judge.reports = [said | report]
-        self.judge.findings = self.judge.routing.findings = Findings()
-        self.judge.step(self.before, self.after(wrong or {}))
         found = self.judge.findings
+        found.worst.clear()
+        self.judge.step(self.before, self.after(wrong or {}))
         assert found.problems == []
         assert found.worst.keys() == QUANTITIES
         return {what for what, (error, bound, _) in found.worst.items() if error > bound}

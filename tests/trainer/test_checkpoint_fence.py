@@ -101,7 +101,7 @@ def test_of_two_epochs_that_both_live_one_writes(tmp_path):
         while committed(folder)[0][0] < wanted and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(trial % 7 * 0.001)  # somewhere inside the next save
-        fence.claim(folder, fence.Fence("run", 1))
+        fence.acquire(folder, fence.Fence("run", 1))
         before = committed(folder)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == Exit.FENCED
         after = committed(folder)  # an old save that it was already removing may be gone
@@ -121,12 +121,12 @@ def test_a_newer_claim_on_the_run_ends_the_rights_of_an_epoch(tmp_path):
     )
     claims.mkdir()
     token = fence.Fence.of(env)
-    fence.claim(tmp_path / "checkpoints", token)
+    fence.acquire(tmp_path / "checkpoints", token)
     for name in ("2", "3", ".4.tmp"):
         (claims / name).touch()
     fence.check(tmp_path / "checkpoints", token)
     (claims / "4").touch()
-    for right in (fence.check, fence.claim):
+    for right in (fence.check, fence.acquire):
         with pytest.raises(Fenced, match="belongs to epoch 4 of run 'run', this is epoch 3"):
             right(tmp_path / "checkpoints", token)
     assert fence.read(tmp_path / "checkpoints") == token

@@ -47,8 +47,8 @@ def test_what_two_slices_share_is_found_once_and_in_its_place(case):
     for one in overlaps(left, right, shape):
         for row in range(one.rows):
             for column in range(one.columns):
-                number = ours[one.left + row * one.left_step + column]
-                assert number == theirs[one.right + row * one.right_step + column]
+                number = ours[one.left_offset + row * one.left_step + column]
+                assert number == theirs[one.right_offset + row * one.right_step + column]
                 found.append(number)
     assert sorted(found) == sorted(set(ours) & set(theirs))
 

@@ -17,9 +17,9 @@ from orchestrator.cost.time.layer_traffic import expert_operations
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Moe
 from tests.beds.plans import make_plan
+from tests.independent.oracle.findings import ALLOWED, rounding
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter
-from trainer.independent.findings import ALLOWED, rounding
 from trainer.model.experts import Dispatch, Experts, MixtureOfExperts, dispatch, nothing
 from trainer.model.router import Routing
 from trainer.parallel.expert.dispatch import ExpertDispatch

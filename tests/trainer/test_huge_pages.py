@@ -23,8 +23,8 @@ def test_contents_survive(monkeypatch):
     block = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for at in range(0, len(block), 4096):
         block[at : at + 8] = at.to_bytes(8, "little")
-    monkeypatch.setattr(huge_pages, "_WORTH", 0)
+    monkeypatch.setattr(huge_pages, "_LEAST_BYTES", 0)
     huge_pages.collapse()
     assert all(block[at : at + 8] == at.to_bytes(8, "little") for at in range(0, len(block), 4096))
-    monkeypatch.setattr(huge_pages, "_WORTH", 1 << 62)
+    monkeypatch.setattr(huge_pages, "_LEAST_BYTES", 1 << 62)
     assert huge_pages.collapse() == 0

@@ -57,7 +57,10 @@ def test_what_is_kept_in_8_bits_is_nearest_and_stays():
         kept.store(0, value, UPDATE)
         found = kept.load(0, value.numel())
         torch.testing.assert_close(
-            found, plain_state.narrowed(value.view(8, -1), "8bit", kind, "", 0, 1).flatten()
+            found,
+            plain_state.narrowed(
+                value.view(8, -1), "8bit", kind=kind, name="", seed=0, update=1
+            ).flatten(),
         )
         kept.store(0, torch.zeros_like(value), Update(1e-3, torch.tensor(1.0), torch.tensor(1.0)))
         assert torch.equal(kept.load(0, value.numel()), found), "a skipped update changes nothing"

@@ -238,7 +238,7 @@ def test_the_tracker_counts_the_host_apart():
 
 
 def test_no_host_memory_is_one_line():
-    with pytest.raises(MemoryError, match="GiB of host memory for what is offloaded") as error:
+    with pytest.raises(MemoryError, match="GiB of host memory for the offloaded state") as error:
         HostMemory(torch.device("cpu")).zeros(1 << 60, torch.float32)
     assert "\n" not in str(error.value)
 

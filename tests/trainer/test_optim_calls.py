@@ -10,12 +10,12 @@ import torch
 from torch.nn import Parameter
 
 from tests.beds.plans import make_plan
+from tests.independent.oracle.findings import ALLOWED, rounding
 from tests.reference import adamw as naive
 from tests.trainer.operations import Kernels
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.compat import foreach_norms
-from trainer.independent.findings import ALLOWED, rounding
 from trainer.optim.clip import ROW, SMALL, TOGETHER, squared_norm
 from trainer.optim.sharded import ShardedOptimizer, param_ranges, rules_of
 from trainer.parallel.data.buckets import GradBuckets

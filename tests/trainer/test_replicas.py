@@ -254,7 +254,7 @@ def test_copies_that_are_deleted_while_they_are_read_are_no_state(tmp_path, disk
         assert one_answer(answers) == (3, "disk")
     else:
         assert all(
-            "filled in part: replica of step 6 in memory: rank 1" in one[1][0] for one in answers
+            "state was filled: replica of step 6 in memory: rank 1" in one[1][0] for one in answers
         ), answers
 
 

@@ -19,12 +19,12 @@ from orchestrator.plan.exits import Exit
 from orchestrator.plan.offload import buffer_size
 from orchestrator.plan.parity import ALONE, HOPELESS, LIMITS, Cell, Verdict
 from tests.beds.plans import make_plan, tiny_model
+from tests.independent.oracle.findings import ALLOWED, rounding
+from tests.independent.oracle.shapes import shapes
 from tests.patience import PATIENCE_S
 from tests.reference import single
 from tests.trainer import samples
 from trainer.engine import Engine
-from trainer.independent.findings import ALLOWED, rounding
-from trainer.independent.shapes import shapes
 from trainer.verify import oracle
 from trainer.verify.__main__ import main as program
 from trainer.verify.compare import STEPS, scale_of

@@ -1,13 +1,15 @@
-"""`python -m trainer.bench`: one worker of `orch bench`. Rank 0 reports every number as it is
-known."""
+"""`python -m trainer.bench`: one worker of `orch bench`. Rank 0 reports every number as soon
+as it is known."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
@@ -15,10 +17,11 @@ from orchestrator.plan.offload import offload_of
 from orchestrator.plan.worker import WorkerEnv
 from trainer.comm.check import check_env, check_peers
 from trainer.comm.connect import choose_device, connect
+from trainer.comm.control import ControlPath
 from trainer.errors import exit_code
 from trainer.worker.reporter import Reporter
 
-from .cases import OPERATIONS, SIZES, cases
+from .cases import OPERATIONS, SIZES, Case, cases
 from .host import host
 from .measure import compute, operation, seconds
 
@@ -30,49 +33,59 @@ def bench(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
     device = choose_device(plan, env)
     control = connect(env, device)
     check_peers(plan, env, control)
-    wanted = cases(plan)
+    bench_cases = cases(plan)
     precisions = [p for p in ("fp32", "bf16") if p in plan.cluster.gpu.peak_flops]
 
-    def tell(name: str, **fields: str | int | float) -> None:
+    def report(name: str, **fields: str | int | float) -> None:
         if env.rank == 0:
             reporter.event(name, **fields)
 
-    tell("bench_total", total=1 + len(precisions) + len(wanted) * len(OPERATIONS) * len(SIZES))
+    per_case = len(OPERATIONS) * len(SIZES)
+    report("bench_total", total=1 + len(precisions) + len(bench_cases) * per_case)
     for precision in precisions:
-        tell("bench_compute", precision=precision, **compute(precision, device))
-    away = offload_of(plan.job.train).dir
-    folder = Path(away) if away else Path(env.run_dir) / "offload"
-    tell("bench_host", **host(device, folder, plan.cluster.gpus_per_node, control))
-    for case in wanted:
-        made = [dist.new_group(list(ranks)) for ranks in case.groups]
-        mine = next(
-            (one for one, ranks in zip(made, case.groups, strict=True) if env.rank in ranks), None
-        )
-        group = mine if isinstance(mine, dist.ProcessGroup) else None
-        for name in OPERATIONS:
-            spent = 0.0
-            for size in SIZES:
-                if (
-                    spent > _TOO_LONG_S / 4
-                ):  # the next is four times as large or more; the same verdict on every rank
-                    tell("bench_skipped", level=case.level, operation=name, size=size)
-                    continue
-                spent = seconds(
-                    operation(name, size, group, device) if group else None, device, control
-                )
-                tell(
-                    "bench_link",
-                    level=case.level,
-                    operation=name,
-                    ranks=case.ranks,
-                    size=size,
-                    seconds=spent,
-                )
-        for created in made:
-            if isinstance(created, dist.ProcessGroup):
-                dist.destroy_process_group(created)
+        report("bench_compute", precision=precision, **compute(precision, device))
+    offload_dir = offload_of(plan.job.train).dir
+    folder = Path(offload_dir) if offload_dir else Path(env.run_dir) / "offload"
+    report("bench_host", **host(device, folder, plan.cluster.gpus_per_node, control))
+    for case in bench_cases:
+        _bench_case(case, env.rank, device, control, report=report)
     control.barrier()
     dist.destroy_process_group()
+
+
+def _bench_case(
+    case: Case,
+    rank: int,
+    device: torch.device,
+    control: ControlPath,
+    *,
+    report: Callable[..., None],
+) -> None:
+    """Times every operation and size on the groups of a case. Collective over all ranks."""
+    groups = [dist.new_group(list(ranks)) for ranks in case.groups]
+    members = zip(groups, case.groups, strict=True)
+    own_group = next((group for group, ranks in members if rank in ranks), None)
+    group = own_group if isinstance(own_group, dist.ProcessGroup) else None
+    for name in OPERATIONS:
+        duration = 0.0
+        for size in SIZES:
+            # The next size is four times as large or more. Every rank decides alike.
+            if duration > _TOO_LONG_S / 4:
+                report("bench_skipped", level=case.level, operation=name, size=size)
+                continue
+            timed = operation(name, size, group, device) if group else None
+            duration = seconds(timed, device, control)
+            report(
+                "bench_link",
+                level=case.level,
+                operation=name,
+                ranks=case.ranks,
+                size=size,
+                seconds=duration,
+            )
+    for created in groups:
+        if isinstance(created, dist.ProcessGroup):
+            dist.destroy_process_group(created)
 
 
 def main() -> int:
@@ -90,9 +103,8 @@ def main() -> int:
     reporter.close()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(
-        code
-    )  # as in trainer.__main__: after a lost peer, destructors of groups would wait for it
+    # As in trainer.__main__: after a lost peer the destructors of groups would wait for it.
+    os._exit(code)
 
 
 if __name__ == "__main__":

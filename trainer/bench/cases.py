@@ -24,14 +24,14 @@ class Case(Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """Of the largest group."""
+        """The number of ranks of the largest group."""
         return max(map(len, self.groups))
 
 
 def cases(plan: Plan) -> list[Case]:
-    """Inside NVLink domains: pairs, and all ranks. On each switch level: pairs of nodes that it
-    connects, and one node of every block below a switch; equal local ranks of those nodes at once,
-    as they share their nodes' links.
+    """Returns the cases of a plan. Inside NVLink domains: pairs, and all ranks. On each switch
+    level: pairs of nodes that it connects, and one node of every block below a switch. Equal local
+    ranks of those nodes run at once, since they share their nodes' links.
     """
     cluster = plan.cluster
     index = {name: i for i, name in enumerate(cluster.node_names)}
@@ -41,22 +41,21 @@ def cases(plan: Plan) -> list[Case]:
     domains = [
         [rank for node in domain for rank in by_node[node]] for domain in cluster.nvlink_domains
     ]
-    found = [
-        Case("nvlink", tuple(pair for domain in domains for pair in list(pairwise(domain))[::2])),
+    pairs = tuple(pair for domain in domains for pair in list(pairwise(domain))[::2])
+    candidates = [
+        Case("nvlink", pairs),
         Case("nvlink", tuple(tuple(domain) for domain in domains)),
     ]
     below: Sequence[Sequence[int]] = cluster.nvlink_domains
     for level in cluster.levels:
-        for most in (2, len(below)):
+        for most_nodes in (2, len(below)):
             groups: list[tuple[int, ...]] = []
             for switch in level.switches:
-                first = [block[0] for block in below if block[0] in switch and by_node[block[0]]][
-                    :most
-                ]
-                groups += (
-                    zip(*(by_node[node] for node in first), strict=False) if len(first) > 1 else []
-                )
-            found.append(Case(level.name, tuple(groups)))
+                first_nodes = [block[0] for block in below if block[0] in switch]
+                nodes = [node for node in first_nodes if by_node[node]][:most_nodes]
+                if len(nodes) > 1:
+                    groups += zip(*(by_node[node] for node in nodes), strict=False)
+            candidates.append(Case(level.name, tuple(groups)))
         below = level.switches
-    wanted = dict.fromkeys(case for case in found if case.groups and case.ranks > 1)
-    return [Case(case.level, tuple(g for g in case.groups if len(g) > 1)) for case in wanted]
+    distinct = dict.fromkeys(case for case in candidates if case.groups and case.ranks > 1)
+    return [Case(case.level, tuple(g for g in case.groups if len(g) > 1)) for case in distinct]

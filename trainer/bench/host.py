@@ -27,13 +27,13 @@ from .measure import seconds
 UPDATED = 1 << 24  # parameters of an update: beyond caches
 COPIED = 1 << 27  # bytes of a copy
 RECORD = 8 << 20
-RECORDS = 32  # bytes of a record, and how many a rank moves
-ROUNDS = 3  # of the disk, the first of which writes to space that was never written
+RECORDS = 32  # records of `RECORD` bytes that a rank moves
+ROUNDS = 3  # of the disk; the first writes to new space and is not timed
 
 
 def host(device: torch.device, folder: Path, ranks: int, control: ControlPath) -> dict[str, float]:
-    """Of a node with `ranks` ranks, in bytes and bytes a second; the disk is that of `folder`.
-    Collective. Raises DiskError where it cannot be written or has no room."""
+    """Measures a node with `ranks` ranks, in bytes and bytes per second; the disk is that of
+    `folder`. Collective. Raises DiskError if it cannot be written or is full."""
     memory = HostMemory(device)
     folder.mkdir(parents=True, exist_ok=True)
     free = os.statvfs(folder)
@@ -47,7 +47,7 @@ def host(device: torch.device, folder: Path, ranks: int, control: ControlPath) -
 
 
 def _update(control: ControlPath) -> float:
-    """Bytes a second that AdamW reads and writes on one rank."""
+    """Returns the bytes per second that AdamW reads and writes on one rank."""
     weights, gradient, first, second = (torch.zeros(UPDATED) for _ in range(4))
     step = torch.ones(())
     skip = torch.zeros(())
@@ -62,16 +62,17 @@ def _update(control: ControlPath) -> float:
 
 
 def _link(memory: HostMemory, control: ControlPath) -> float:
-    """Bytes a second of the slower direction between the device and page-locked memory."""
-    here = memory.zeros(COPIED, torch.uint8)
-    there = torch.zeros(COPIED, dtype=torch.uint8, device=memory.device)
-    ways = ((here, there), (there, here))
-    copies = (partial(into.copy_, source, non_blocking=True) for into, source in ways)
+    """Returns the bytes per second of the slower direction between the device and page-locked
+    memory."""
+    host_bytes = memory.zeros(COPIED, torch.uint8)
+    device_bytes = torch.zeros(COPIED, dtype=torch.uint8, device=memory.device)
+    directions = ((host_bytes, device_bytes), (device_bytes, host_bytes))
+    copies = (partial(target.copy_, source, non_blocking=True) for target, source in directions)
     return COPIED / max(seconds(copy, memory.device, control) for copy in copies)
 
 
 def _disk(memory: HostMemory, folder: Path, control: ControlPath) -> float:
-    """Bytes a second that one rank reads and writes."""
+    """Returns the bytes per second that one rank reads from and writes to the disk."""
     file = StateFile(folder, RECORD * RECORDS, memory.requests)
     try:
         ring = Ring(
@@ -79,7 +80,7 @@ def _disk(memory: HostMemory, folder: Path, control: ControlPath) -> float:
             [Record(at * RECORD, RECORD) for at in range(RECORDS)],
             [memory.blocks(RECORD) for _ in range(SLOTS)],
         )
-        spent = 0.0
+        duration = 0.0
         for round_ in range(ROUNDS):
             control.barrier()
             began = perf_counter()
@@ -87,7 +88,7 @@ def _disk(memory: HostMemory, folder: Path, control: ControlPath) -> float:
                 ring.take()
                 ring.give_back(lambda: None)
             ring.settle()
-            spent += (perf_counter() - began) * (round_ > 0)
+            duration += (perf_counter() - began) * (round_ > 0)
     finally:
         file.close()
-    return 2 * RECORD * RECORDS * (ROUNDS - 1) / control.maximum(spent)
+    return 2 * RECORD * RECORDS * (ROUNDS - 1) / control.maximum(duration)

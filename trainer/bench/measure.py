@@ -52,30 +52,30 @@ def seconds(
 def operation(
     name: str, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Tensor | list]:
-    """A function that runs a collective of the trainer on `size` bytes (p2p: a message of `size` to
-    the next rank)."""
+    """Returns a function that runs a collective of the trainer on `size` bytes (p2p: a message of
+    `size` to the next rank)."""
     n = group.size()
     counter = CommCounter(gloo=device.type == "cpu")
-    whole = torch.zeros(max(size // 4 // n, 1) * n, device=device)
+    tensor = torch.zeros(max(size // 4 // n, 1) * n, device=device)
     if name == "all_reduce":
-        return lambda: all_reduce(whole, group, "dp", counter)
+        return lambda: all_reduce(tensor, group, "dp", counter)
     if name == "all_gather":
-        part = whole.chunk(n)[0].clone()
-        return lambda: all_gather(part, group, "dp", counter)
+        shard = tensor.chunk(n)[0].clone()
+        return lambda: all_gather(shard, group, "dp", counter)
     if name == "reduce_scatter":
-        return lambda: reduce_scatter(whole, group, "dp", counter)
+        return lambda: reduce_scatter(tensor, group, "dp", counter)
     if name == "all_to_all":
-        return lambda: all_to_all(whole, group, "ep", counter)
+        return lambda: all_to_all(tensor, group, "ep", counter)
     ranks = dist.get_process_group_ranks(group)
-    here = ranks.index(dist.get_rank())
-    to = ranks[(here + 1) % n]
-    source = ranks[here - 1]
-    return lambda: start_rotate([whole], to, source, group, "cp", counter)()
+    position = ranks.index(dist.get_rank())
+    to = ranks[(position + 1) % n]
+    source = ranks[position - 1]
+    return lambda: start_rotate([tensor], to, source, group=group, axis="cp", counter=counter)()
 
 
 def compute(precision: str, device: torch.device) -> dict[str, float]:
-    """Speed of one rank while all compute: FLOP/s of a matrix product and of attention, bytes/s,
-    seconds per call."""
+    """Measures one rank while all compute: FLOP/s of a matrix product and of attention, bytes/s of
+    memory, seconds per call."""
     dtype = DTYPES[precision]
     small = device.type == "cpu"
     side = 512 if small else 8192
@@ -86,9 +86,9 @@ def compute(precision: str, device: torch.device) -> dict[str, float]:
     core = seconds(
         lambda: scaled_dot_product_attention(query, query, query, is_causal=True), device
     )
-    many = (4 << 20) if small else (256 << 20)
-    left, right, out = (torch.zeros(many, device=device, dtype=torch.float32) for _ in range(3))
-    memory = 3 * left.nbytes / seconds(lambda: torch.add(left, right, out=out), device)
+    numel = (4 << 20) if small else (256 << 20)
+    augend, addend, out = (torch.zeros(numel, device=device, dtype=torch.float32) for _ in range(3))
+    memory = 3 * augend.nbytes / seconds(lambda: torch.add(augend, addend, out=out), device)
     x = torch.zeros(4, 16, device=device)
     weight = torch.zeros(16, 16, device=device, requires_grad=True)
     return {

@@ -1,9 +1,9 @@
-"""A background save: on each rank a thread writes, on rank 0 it then commits, and step boundaries
-coordinate.
+"""A background save: a thread writes each rank's file, the thread of rank 0 then commits, and
+ranks agree on the phase at step boundaries.
 
-Threads only touch files. Ranks coordinate where they synchronise anyway: the small all-reduce at
-each step boundary also sums `vote`, and when all ranks have finished a phase, all start the next
-one together:
+Threads only touch files. Ranks agree where they synchronise anyway: the small all-reduce at each
+step boundary also sums `vote`, and when all ranks have finished a phase, they start the next one
+together:
 
     WRITING    every rank's file is durable and read back   -> rank 0 gathers all hashes and commits
         in its thread
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from .save import (
 
 
 class BackgroundSave:
-    """At most one save in progress. All ranks must call the methods marked "Collective"
+    """Holds at most one save in progress. All ranks must call the methods marked "Collective"
     together."""
 
     def __init__(self, target: Target, keep_last: int):
@@ -52,8 +53,8 @@ class BackgroundSave:
         self._protected: int | None = None
 
     def start(self, contents: Contents, protected: int | None) -> None:
-        """Copy the pieces and start to write them. No other save may be in progress. Collective.
-        Raises Fenced, SaveError."""
+        """Copies the pieces and starts to write them. No other save may be in progress.
+        Collective. Raises Fenced, SaveError."""
         begin(self.target, contents.step)
         pieces: Sequence[StatePiece] = self._snapshots.take(contents.pieces)
         self.contents = replace(contents, pieces=pieces)
@@ -66,21 +67,21 @@ class BackgroundSave:
 
     @property
     def copied(self) -> torch.cuda.Event | None:
-        """Happens when the copies of the save in progress are complete; until then what is saved
-        must not change."""
+        """The event after the copies of the save in progress; until it, the saved state must not
+        change."""
         return self._snapshots.copied
 
     @property
     def vote(self) -> int:
-        """1 if this rank has finished the current phase, else 0; the sum over all ranks goes to
-        `advance`."""
-        one = self._writing or self._committing
-        return int(one is not None and one.done())
+        """1 if this rank has finished the current phase, else 0; `advance` takes the sum over all
+        ranks."""
+        phase = self._writing or self._committing
+        return int(phase is not None and phase.done())
 
     def advance(self, votes: int) -> int | None:
-        """Start the next phase if all ranks have finished this one. Returns the bytes of a save
-        that is now complete, else None. Collective. Raises SaveError, Fenced on every rank; the
-        save has then ended too.
+        """Starts the next phase if all ranks have finished this one. Returns the bytes of a save
+        that is now complete, else None. Collective. Raises SaveError or Fenced on every rank, which
+        also ends the save.
         """
         if self._writing is not None:
             if votes == self.target.control.world_size:
@@ -90,20 +91,27 @@ class BackgroundSave:
         return None
 
     def settle(self) -> int | None:
-        """Wait for the save in progress; its bytes, None if there is none. Collective. Raises as
-        `advance`."""
+        """Waits for the save in progress and returns its bytes, or None if there is none.
+        Collective. Raises as `advance` does."""
         if self._writing is not None:
             self._commit()
         return self._end() if self.contents is not None else None
 
     def _commit(self) -> None:
         assert self._writing is not None and self.contents is not None
-        mine = self._writing.result()
+        outcome = self._writing.result()
         self._writing = None
-        outcomes = gather(self.target.control, mine)
+        outcomes = gather(self.target.control, outcome)
         if self.target.rank == 0:
-            last = self.target, self.contents, outcomes, self.keep_last, self._protected
-            self._committing = self._thread.submit(outcome_of, lambda: commit(*last))
+            action = partial(
+                commit,
+                self.target,
+                self.contents,
+                outcomes,
+                keep_last=self.keep_last,
+                protected=self._protected,
+            )
+            self._committing = self._thread.submit(outcome_of, action)
 
     def _end(self) -> int:
         outcome = self._committing.result() if self._committing is not None else CommitOutcome()
@@ -112,51 +120,49 @@ class BackgroundSave:
 
 
 class Snapshots:
-    """Takes one copy after another into the same memory, allocated by the first.
+    """Copies state into host memory, which the first copy allocates and later ones reuse.
 
     Copies from a GPU go into page-locked memory, on a stream of their own: neither the host nor the
-    computation waits. `copied` is the event after them. Whoever reads the copies waits for it, and
-    so must the stream that next writes what is copied.
+    computation waits. `copied` is the event after them. The reader of the copies waits for it, and
+    so must the stream that next writes the copied state.
     """
 
     def __init__(self) -> None:
         self.copied: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._kept: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def take(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
-        """The pieces with their data copied. Overwrites the previous copy."""
+        """Returns the pieces with their data copied. Overwrites the previous copy."""
         pieces = list(pieces)
-        if [(one.dtype, one.shape) for one in self._kept] != [
-            (one.data.dtype, one.data.shape) for one in pieces
-        ]:
-            self._kept = [self._room(piece.data) for piece in pieces]
+        allocated = [(tensor.dtype, tensor.shape) for tensor in self._copies]
+        if allocated != [(piece.data.dtype, piece.data.shape) for piece in pieces]:
+            self._copies = [self._allocate(piece.data) for piece in pieces]
         device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
-        pairs = list(zip(self._kept, pieces, strict=True))
+        pairs = list(zip(self._copies, pieces, strict=True))
         if device is None:
             _copy(pairs)
         else:
             self._stream = self._stream or torch.cuda.Stream(device)
-            _copy(
-                [pair for pair in pairs if pair[1].kind == "state"]
-            )  # small, and a forward may change it
+            # State without gradient is small, and the next forward may change it: copied at once.
+            _copy([pair for pair in pairs if pair[1].kind == "state"])
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
                 _copy([pair for pair in pairs if pair[1].kind != "state"])
                 self.copied = torch.cuda.Event(blocking=True)
                 self.copied.record()
-        return [replace(piece, data=kept) for kept, piece in pairs]
+        return [replace(piece, data=copy) for copy, piece in pairs]
 
     def wait(self) -> None:
-        """Wait until the copies are complete."""
+        """Waits until the copies are complete."""
         if self.copied is not None:
             self.copied.synchronize()
 
     @staticmethod
-    def _room(data: Tensor) -> Tensor:
+    def _allocate(data: Tensor) -> Tensor:
         return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
 
 
 def _copy(pairs: Iterable[tuple[Tensor, StatePiece]]) -> None:
-    for kept, piece in pairs:
-        kept.copy_(piece.data, non_blocking=True)
+    for copy, piece in pairs:
+        copy.copy_(piece.data, non_blocking=True)

@@ -32,9 +32,9 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write tensors as one safetensors file, durable when this returns; (bytes, sha256).
+    """Writes tensors as one safetensors file and returns (bytes, sha256) once it is durable.
 
-    Own writer: the library's builds the whole file in memory, and the hash would take a second
+    The library's own writer would build the whole file in memory, and the hash would take a second
     pass.
     """
     return write_stream(
@@ -50,34 +50,34 @@ def write_stream(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] = {},
 ) -> tuple[int, str]:
-    """`write_tensors` for tensors that are produced one by one; `entries` lists their keys and
-    shapes in that order."""
+    """Writes tensors that are produced one by one, as `write_tensors` does; `entries` lists their
+    keys, dtypes and shapes in that order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, (dtype, shape) in entries.items():
         begin = end
         end = end + prod(shape) * dtype.itemsize
         header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # data starts 8-byte aligned, so that it can be mapped
-    return write_parts(path, _parts(text, tensors))
+    encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded_header += b" " * (-len(encoded_header) % 8)  # 8-byte aligned data can be mapped
+    return write_chunks(path, _chunks(encoded_header, tensors))
 
 
-def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """A new file of these bytes, durable when this returns; (bytes, sha256)."""
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Writes a new file from `chunks` and returns (bytes, sha256) once it is durable."""
     digest = hashlib.sha256()
     size = 0
     with path.open("xb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-            size += len(part)
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
-def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+def _chunks(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     yield len(header).to_bytes(8, "little")
     yield header
     for tensor in tensors:
@@ -86,9 +86,9 @@ def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryv
 
 
 class TensorFile:
-    """A safetensors file of 1-D tensors, of which any range can be read alone.
+    """Reads any range of any 1-D tensor of a safetensors file.
 
-    Reads with pread instead of mmap: an unreadable block is then an OSError and not a SIGBUS that
+    Reads use pread instead of mmap: an unreadable block is then an OSError and not a SIGBUS that
     kills the process.
     """
 
@@ -100,38 +100,39 @@ class TensorFile:
             header = msgspec.json.decode(file.read(min(size, os.fstat(file.fileno()).st_size)))
             self._tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
         except (msgspec.DecodeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: no safetensors file ({error})") from None
+            raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
         self._data = 8 + size
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path) -> Iterator[Self]:
-        """Raises OSError, CheckpointError."""
+        """Opens a file for the block. Raises OSError, CheckpointError."""
         with path.open("rb", buffering=0) as file:
             yield cls(file, path)
 
     def read(self, key: str, first: int, out: Tensor) -> None:
-        """Fill `out`, 1-D, contiguous and in CPU memory, with the elements of `key` from number
+        """Fills `out`, 1-D, contiguous and in CPU memory, with the elements of `key` from index
         `first` on.
 
-        Raises CheckpointError where the file does not hold them in that dtype, OSError where they
-        cannot be read.
+        Raises CheckpointError if the file does not hold them in that dtype, OSError if they cannot
+        be read.
         """
         entry = self._tensors.get(key)
         if entry is None or entry["dtype"] != DTYPES[out.dtype]:
-            held = entry and entry["dtype"]
-            raise CheckpointError(f"{self.path}: holds {key} as {held}, wanted {DTYPES[out.dtype]}")
+            stored = entry and entry["dtype"]
+            expected = DTYPES[out.dtype]
+            raise CheckpointError(f"{self.path}: holds {key} as {stored}, expected {expected}")
         begin, end = (self._data + edge for edge in entry["data_offsets"])
-        at = begin + first * out.itemsize
-        left = out.view(torch.uint8).numpy().data
-        if at + len(left) > end:
+        position = begin + first * out.itemsize
+        unread = out.view(torch.uint8).numpy().data
+        if position + len(unread) > end:
             raise CheckpointError(f"{self.path}: {key} is shorter than the manifest says")
-        while left:
-            count = os.preadv(self._file.fileno(), [left], at)
+        while unread:
+            count = os.preadv(self._file.fileno(), [unread], position)
             if not count:
                 raise CheckpointError(f"{self.path}: ends in the middle of {key}")
-            left = left[count:]
-            at = at + count
+            unread = unread[count:]
+            position = position + count
 
 
 def sha256(path: Path) -> str:
@@ -140,8 +141,8 @@ def sha256(path: Path) -> str:
 
 
 def sha256_from_disk(path: Path) -> str:
-    """The hash of an fsynced file as the disk holds it: its pages are first dropped from memory,
-    where the file system supports that."""
+    """Returns the hash of an fsynced file as the disk holds it: its pages are first dropped from
+    memory, where the file system supports that."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -150,7 +151,7 @@ def sha256_from_disk(path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock (flock on `.lock`; released by the kernel if this process dies)."""
+    """Holds the folder's lock (flock on `.lock`; the kernel releases it if this process dies)."""
     with (folder / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

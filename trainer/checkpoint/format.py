@@ -3,14 +3,14 @@ and read.
 
     checkpoints/
         fence.json                   who may write here: the newest run and plan epoch
-        step-00000100/               committed: the rename that made this name was the last act
+        step-00000100/               committed: the rename to this name was the last operation
             manifest.json            everything below, with the sha256 of every file
-            rank-00000.safetensors   one file a rank: flat slices under full parameter names
+            rank-00000.safetensors   one file per rank: flat slices under full parameter names
         .tmp-step-00000200.e3/       staging folder of a save in progress, or left by a killed one
 
-State is stored by full names (`layers.17.attn.wq.weight`), global shapes, and where each slice lies
-in them, never by rank or stage, so that any layout can read what any other has written. Padding is
-not stored.
+State is stored by full names (`layers.17.attn.wq.weight`), global shapes and the position of each
+slice in them, never by rank or stage, so that any layout can read the checkpoint of any other.
+Padding is not stored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rank_file(rank: int) -> str:
 class StatePiece:
     """A contiguous range of one rank's slice of one parameter (or of its optimizer state).
 
-    `data` is a 1-D view of live state: a save reads it, a load writes it. Its elements are
+    `data` is a 1-D view of live state: a save reads it, a load writes it. Its elements are number
     `offset`, `offset + 1`, ... of the flattened local tensor, whose shape `info.local_shape`
     includes padding.
     """
@@ -58,7 +58,8 @@ class StatePiece:
     data: Tensor
 
     def unpadded(self) -> StatePiece | None:
-        """This piece without the padding at the end of dimension 0; None if it holds only padding.
+        """Returns this piece without the padding at the end of dimension 0, or None if it holds
+        only padding.
 
         Only dimension 0 is ever padded (vocabulary rows), so the valid elements are a prefix of the
         flat tensor.
@@ -71,7 +72,7 @@ class StatePiece:
             raise CheckpointError(
                 f"{info.name}: padding of dimension {padded[-1]} cannot be stored"
             )
-        valid = prod(part.stop - part.start for part in info.global_slices) - self.offset
+        valid = prod(extent.stop - extent.start for extent in info.global_slices) - self.offset
         return StatePiece(self.kind, info, self.offset, self.data[:valid]) if valid > 0 else None
 
     @property
@@ -104,7 +105,15 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
         cuts, offset, count = piece.block_range
         dim, start, stop = cuts[0] if cuts else (None, 0, 0)
         return cls(
-            key, piece.info.name, piece.kind, dim, start, stop, offset, count, list(cuts[1:])
+            key=key,
+            name=piece.info.name,
+            kind=piece.kind,
+            dim=dim,
+            start=start,
+            stop=stop,
+            offset=offset,
+            count=count,
+            more=list(cuts[1:]),
         )
 
     @property
@@ -114,7 +123,8 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def dtype_key(kind: StateKind, name: str) -> str:
-    """All parameters have one dtype for a kind; state without gradient has its own for each."""
+    """Returns the key of a dtype in a file's record: one per kind for parameters, one per name for
+    state without gradient."""
     return f"state/{name}" if kind == "state" else kind
 
 
@@ -127,8 +137,8 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees of the plan that wrote it: for messages, and to tell a bitwise resume from one on
-    another layout."""
+    """The degrees of the plan that wrote a checkpoint: for messages, and to tell a bitwise resume
+    from one on another layout."""
 
     tp: int
     cp: int
@@ -158,49 +168,50 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
     parameters: dict[str, list[int]]  # full name -> global shape
     states: dict[str, list[int]] = {}  # the same of state without gradient
-    whole: list[
-        str
-    ] = []  # parameters with other kinds of state: updated as whole matrices, or narrow
+    # parameters with other kinds of state: updated as whole matrices, or narrow
+    whole: list[str] = []
     files: list[FileRecord]
 
     def slices(self) -> Iterator[tuple[FileRecord, Slice]]:
-        return ((record, part) for record in self.files for part in record.slices)
+        return ((record, stored_slice) for record in self.files for stored_slice in record.slices)
 
 
 def coverage_problem(manifest: Manifest) -> str | None:
-    """None, or the first parameter that the files do not hold exactly once for every kind of state:
-    a shard that no rank wrote, or a data-parallel replica written twice."""
-    parts: dict[tuple[str, StateKind], list[BlockRange]] = {}
-    for _, one in manifest.slices():
-        parts.setdefault((one.name, one.kind), []).append(one.block_range)
-    owned = set(manifest.whole)
-    rule = {name: name in owned for name in manifest.parameters}
+    """Names the first parameter that the files do not hold exactly once for every kind of state: a
+    shard that no rank wrote, or a data-parallel replica written twice. Returns None if all are
+    complete."""
+    ranges: dict[tuple[str, StateKind], list[BlockRange]] = {}
+    for _, stored_slice in manifest.slices():
+        ranges.setdefault((stored_slice.name, stored_slice.kind), []).append(
+            stored_slice.block_range
+        )
+    whole_names = set(manifest.whole)
+    is_whole = {name: name in whole_names for name in manifest.parameters}
     kinds = {
-        which: sorted({kind for name, kind in parts if rule.get(name) is which})
-        for which in (False, True)
+        of_matrices: sorted({kind for name, kind in ranges if is_whole.get(name) is of_matrices})
+        for of_matrices in (False, True)
     }
-    wanted = [
+    expected = [
         (name, shape, kind)
         for name, shape in manifest.parameters.items()
-        for kind in kinds[rule[name]]
+        for kind in kinds[is_whole[name]]
     ]
-    wanted += [(name, shape, "state") for name, shape in manifest.states.items()]
-    for name, shape, kind in wanted:
-        if problem := tiling_problem(parts.get((name, kind), []), shape):
+    expected += [(name, shape, "state") for name, shape in manifest.states.items()]
+    for name, shape, kind in expected:
+        if problem := tiling_problem(ranges.get((name, kind), []), shape):
             return f"{kind} of {name}: {problem}"
     return None
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with its own hash filled in."""
-    raw = msgspec.json.format(
-        msgspec.json.encode(msgspec.structs.replace(manifest, hash="")), indent=1
-    )
+    """Returns the manifest as JSON, with its own hash filled in."""
+    unsealed = msgspec.json.encode(msgspec.structs.replace(manifest, hash=""))
+    raw = msgspec.json.format(unsealed, indent=1)
     return raw.replace(_hash_line(""), _hash_line(hashlib.sha256(raw).hexdigest()), 1)
 
 
 def decode(raw: bytes) -> Manifest:
-    """Raises CheckpointError with one line that says what is wrong."""
+    """Reads a manifest. Raises CheckpointError with one line that says what is wrong."""
     try:
         head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         schema = msgspec.json.decode(head["schema"]) if "schema" in head else None

@@ -30,21 +30,21 @@ class VerifiedCheckpoint:
 
     @property
     def version(self) -> tuple[int, int]:
-        """(epoch, step): of two checkpoints of a run, the greater one is the newer state."""
+        """(epoch, step): of two checkpoints of a run, the one with the greater version is newer."""
         return self.manifest.epoch, self.manifest.step
 
 
 def newest(
     folder: Path,
     rank: int,
-    on_reject: Callable[[Path, str], None] = lambda path, why: None,
+    on_reject: Callable[[Path, str], None] = lambda path, problem: None,
     control: ControlPath = WORLD,
 ) -> VerifiedCheckpoint | None:
-    """The newest committed checkpoint that verifies; None if there has never been one. Every rank
-    must call it.
+    """Returns the newest committed checkpoint that verifies, or None if there has never been one.
+    Every rank must call it.
 
-    `on_reject(path, problem)` is called on every rank for each newer one that does not verify.
-    Raises CheckpointError if there are checkpoints and none of them verifies: starting over
+    `on_reject(path, problem)` is called on every rank for each newer checkpoint that does not
+    verify. Raises CheckpointError if there are checkpoints and none of them verifies: starting over
     silently would throw the run away.
     """
     names = [path.name for _, path in committed(folder)] if rank == 0 else []
@@ -63,9 +63,9 @@ def newest(
 
 
 def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> tuple[int, int]:
-    """(epoch, step) of the newest checkpoint whose manifest can be read and is of its name's step,
-    (-1, -1) if there is none; its files are not looked at. Every rank must call it."""
-    found = (-1, -1)
+    """Returns (epoch, step) of the newest checkpoint whose manifest is readable and names the same
+    step as the folder, or (-1, -1). It does not verify the files. Every rank must call it."""
+    version = (-1, -1)
     for _, path in committed(folder) if rank == 0 else []:
         try:
             manifest = decode((path / MANIFEST).read_bytes())
@@ -73,16 +73,16 @@ def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> t
             continue
         if path.name != step_name(manifest.step):
             continue
-        found = manifest.epoch, manifest.step
+        version = manifest.epoch, manifest.step
         break
     return msgspec.json.decode(
-        control.broadcast_bytes(msgspec.json.encode(found)), type=tuple[int, int]
+        control.broadcast_bytes(msgspec.json.encode(version)), type=tuple[int, int]
     )
 
 
 def at_step(folder: Path, step: int, rank: int) -> VerifiedCheckpoint:
-    """The checkpoint of one step. Every rank must call it. Raises CheckpointError if it is not
-    there or not whole."""
+    """Returns the verified checkpoint of one step. Every rank must call it. Raises CheckpointError
+    if it is missing or damaged."""
     path = folder / step_name(step)
     manifest, problem = _verify(path, rank, WORLD)
     if manifest is None or problem is not None:
@@ -106,9 +106,9 @@ def _verify(path: Path, rank: int, control: ControlPath) -> tuple[Manifest | Non
         return None, f"{MANIFEST}: {error}"
     if path.name != step_name(manifest.step):
         return None, f"it holds step {manifest.step}: copied or renamed"
-    mine = manifest.files[rank :: control.world_size]
-    found = "; ".join(filter(None, (check_file(path, one) for one in mine)))
-    return manifest, control.judge(found.encode(), _joined) or None
+    own_files = manifest.files[rank :: control.world_size]
+    problems = "; ".join(filter(None, (check_file(path, record) for record in own_files)))
+    return manifest, control.judge(problems.encode(), _joined) or None
 
 
 def _joined(problems: list[bytes]) -> str:
@@ -116,7 +116,7 @@ def _joined(problems: list[bytes]) -> str:
 
 
 def check_file(path: Path, record: FileRecord) -> str | None:
-    """None, or what is wrong with one file of a checkpoint."""
+    """Names what is wrong with one file of a checkpoint; returns None if it is as written."""
     file = path / record.file
     if Path(record.file).name != record.file:
         return f"{record.file!r} is not a plain file name"

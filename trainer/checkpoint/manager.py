@@ -1,5 +1,5 @@
-"""A run's checkpoints as the training loop uses them: claim, resume, background save, synchronous
-save."""
+"""A run's checkpoints as the training loop uses them: own the folder, resume, save in the
+background, save synchronously."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .replicas.peer_restore import PeerRestore, Replica
 from .replicas.replicate import InMemoryReplicas, open_replica_store
 from .restore import restore
 from .retention import set_aside
-from .save import Contents, Target, claim, layout_of, save
+from .save import Contents, Target, acquire, layout_of, save
 
 
 class Checkpoints:
-    """Every method is collective: all ranks call it at the same step."""
+    """Resumes and saves a run. Every method is collective: all ranks call it at the same step."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Checkpoints:
         control: ControlPath = WORLD,
         pin: Path | None = None,
     ):
-        """`data`: key of the token files; a resume on other text than the checkpoint's is reported,
-        not refused. `memory`: this node's folder for in-memory replicas, used if the plan asks for
-        them. `pin`: the run's note of its newest checkpoint (`trainer.checkpoint.pins`); None: it
-        keeps none."""
-        self.target = Target(folder, token, plan, rank, data, control)
+        """`data` is the key of the token files; a resume on other text than the checkpoint's is
+        reported, not refused. `memory` is this node's folder for in-memory replicas, used if the
+        plan asks for them. `pin` is the file that records the run's newest checkpoint
+        (`trainer.checkpoint.pins`), or None for no record."""
+        self.target = Target(folder, token, plan, rank, data=data, control=control)
         self.reporter = reporter
         self.replicas: InMemoryReplicas | None = None
         self._peers: PeerRestore | None = None
@@ -55,66 +55,66 @@ class Checkpoints:
             self.replicas = InMemoryReplicas(self.target, store, reporter)
             self._peers = PeerRestore(plan, rank, token.run_id, store, control)
         self._pin = pin
-        self._torn = ""  # why a replica filled a part of the state and no more
+        self._partial_fill = ""  # why a replica filled only a part of the state
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
-        self.verified_step: int | None = (
-            None  # newest step whose files were read from the disk and found as written
-        )
+        #: newest step whose files were read back from the disk as written
+        self.verified_step: int | None = None
         self._background = BackgroundSave(self.target, self.keep_last)
         self._started = 0.0
         self._stall_s = 0.0  # of the save in progress
 
     def resume(self, pieces: Callable[[], Sequence[StatePiece]]) -> Manifest | None:
-        """Claim the folder for this epoch, then fill `pieces()` from the newest verified
+        """Acquires the folder for this epoch, then fills `pieces()` from the newest verified
         checkpoint, if there is one.
 
         A complete in-memory replica with a newer (epoch, step) is used instead. Newer checkpoints
         that fail verification are reported (event `checkpoint_rejected`) and renamed.
 
-        Raises Fenced, CheckpointError; OSError when what fills `pieces()` is gone in the middle and
-        nothing else can.
+        Raises Fenced, CheckpointError; OSError if the source disappears while it fills `pieces()`
+        and no other source can.
         """
         folder = self.target.folder
         rank = self.target.rank
         control = self.target.control
-        claim(self.target)
+        acquire(self.target)
         start = time.perf_counter()
         replica = self._peers.newest() if self._peers is not None else None
         if replica is not None and replica.version > newest_committed(folder, rank, control):
-            if (found := self._from_memory(replica, pieces)) is not None:
-                return self._resumed(found, start, "memory")
+            if (fetched := self._from_memory(replica, pieces)) is not None:
+                return self._resumed(fetched, start, "memory")
             replica = None
-        found = None
+        on_disk = None
         problem = None
         try:
-            found = self._verified()
+            on_disk = self._verified()
         except CheckpointError as error:
             problem = error
+        # A replica that looked older than the disk is newer if the disk's newest was damaged.
         if (
             replica is not None
-            and (found is None or replica.version > found.version)  # the disk's newest was damaged
+            and (on_disk is None or replica.version > on_disk.version)
             and (fetched := self._from_memory(replica, pieces)) is not None
         ):
             return self._resumed(fetched, start, "memory")
-        if found is not None:
-            restore(
-                found, pieces(), rank, layout_of(self.target.plan), self.target.plan.job.train.seed
-            )
-            return self._resumed(found, start, "disk")
+        if on_disk is not None:
+            plan = self.target.plan
+            restore(on_disk, pieces(), rank, layout_of(plan), plan.job.train.seed)
+            return self._resumed(on_disk, start, "disk")
         if problem is not None:
             raise problem
-        if self._torn:
-            raise OSError(f"the state is filled in part: {self._torn}")
-        if gone := control.judge(
+        if self._partial_fill:
+            raise OSError(f"only a part of the state was filled: {self._partial_fill}")
+        lost_checkpoint = control.judge(
             b"", lambda _: pins.saved_before(self._pin, folder) if self._pin else ""
-        ):
-            raise CheckpointError(gone)
+        )
+        if lost_checkpoint:
+            raise CheckpointError(lost_checkpoint)
         return None
 
     def _remember(self, step: int) -> None:
-        """Note on rank 0 that the checkpoint of `step` is on disk. A note that cannot be written
-        ends no run."""
+        """Records on rank 0 that the checkpoint of `step` is on disk. A run goes on without the
+        record if it cannot be written."""
         if self._pin is None or self.target.rank != 0:
             return
         try:
@@ -123,61 +123,62 @@ class Checkpoints:
             self.reporter.event("pin_failed", step, error=f"{self._pin}: {error.strerror or error}")
 
     def _verified(self) -> VerifiedCheckpoint | None:
-        """The newest checkpoint on disk that verifies; newer ones are reported and set aside."""
+        """Returns the newest checkpoint on disk that verifies; reports newer ones and sets them
+        aside."""
         rejected = []
 
         def reject(path: Path, problem: str) -> None:
             rejected.append(path)
             self._rejected(str(path), problem)
 
-        found = newest(self.target.folder, self.target.rank, reject, self.target.control)
-        if self.target.rank == 0 and found is not None:
+        checkpoint = newest(self.target.folder, self.target.rank, reject, self.target.control)
+        if self.target.rank == 0 and checkpoint is not None:
             for path in rejected:
                 set_aside(path, self.target.token)
-        return found
+        return checkpoint
 
     def _from_memory(
         self, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]
     ) -> VerifiedCheckpoint | None:
-        """Fill `pieces()` from a replica. None where any rank cannot, also when its files are
-        deleted while it reads (logind does that): what was filled until then must be filled
+        """Fills `pieces()` from a replica. Returns None if any rank cannot, for example because
+        its files are deleted while it reads (logind does that): then all pieces must be filled
         again."""
         assert self._peers is not None
         plan = self.target.plan
         problem = b""
         try:
-            found = self._peers.fetch(replica, pieces())
+            checkpoint = self._peers.fetch(replica, pieces())
         except CheckpointError as error:
             self._rejected(replica.name, str(error))
             return None
         try:
-            restore(found, pieces(), self.target.rank, layout_of(plan), plan.job.train.seed)
+            restore(checkpoint, pieces(), self.target.rank, layout_of(plan), plan.job.train.seed)
         except (CheckpointError, OSError) as error:
             problem = str(error).encode()
-        if failed := self.target.control.judge(problem, first_problem):
-            self._torn = f"replica of step {replica.step} in memory: {failed}"
-            self._rejected(replica.name, self._torn)
+        if agreed_problem := self.target.control.judge(problem, first_problem):
+            self._partial_fill = f"replica of step {replica.step} in memory: {agreed_problem}"
+            self._rejected(replica.name, self._partial_fill)
             return None
-        return found
+        return checkpoint
 
     def _rejected(self, path: str, problem: str) -> None:
         if self.target.rank == 0:
             self.reporter.event("checkpoint_rejected", path=path, problem=problem)
 
-    def _resumed(self, found: VerifiedCheckpoint, start: float, source: str) -> Manifest:
+    def _resumed(self, checkpoint: VerifiedCheckpoint, start: float, source: str) -> Manifest:
         plan = self.target.plan
         rank = self.target.rank
         if source == "disk":
-            self.saved_step = self.verified_step = found.manifest.step
-            self._remember(found.manifest.step)
+            self.saved_step = self.verified_step = checkpoint.manifest.step
+            self._remember(checkpoint.manifest.step)
         else:  # that checkpoint is not verified, but retention must not delete it either
             self.verified_step = newest_committed(self.target.folder, rank, self.target.control)[1]
-        manifest = found.manifest
+        manifest = checkpoint.manifest
         if rank == 0:
             self.reporter.event(
                 "resumed",
                 manifest.step,
-                path=str(found.path),
+                path=str(checkpoint.path),
                 source=source,
                 samples=manifest.samples,
                 seconds=time.perf_counter() - start,
@@ -188,8 +189,8 @@ class Checkpoints:
             )
         return manifest
 
-    # ------------------------------------------------------------------------------------------- in
-    #     the background
+    # -------------------------------------------------------------------------------------------
+    #     in the background
 
     def start(
         self,
@@ -198,18 +199,18 @@ class Checkpoints:
         samples: int,
         scalars: Mapping[str, float] = {},
     ) -> None:
-        """Start to save `step` while training continues. Waits for a save in progress: there is
-        memory for one copy.
+        """Starts to save `step` while training continues. Waits for a save in progress first,
+        since there is memory for one copy.
 
-        A failed save (of this step or before) is the event `checkpoint_failed`: the next may
-        succeed. Raises Fenced.
+        A failed save, of this step or an earlier one, is the event `checkpoint_failed`; the next
+        may succeed. Raises Fenced.
         """
         self.settle()
         if step == self.saved_step:
             return
         self._started = time.perf_counter()
-        self._tell_removed(step)
-        with self._failure_told(step):
+        self._report_removed_folder(step)
+        with self._reporting_failure(step):
             self._background.start(
                 Contents(step, samples, pieces, dict(scalars)), self.verified_step
             )
@@ -217,46 +218,46 @@ class Checkpoints:
 
     @property
     def copied(self) -> torch.cuda.Event | None:
-        """Until this event no update may change what `start` saves; None where it has been copied
-        already (CPU)."""
+        """The event until which no update may change the state that `start` saves; None if it is
+        already copied (CPU)."""
         return self._background.copied
 
     @property
     def vote(self) -> int:
-        """This rank's vote; its sum over all ranks at a step boundary goes to `advance`."""
+        """This rank's vote; at a step boundary `advance` takes its sum over all ranks."""
         return self._background.vote
 
     def advance(self, votes: int) -> None:
-        """At a step boundary: let a save in progress enter its next phase. Raises Fenced."""
+        """Lets a save in progress enter its next phase, at a step boundary. Raises Fenced."""
         self._follow(lambda: self._background.advance(votes))
 
     def settle(self) -> None:
-        """Wait until no save is in progress. Raises Fenced."""
+        """Waits until no save is in progress. Raises Fenced."""
         self._follow(self._background.settle)
 
     def remove_replicas(self) -> None:
-        """Free the memory that replicas take."""
+        """Frees the memory of replicas."""
         if self.replicas is not None:
             self.replicas.remove()
 
     def before_update(self, step: int) -> None:
-        """Wait until the update of `step` may change the state that a replica is made of."""
+        """Waits until the update of `step` may change the state that a replica reads."""
         if self.replicas is not None:
             self.replicas.before_update(step)
 
-    def _follow(self, move: Callable[[], int | None]) -> None:
+    def _follow(self, act: Callable[[], int | None]) -> None:
         contents = self._background.contents
         start = time.perf_counter()
         if contents is None:
             return
-        with self._failure_told(contents.step):
-            size = move()
+        with self._reporting_failure(contents.step):
+            size = act()
             self._stall_s += time.perf_counter() - start
             if size is not None:
                 self._saved(contents, size, time.perf_counter() - self._started, self._stall_s)
 
     @contextlib.contextmanager
-    def _failure_told(self, step: int) -> Iterator[None]:
+    def _reporting_failure(self, step: int) -> Iterator[None]:
         try:
             yield
         except SaveError as error:
@@ -274,7 +275,7 @@ class Checkpoints:
         scalars: Mapping[str, float] = {},
         read_back: bool = True,
     ) -> None:
-        """Commit the checkpoint of `step` before returning, unless that step is on disk already.
+        """Commits the checkpoint of `step` before it returns, unless that step is already on disk.
 
         Without `read_back` it is faster, for a termination signal that leaves little time;
         retention then also keeps the newest checkpoint that was read back. Raises SaveError,
@@ -284,15 +285,15 @@ class Checkpoints:
         if step == self.saved_step:
             return
         start = time.perf_counter()
-        self._tell_removed(step)
+        self._report_removed_folder(step)
         contents = Contents(step, samples, pieces, dict(scalars), read_back=read_back)
         size = save(self.target, contents, self.keep_last, self.verified_step)
         seconds = time.perf_counter() - start
         self._saved(contents, size, seconds, seconds)
 
-    def _tell_removed(self, step: int) -> None:
-        """Say so if somebody has removed the folder, which this save makes anew. Never an error: a
-        disk that fails here fails in the save too, where all ranks learn of it."""
+    def _report_removed_folder(self, step: int) -> None:
+        """Reports that somebody has removed the folder, which this save creates again. It never
+        raises: a disk that fails here also fails in the save, where all ranks learn of it."""
         with contextlib.suppress(OSError):
             if self.target.rank == 0 and not (self.target.folder / FENCE).exists():
                 self.reporter.event(

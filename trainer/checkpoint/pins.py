@@ -1,9 +1,9 @@
-"""What a run remembers of its first start and its latest save, so that a later start cannot quietly
-be another run.
+"""Pins: records of a run's first start and latest save, so that a later start cannot silently train
+something else.
 
-One JSON file each in `<run folder>/pins`: `data.json`, the tokens that the run trains on, and
+`<run folder>/pins` holds two JSON files: `data.json`, the tokens that the run trains on, and
 `saved.json`, its newest durable checkpoint. `orch resume --allow` removes one; the next start then
-writes it anew.
+writes it again.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ class SavedPin(Struct, frozen=True):
     step: int
 
 
-def pin_data(path: Path, now: DataPin, where: str) -> str:
-    """ "" if the run may train on `now`, which is then its data for good; otherwise what is wrong,
-    in one line.
+def pin_data(path: Path, current: DataPin, name: str) -> str:
+    """Pins the run to the data `current` if it has no pin yet. Returns "" if the run may train on
+    `current`, else the problem in one line.
 
-    `where`: the data as the user named it. Raises DataError where the file cannot be read; OSError
-    where not written.
+    `name` is the data as the user named it. Raises DataError if the file cannot be read, OSError if
+    it cannot be written.
     """
     try:
         pinned = msgspec.json.decode(path.read_bytes(), type=DataPin)
     except FileNotFoundError:
-        _write(path, now)
+        _write(path, current)
         return ""
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise DataError(
             f"{path} cannot be read ({error}); it says which data the run began with"
         ) from None
-    if pinned.tokens == now.tokens:
+    if pinned.tokens == current.tokens:
         return ""
-    what = "the text" if pinned.key != now.key else "the token files of the same text"
+    changed = "the text" if pinned.key != current.key else "the token files of the same text"
     return (
-        f"{what} in {where} is not what this run began with (key {pinned.key[:12]} then,"
-        f" {now.key[:12]} now); put it back, or go on with what is there: orch resume --allow"
+        f"{changed} in {name} is not what this run began with (key {pinned.key[:12]} then,"
+        f" {current.key[:12]} now); put it back, or train on the current data: orch resume --allow"
         " changed-data"
     )
 
 
 def saved(path: Path) -> SavedPin | None:
-    """What `remember` has written; None if the run has never saved. Raises CheckpointError where it
-    cannot be read."""
+    """Reads the pin that `remember` has written; None if the run has never saved. Raises
+    CheckpointError if it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SavedPin)
     except FileNotFoundError:
@@ -71,8 +71,8 @@ def saved(path: Path) -> SavedPin | None:
 
 
 def saved_before(path: Path, folder: Path) -> str:
-    """What is wrong, in one line, where a run finds no checkpoint in `folder` to start from: it has
-    saved before, and nobody said that it may start over. "" if it has not."""
+    """Explains in one line why a run that finds no checkpoint in `folder` must not start: it has
+    saved before, and nobody has allowed it to start over. Returns "" if it has never saved."""
     try:
         pinned = saved(path)
     except CheckpointError as error:
@@ -86,7 +86,7 @@ def saved_before(path: Path, folder: Path) -> str:
 
 
 def remember(path: Path, folder: Path, step: int) -> None:
-    """Note that the checkpoint of `step` is in `folder`. Raises OSError."""
+    """Records that the checkpoint of `step` is in `folder`. Raises OSError."""
     _write(path, SavedPin(str(folder), step))
 
 

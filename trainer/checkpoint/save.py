@@ -53,7 +53,7 @@ _ERRORS: dict[int, type[TrainerError]] = {Exit.FENCED: Fenced, Exit.CONFIG: Chec
 
 @dataclass(frozen=True)
 class Target:
-    """Folder that checkpoints are written to, and who writes."""
+    """The folder of a run's checkpoints, and the rank and epoch that write there."""
 
     folder: Path
     token: Fence
@@ -63,14 +63,14 @@ class Target:
     control: ControlPath = WORLD  # over all writers
 
     def staging(self, step: int) -> Path:
-        """The staging folder of a save of `step`."""
+        """Returns the staging folder of a save of `step`."""
         return self.folder / f".tmp-{step_name(step)}.e{self.token.epoch}"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank writes into the checkpoint of `step`. `read_back`: files are read from the disk
-    and compared before the save counts as verified; only a verified save may replace an older
+    """What one rank writes into the checkpoint of `step`. With `read_back` files are read from the
+    disk and compared before the save counts as verified; only a verified save may replace an older
     verified one."""
 
     step: int
@@ -92,15 +92,15 @@ class RankOutcome(Struct):
 
 
 class CommitOutcome(Struct):
-    """What rank 0 broadcasts after a commit: bytes of the committed folder, or the error and its
-    exit code."""
+    """The outcome that rank 0 broadcasts after a commit: the bytes of the committed folder, or the
+    error and its exit code."""
 
     bytes: int = 0
     error: str = ""
     exit: int = 0
 
     def result(self) -> int:
-        """The bytes. Raises rank 0's error."""
+        """Returns the bytes, or raises rank 0's error."""
         if self.error:
             raise _ERRORS.get(self.exit, SaveError)(self.error)
         return self.bytes
@@ -115,7 +115,7 @@ def layout_of(plan: Plan) -> Layout:
 
 
 def save(target: Target, contents: Contents, keep_last: int, protected: int | None = None) -> int:
-    """Write and commit a checkpoint; bytes of all its files. Collective.
+    """Writes and commits a checkpoint; returns the bytes of all its files. Collective.
 
     The pieces are those that only this rank writes (owner of a slice, one data-parallel replica).
     `protected` is the newest older step that is verified: pruning keeps it whatever `keep_last` is.
@@ -123,12 +123,13 @@ def save(target: Target, contents: Contents, keep_last: int, protected: int | No
     epoch owns the folder.
     """
     begin(target, contents.step)
-    outcomes = gather(target.control, write(target.staging(contents.step), target.rank, contents))
+    own_outcome = write(target.staging(contents.step), target.rank, contents)
+    outcomes = gather(target.control, own_outcome)
     return on_rank_zero(target, lambda: commit(target, contents, outcomes, keep_last, protected))
 
 
 def begin(target: Target, step: int) -> None:
-    """Create the staging folder. Collective. Raises Fenced, SaveError."""
+    """Creates the staging folder. Collective. Raises Fenced, SaveError."""
 
     def make() -> int:
         fence.hold(target.folder, target.token)
@@ -140,55 +141,58 @@ def begin(target: Target, step: int) -> None:
     on_rank_zero(target, make)
 
 
-def gather(control: ControlPath, mine: RankOutcome) -> list[RankOutcome]:
-    """Every rank's outcome on rank 0, nothing on the others."""
-    everyones = control.gather_bytes(msgspec.json.encode(mine))
-    return [msgspec.json.decode(raw, type=RankOutcome) for raw in everyones]
+def gather(control: ControlPath, own_outcome: RankOutcome) -> list[RankOutcome]:
+    """Returns every rank's outcome on rank 0, and nothing on the other ranks."""
+    encoded = control.gather_bytes(msgspec.json.encode(own_outcome))
+    return [msgspec.json.decode(raw, type=RankOutcome) for raw in encoded]
 
 
 def on_rank_zero(target: Target, action: Callable[[], int]) -> int:
-    """Run `action` on rank 0; its result, or its error raised anew, on every rank."""
+    """Runs `action` on rank 0 and returns its result, or raises its error, on every rank."""
     return broadcast_outcome(target, outcome_of(action) if target.rank == 0 else CommitOutcome())
 
 
 def broadcast_outcome(target: Target, outcome: CommitOutcome) -> int:
-    """Rank 0's outcome on every rank: the bytes, or its error raised."""
+    """Returns rank 0's bytes, or raises its error, on every rank."""
     raw = target.control.broadcast_bytes(msgspec.json.encode(outcome))
     return msgspec.json.decode(raw, type=CommitOutcome).result()
 
 
-def claim(target: Target) -> None:
-    """Rank 0 claims the folder for this epoch. Collective; every rank raises rank 0's error."""
+def acquire(target: Target) -> None:
+    """Acquires the folder for this epoch on rank 0. Every rank raises rank 0's error.
+    Collective."""
 
-    def claim_folder() -> int:
-        fence.claim(target.folder, target.token)
+    def acquire_folder() -> int:
+        fence.acquire(target.folder, target.token)
         return 0
 
-    on_rank_zero(target, claim_folder)
+    on_rank_zero(target, acquire_folder)
 
 
-# ---------------------------------------------------------------------------------------------- one
-#     rank's part
+# ----------------------------------------------------------------------------------------------
+#     one rank's part
 
 
 def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
-    """Write this rank's file into `staging`: durable on return, and read back if
+    """Writes this rank's file into `staging`: durable on return, and read back if
     `contents.read_back`."""
     tensors: dict[str, Tensor] = {RNG_KEY: contents.random_state}
     slices = list[Slice]()
     shapes = dict[str, list[int]]()
     states = dict[str, list[int]]()
     dtypes = dict[str, str]()
-    whole = set[str]()
+    whole_names = set[str]()
     for piece in contents.pieces:
         stored = piece.unpadded()
         if stored is None or not stored.data.numel():
             continue
-        part = "".join(f"[{dim}:{start}:{stop}]" for dim, start, stop in stored.block_range.cuts)
-        key = f"{stored.kind}/{stored.info.name}{part}@{stored.offset}"
+        cuts = "".join(f"[{dim}:{start}:{stop}]" for dim, start, stop in stored.block_range.cuts)
+        key = f"{stored.kind}/{stored.info.name}{cuts}@{stored.offset}"
         tensors[key] = stored.data
         dtypes[dtype_key(stored.kind, stored.info.name)] = DTYPES[stored.data.dtype]
-        whole |= {stored.info.name} if stored.info.whole_matrix or stored.info.narrow else set()
+        whole_names |= (
+            {stored.info.name} if stored.info.whole_matrix or stored.info.narrow else set()
+        )
         (states if stored.kind == "state" else shapes)[stored.info.name] = list(
             stored.info.global_shape
         )
@@ -205,7 +209,7 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
         record=FileRecord(name, size, digest, dtypes, slices),
         shapes=shapes,
         states=states,
-        whole=sorted(whole),
+        whole=sorted(whole_names),
     )
 
 
@@ -214,15 +218,14 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
 
 
 def outcome_of(action: Callable[[], int]) -> CommitOutcome:
-    """The result or the error of `action`."""
+    """Runs `action` and returns its result or its error."""
     try:
         return CommitOutcome(bytes=action())
     except TrainerError as error:
         return CommitOutcome(error=str(error), exit=error.exit)
     except OSError as error:
-        return CommitOutcome(
-            error=f"{error.filename or 'checkpoint'}: {error.strerror or error}", exit=Exit.USER
-        )
+        problem = f"{error.filename or 'checkpoint'}: {error.strerror or error}"
+        return CommitOutcome(error=problem, exit=Exit.USER)
 
 
 def commit(
@@ -232,7 +235,7 @@ def commit(
     keep_last: int,
     protected: int | None = None,
 ) -> int:
-    """Commit the files that the ranks have written; bytes of all of them. Raises SaveError,
+    """Commits the files that the ranks have written and returns their bytes. Raises SaveError,
     Fenced."""
     outcomes = list(outcomes)
     problem = next(
@@ -240,22 +243,30 @@ def commit(
         "",
     )
     manifest = manifest_of(target, contents, outcomes)
-    return publish(target, manifest, problem, keep_last, contents.read_back, protected)
+    return publish(
+        target,
+        manifest,
+        problem,
+        keep_last=keep_last,
+        read_back=contents.read_back,
+        protected=protected,
+    )
 
 
 def publish(
     target: Target,
     manifest: Manifest,
     problem: str,
+    *,
     keep_last: int,
     read_back: bool,
     protected: int | None = None,
 ) -> int:
-    """Rename the staging folder to its step's name, unless there was a `problem` or the files do
-    not hold every element once; bytes of all files. Raises SaveError, Fenced; the staging folder is
-    then deleted."""
-    staging = target.staging(manifest.step)
+    """Renames the staging folder to its step's name, unless there was a `problem` or the files do
+    not hold every element once. Returns the bytes of all files. Raises SaveError, Fenced, and then
+    deletes the staging folder."""
     step = manifest.step
+    staging = target.staging(step)
     try:
         if problem:
             raise SaveError(f"checkpoint of step {step}: {problem}")
@@ -264,16 +275,15 @@ def publish(
         _rename(target, staging, manifest, read_back)
     except (TrainerError, OSError):
         shutil.rmtree(staging, ignore_errors=True)
-        fence.check(
-            target.folder, target.token
-        )  # if a new owner deleted the staging folder, that is the better error
+        # If a new owner deleted the staging folder, Fenced is the better error.
+        fence.check(target.folder, target.token)
         raise
     prune(target.folder, keep_last, step if read_back else protected)
     return sum(record.bytes for record in manifest.files)
 
 
 def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutcome]) -> Manifest:
-    """The manifest of the files that all ranks have written."""
+    """Returns the manifest of the files that all ranks have written."""
     return Manifest(
         run_id=target.token.run_id,
         epoch=target.token.epoch,
@@ -292,9 +302,8 @@ def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutco
 
 
 def _rename(target: Target, staging: Path, manifest: Manifest, read_back: bool) -> None:
-    write_atomic(
-        staging / MANIFEST, encode(manifest)
-    )  # also makes the names of the ranks' files durable
+    # This also makes the names of the ranks' files durable.
+    write_atomic(staging / MANIFEST, encode(manifest))
     if read_back:
         try:
             decode((staging / MANIFEST).read_bytes())
@@ -303,7 +312,7 @@ def _rename(target: Target, staging: Path, manifest: Manifest, read_back: bool) 
     with locked(target.folder):
         fence.check(target.folder, target.token)
         final = target.folder / step_name(manifest.step)
-        if final.exists():  # an earlier epoch saved this step and was rejected
+        if final.exists():  # an earlier epoch saved this step, and it was rejected
             discard(final)
         staging.rename(final)
     sync_folder(target.folder)

@@ -21,43 +21,50 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor  # the next token, or IGNORED
-    positions: (
-        Tensor  # from 0, within the sample or, where documents are kept apart, within the document
-    )
+    #: from 0, within the sample or, with isolated documents, within the document
+    positions: Tensor
     documents: Documents | None  # None: attention sees the whole sample
-    serial: Tensor | None = (
-        None  # number of the token in the run's data order, for dropout and recorded choices
-    )
+    #: number of the token in the run's data order, for dropout and recorded choices
+    serial: Tensor | None = None
     fingerprint: int = 0  # of its samples, as they were read (`trainer.data.fingerprint`)
     next_tokens: Tensor | None = None  # [batch, sequence, depth], further tokens: of `look_ahead`
-    next_targets: Tensor | None = None  # the same, their targets
+    next_targets: Tensor | None = None  # [batch, sequence, depth], targets of `next_tokens`
 
     @property
     def valid_tokens(self) -> int:
-        """Number of targets that count. On an accelerator this waits for the device: call it before
+        """Number of targets that count. On an accelerator it waits for the device: read it before
         `to`."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The batch on `device`; from pinned memory the copy does not block the host."""
-        return self.each(lambda part: part.to(device, non_blocking=True))
+        """Copies the batch to `device`; a copy from pinned memory does not block the host."""
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
-        """The batch in page-locked host memory (CUDA only)."""
+        """Copies the batch to page-locked host memory (CUDA only)."""
         return self.each(Tensor.pin_memory)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """The batch with `change` applied to every tensor."""
-        maybe = (self.serial, self.next_tokens, self.next_targets)
-        serial, *ahead = (None if part is None else change(part) for part in maybe)
-        documents = None if self.documents is None else self.documents.each(change)
-        parts = change(self.tokens), change(self.targets), change(self.positions)
-        return MicroBatch(*parts, documents, serial, self.fingerprint, *ahead)
+        """Returns the batch with `change` applied to every tensor."""
+
+        def change_optional(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return MicroBatch(
+            tokens=change(self.tokens),
+            targets=change(self.targets),
+            positions=change(self.positions),
+            documents=None if self.documents is None else self.documents.each(change),
+            serial=change_optional(self.serial),
+            fingerprint=self.fingerprint,
+            next_tokens=change_optional(self.next_tokens),
+            next_targets=change_optional(self.next_targets),
+        )
 
 
 def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
-    """A micro-batch from [batch, sequence + 1] token ids: inputs are all but the last, targets all
-    but the first.
+    """Makes a micro-batch from [batch, sequence + 1] token ids: inputs are all but the last,
+    targets all but the first.
 
     With `eod`, the id that ends a document, documents are isolated: attention and positions restart
     after each `eod`, whose own target, the start of the next document, does not count (Llama 3,
@@ -77,17 +84,17 @@ def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:
-    """The same samples with all targets ignored: loss and gradients are zero."""
+    """Returns the same samples with all targets ignored: loss and gradients are zero."""
     return replace(batch, targets=torch.full_like(batch.targets, IGNORED))
 
 
 def look_ahead(batch: MicroBatch, depth: int) -> MicroBatch:
-    """The batch, of whole sequences, with what modules read that predict further tokens.
+    """Returns the batch, of whole sequences, with the tokens and targets of modules that predict
+    further tokens.
 
-    The token at i has as its target at depth k the one after the token at i + k: that token's own
-    target, so it counts where that does (which is in the same document), if the token at i + k is
-    in the sample and in the document of the token at i. Behind the end of the sample the tokens are
-    0, and have no target.
+    At depth k the module reads at i the token at i + k, and its target is that token's own target.
+    The target counts if it counts for the token at i + k and that token is in the sample and in the
+    document of the token at i. Beyond the end of the sample the tokens are 0 and have no target.
     """
     tokens = list[Tensor]()
     targets = list[Tensor]()
@@ -106,8 +113,8 @@ def look_ahead(batch: MicroBatch, depth: int) -> MicroBatch:
 
 
 def with_serials(batch: MicroBatch, indices: Sequence[int]) -> MicroBatch:
-    """The batch with its tokens' serial numbers; `indices`: those of its samples in the run's data
-    order."""
+    """Returns the batch with its tokens' serial numbers. `indices` are the numbers of its samples
+    in the run's data order."""
     length = batch.tokens.shape[1]
     serial = torch.tensor(indices)[:, None] * length + torch.arange(length)
     return replace(batch, serial=serial)

@@ -1,5 +1,4 @@
-"""Opens the token store of a plan's `data` section; the first process tokenises the corpus once for
-all.
+"""Opens the token store of a plan's `data` section; the first process tokenises the corpus for all.
 
 Under `cache_dir`: `<key>/` holds the token files of one content and tokenizer. `seen/<state>.json`
 maps a set of files (by path, size and modification time) to its key, so that a start does not read
@@ -30,7 +29,7 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.durable import sync_folder
 from trainer.errors import DataError
 
-#: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (for another process; 0 of
+#: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (for another process: 0 of
 #: 0).
 Progress = Callable[[str, int, int], None]
 
@@ -46,7 +45,8 @@ class _Seen(msgspec.Struct, frozen=True):
 def rate_limited(
     progress: Progress, every_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
-    """At most one call in `every_s` seconds, but the first and the last of every phase always."""
+    """Wraps `progress` so that it is called at most once per `every_s` seconds, and always for the
+    first and the last report of a phase."""
     last_phase = ""
     last_time = 0.0
 
@@ -62,11 +62,11 @@ def rate_limited(
 
 
 def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
-    """The token store of the corpus; builds it when there is none. Processes may call this at the
-    same time.
+    """Returns the token store of the corpus and builds it if there is none. Several processes may
+    call this at the same time.
 
-    Raises DataError: no text, bad text (file and line or offset), bad tokenizer, no room or right
-    to write.
+    Raises DataError: no text, bad text (file and line or offset), bad tokenizer, no space or
+    permission to write.
     """
     report = progress if progress is not None else lambda *_: None
     if not data.cache_dir:
@@ -94,13 +94,11 @@ def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
             _write_atomically(seen, msgspec.json.encode(_Seen(key)))
             return TokenStore(cache / key)
     except OSError as error:
-        what = (
-            f"{error.strerror}: {error.filename}"
-            if error.filename
-            else str(error.strerror or error)
-        )
+        detail = str(error.strerror or error)
+        if error.filename:
+            detail = f"{error.strerror}: {error.filename}"
         raise DataError(
-            f"cannot write token files under {cache} ({what}); choose another data.cache_dir"
+            f"cannot write token files under {cache} ({detail}); choose another data.cache_dir"
         ) from error
 
 
@@ -112,49 +110,50 @@ def _cached_store(cache: Path, seen: Path) -> TokenStore | None:
     return TokenStore(cache / key) if (cache / key / "index.json").exists() else None
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 #     keys
 
 
 def _state_of(sources: Sequence[Source], tokenizer: Tokenizer) -> str:
-    """A digest that changes whenever a file may have changed; reads no file."""
+    """Returns a digest that changes whenever a file may have changed; it reads no file."""
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     for source in sources:
-        digest.update(
-            f"{source.path}\0{source.size}\0{source.mtime_ns}\0".encode(errors="surrogateescape")
-        )
+        entry = f"{source.path}\0{source.size}\0{source.mtime_ns}\0"
+        digest.update(entry.encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
 def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progress) -> str:
-    """A digest that is equal exactly if the token files would be: of content, order and kind, not
-    of file names."""
+    """Returns a digest that is equal exactly if the token files would be: it covers content, order
+    and kind of the files, not their names."""
     total = sum(source.size for source in sources)
     done = 0
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     buffer = memoryview(bytearray(BATCH_BYTES))
     for source in sources:
-        one = hashlib.sha256()
+        file_digest = hashlib.sha256()
         try:
             with source.path.open("rb", buffering=0) as file:
                 while count := file.readinto(buffer):
-                    one.update(buffer[:count])
+                    file_digest.update(buffer[:count])
                     done += count
                     report("hash", min(done, total), total)
         except OSError as error:
             raise DataError(f"cannot read {source.path}: {error.strerror}") from error
-        digest.update(f"{source.path.suffix.lower() == '.jsonl'} {one.hexdigest()}\0".encode())
+        is_jsonl = source.path.suffix.lower() == ".jsonl"
+        digest.update(f"{is_jsonl} {file_digest.hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 #     building
 
 
 def _build(
     cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenizer, report: Progress
 ) -> None:
-    """Build in a private folder, then rename it. Deletes what killed processes have left first."""
+    """Builds the token files in a private folder, then renames it. Deletes the leftovers of killed
+    processes first."""
     host = socket.gethostname()
     _sweep(cache, host)
     folder = cache / f"{key}.tmp-{host}-{os.getpid()}"
@@ -168,9 +167,8 @@ def _build(
             writer.abandon()
         try:
             folder.rename(cache / key)
-        except (
-            OSError
-        ) as error:  # another process without our lock was faster, with an equal result
+        except OSError as error:
+            # Another process without our lock was faster, with an equal result.
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         sync_folder(cache)
@@ -187,9 +185,8 @@ def _encode(
     size = 0
 
     def flush() -> None:
-        for piece, ids in zip(
-            pending, tokenizer.encode([piece.text for piece in pending]), strict=True
-        ):
+        encoded = tokenizer.encode([piece.text for piece in pending])
+        for piece, ids in zip(pending, encoded, strict=True):
             writer.add(ids, piece.ends_document)
         pending.clear()
 
@@ -207,10 +204,10 @@ def _encode(
 
 
 def _sweep(cache: Path, host: str) -> None:
-    for left in cache.glob(f"*.tmp-{host}-*"):
-        pid = left.name.rpartition("-")[2]
+    for folder in cache.glob(f"*.tmp-{host}-*"):
+        pid = folder.name.rpartition("-")[2]
         if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:
@@ -231,8 +228,8 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on a file, released by the kernel if the process dies. Polls, so that
-    signal handlers run and `waiting` can report."""
+    """Holds an exclusive lock on a file; the kernel releases it if the process dies. It polls, so
+    that signal handlers run and `waiting` can report."""
     with path.open("a") as file:
         while True:
             try:

@@ -18,9 +18,8 @@ import msgspec
 from trainer.errors import DataError
 
 STDLIB = "stdlib"  # path that stands for the sources of the running Python's standard library
-PIECE_BYTES = (
-    4 << 20
-)  # a file is read in pieces of about this size: memory does not grow with the corpus
+#: Bytes per read of a file, roughly: memory does not grow with the corpus.
+PIECE_BYTES = 4 << 20
 LINE_BYTES = 64 << 20  # longest accepted line of a .jsonl file
 
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -39,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Part of a UTF-8 text, cut between lines, or between characters where there are no lines."""
+    """A part of a UTF-8 text, cut between lines, or between characters if there are no lines."""
 
     text: bytes
     ends_document: bool
@@ -52,57 +51,58 @@ class _Line(msgspec.Struct):
 _LINES = msgspec.json.Decoder(_Line)
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 #     files
 
 
 def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source]:
-    """Files named in `paths`, and files with one of `extensions` anywhere under folders named in
-    it; sorted by name within each path, so that every machine with the same files sees the same
-    order. A file is taken once.
+    """Returns the files named in `paths`, and the files with one of `extensions` anywhere under
+    folders named in it. They are sorted by name within each path, so that every machine with the
+    same files sees the same order. A file is returned once.
 
-    Raises DataError when a path does not exist, a folder cannot be read, or nothing is found.
+    Raises DataError if a path does not exist, a folder cannot be read, or nothing is found.
     """
-    found: dict[Path, Source] = {}
-    others: Counter[str] = Counter()
+    sources: dict[Path, Source] = {}
+    ignored: Counter[str] = Counter()
     for path in paths:
         root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
         if not root.exists():
             raise DataError(f"data path {path!r} does not exist")
         if root.is_file():
-            _take(found, root.name, root.resolve(), root.stat())
+            _add(sources, root.name, root.resolve(), root.stat())
             continue
         if not root.is_dir():
             raise DataError(
                 f"data path {path!r} is neither a file nor a folder (a pipe or a device)"
             )
-        real = (
-            root.resolve()
-        )  # once: every rank does this at every start, and a corpus may have a million files
-        for file in sorted(_walk(real, path == STDLIB), key=lambda file: file.path.split(os.sep)):
-            place = Path(file.path)
-            if (suffix := place.suffix.lower()) not in extensions:
-                others[suffix or "no extension"] += 1
+        # Only the root is resolved, not every file: each rank does this at each start, and a corpus
+        # may have a million files.
+        resolved_root = root.resolve()
+        entries = _walk(resolved_root, path == STDLIB)
+        for file in sorted(entries, key=lambda file: file.path.split(os.sep)):
+            file_path = Path(file.path)
+            if (suffix := file_path.suffix.lower()) not in extensions:
+                ignored[suffix or "no extension"] += 1
                 continue
-            name = f"{path}/{place.relative_to(real).as_posix()}"
-            _take(found, name, place.resolve() if file.is_symlink() else place, file.stat())
-    if not found:
-        seen = (
-            ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(4))
-            or "no files at all"
-        )
+            name = f"{path}/{file_path.relative_to(resolved_root).as_posix()}"
+            _add(
+                sources, name, file_path.resolve() if file.is_symlink() else file_path, file.stat()
+            )
+    if not sources:
+        counts = [f"{count} {suffix}" for suffix, count in ignored.most_common(4)]
         raise DataError(
-            f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))} (found {seen})"
+            f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))}"
+            f" (found {', '.join(counts) or 'no files at all'})"
         )
-    return list(found.values())
+    return list(sources.values())
 
 
-def _take(found: dict[Path, Source], name: str, file: Path, status: os.stat_result) -> None:
-    found.setdefault(file, Source(name, file, status.st_size, status.st_mtime_ns))
+def _add(sources: dict[Path, Source], name: str, file: Path, status: os.stat_result) -> None:
+    sources.setdefault(file, Source(name, file, status.st_size, status.st_mtime_ns))
 
 
 def _walk(root: Path, is_stdlib: bool) -> Iterator[os.DirEntry[str]]:
-    """Files, and links to files; links to folders are not followed."""
+    """Yields files and links to files; it does not follow links to folders."""
     skipped = _NEVER_TEXT | (_STDLIB_SKIPPED if is_stdlib else frozenset())
     folders = [str(root)]
     while folders:
@@ -119,23 +119,22 @@ def _walk(root: Path, is_stdlib: bool) -> Iterator[os.DirEntry[str]]:
             ) from error
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 #     documents
 
 
 def read_pieces(source: Source) -> Iterator[TextPiece]:
-    """The text of a file; empty documents are left out.
+    """Yields the text of a file without empty documents.
 
     Raises DataError for a file that cannot be read, is not UTF-8 text, or has a line that is not a
     JSON object with a string `text`, with its line number.
     """
     try:
         with source.path.open("rb") as file:
-            yield from (
-                _read_jsonl(file, source)
-                if source.path.suffix.lower() == ".jsonl"
-                else _read_text(file, source)
-            )
+            if source.path.suffix.lower() == ".jsonl":
+                yield from _read_jsonl(file, source)
+            else:
+                yield from _read_text(file, source)
     except OSError as error:
         raise DataError(f"cannot read {source.path}: {error.strerror}") from error
 
@@ -146,32 +145,37 @@ def _read_text(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
     chunk = file.read(PIECE_BYTES)
     while chunk:
         following = file.read(PIECE_BYTES)
-        text = rest + chunk
-        cut = (text.rfind(b"\n") + 1 or _last_character(text)) if following else len(text)
-        text, rest, chunk = text[:cut], text[cut:], following
-        if text:
-            _check_text(text, source, offset)
-            yield TextPiece(text, ends_document=not following)
+        unsent = rest + chunk
+        cut = len(unsent)
+        if following:
+            cut = unsent.rfind(b"\n") + 1 or _last_character(unsent)
+        piece = unsent[:cut]
+        rest = unsent[cut:]
+        chunk = following
+        if piece:
+            _check_text(piece, source, offset)
+            yield TextPiece(piece, ends_document=not following)
             offset += cut
 
 
-def _last_character(text: bytes) -> int:
-    """Index at which the last character of UTF-8 text begins; its end may still be unread."""
-    index = len(text) - 1
-    while index > 0 and len(text) - index < 4 and text[index] & 0xC0 == 0x80:
+def _last_character(content: bytes) -> int:
+    """Returns the index at which the last character of UTF-8 text begins; its end may still be
+    unread."""
+    index = len(content) - 1
+    while index > 0 and len(content) - index < 4 and content[index] & 0xC0 == 0x80:
         index -= 1
     return index
 
 
-def _check_text(text: bytes, source: Source, offset: int) -> None:
-    if (zero := text.find(b"\0")) >= 0:
+def _check_text(content: bytes, source: Source, offset: int) -> None:
+    if (zero := content.find(b"\0")) >= 0:
         raise DataError(f"{source.path} is not text: it has a zero byte at offset {offset + zero}")
     try:
-        text.decode()
+        content.decode()
     except UnicodeDecodeError as error:
-        where = offset + error.start
+        position = offset + error.start
         raise DataError(
-            f"{source.path} is not UTF-8 text: {error.reason} at offset {where}"
+            f"{source.path} is not UTF-8 text: {error.reason} at offset {position}"
         ) from None
 
 
@@ -184,10 +188,10 @@ def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
         if not line.strip():
             continue
         try:
-            text = _LINES.decode(line).text.encode()
+            document = _LINES.decode(line).text.encode()
         except (msgspec.DecodeError, UnicodeError) as error:
             raise DataError(
                 f'{source.path}:{number}: expected {{"text": "..."}}: {error}'
             ) from None
-        if text:
-            yield TextPiece(text, ends_document=True)
+        if document:
+            yield TextPiece(document, ends_document=True)

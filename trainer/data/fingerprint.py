@@ -1,4 +1,4 @@
-"""Fingerprints of samples: what a step was trained on, as one number that does not depend on who
+"""Fingerprints of samples: one number for the data of a step, which does not depend on which rank
 read which sample."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ _MODULUS = 1 << 64
 
 
 def fingerprint(indices: Sequence[int], windows: Sequence[np.ndarray]) -> int:
-    """The sum, modulo 2^64, of 64 bits of the sha256 of each (place in the run's order, token ids);
-    signed, so that it is an int64 whose sums wrap around the same way."""
+    """Returns the sum, modulo 2^64, of 64 bits of the sha256 of each (index in the run's order,
+    token ids); signed, as an int64 whose sums wrap around in the same way."""
     total = 0
     for index, window in zip(indices, windows, strict=True):
         digest = hashlib.sha256(index.to_bytes(8, "little"))
@@ -23,10 +23,10 @@ def fingerprint(indices: Sequence[int], windows: Sequence[np.ndarray]) -> int:
 
 
 def signed(total: int) -> int:
-    """`total` modulo 2^64 as an int64."""
+    """Returns `total` modulo 2^64 as an int64."""
     return (total + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
 
 def as_text(total: int) -> str:
-    """16 hexadecimal digits."""
+    """Returns 16 hexadecimal digits."""
     return f"{total % _MODULUS:016x}"

@@ -1,5 +1,5 @@
-"""Loads the micro-batches of one rank step by step; reads the next step's while this one
-computes."""
+"""Loads the micro-batches of one rank step by step, and reads those of the next step during the
+current one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainer.model.dropout import draws
 
 
 class Loader:
-    """Reads the samples of `samples_of_step` from a token store. Stateless but for the
+    """Reads the samples of `samples_of_step` from a token store. Its only state is the
     read-ahead."""
 
     def __init__(self, plan: Plan, coord: Coord, store: TokenStore, pin_memory: bool = False):
-        """`pin_memory`: use page-locked memory, from which copies to a CUDA device overlap with
-        computation.
+        """`pin_memory` puts batches into page-locked memory, from which copies to a CUDA device
+        overlap with computation.
 
-        Raises DataError when the corpus is shorter than one sample or has ids that the model has no
-        row for.
+        Raises DataError if the corpus is shorter than one sample or its tokenizer has more ids than
+        the model's embedding has rows.
         """
         index = store.index
         self.seq_len = plan.job.train.seq_len
@@ -55,8 +55,8 @@ class Loader:
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
     def step(self, consumed: int) -> list[MicroBatch]:
-        """The micro-batches of the step that starts when the run has consumed `consumed` samples,
-        on the CPU."""
+        """Returns the micro-batches, on the CPU, of the step that starts when the run has consumed
+        `consumed` samples."""
         if self._ahead and self._ahead[0] == consumed:
             batches = self._ahead[1].result()
         else:
@@ -68,15 +68,13 @@ class Loader:
         return batches
 
     def samples_at(self, consumed: int) -> int:
-        """Samples of the step after `consumed`, over all ranks."""
+        """Returns the samples, over all ranks, of the step that starts after `consumed` samples."""
         return samples_at(self.parallel, self.ramp, consumed)
 
     def _read(self, consumed: int) -> list[MicroBatch]:
-        many = micro_batches_at(self.parallel, self.ramp, consumed)
-        return [
-            self._micro_batch(indices)
-            for indices in samples_of_step(self.parallel, self.coord, consumed, many)
-        ]
+        count = micro_batches_at(self.parallel, self.ramp, consumed)
+        samples = samples_of_step(self.parallel, self.coord, consumed, count)
+        return [self._micro_batch(indices) for indices in samples]
 
     def _micro_batch(self, indices: list[int]) -> MicroBatch:
         windows = [self.store.window(self.order(index), self.seq_len) for index in indices]

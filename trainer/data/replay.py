@@ -1,9 +1,9 @@
-"""`python -m trainer.data.replay PLAN`: reads the data of steps once more. `orch verify --data`
+"""`python -m trainer.data.replay PLAN`: reads the data of steps a second time. `orch verify --data`
 starts it.
 
-stdin: one JSON object a line, `Told`; stdout: one `Replayed` a line. The order of samples is the
-same for every layout (`trainer.data.order`), so one process reads what all ranks of any epoch have
-read.
+stdin has one JSON object per line, `TrainedStep`; stdout gets one `Replayed` per line. The order of
+samples is the same for every layout (`trainer.data.order`), so one process can read the samples of
+all ranks of any epoch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trainer.data.order import SampleOrder
 from trainer.errors import DataError, exit_code
 
 
-class Told(Struct, frozen=True):
-    """Step `step` took the places `first` to `last` - 1 of the data order."""
+class TrainedStep(Struct, frozen=True):
+    """A step that took the indices `first` to `last` - 1 of the data order."""
 
     step: int
     first: int
@@ -38,7 +38,7 @@ class Replayed(Struct, frozen=True):
 
 
 def main(plan_file: str) -> int:
-    """Errors are one line on stderr and the exit code of the contract."""
+    """Runs the program; an error is one line on stderr and the exit code of the contract."""
     try:
         job = from_json(Path(plan_file).read_bytes()).job
         store = open_tokens(job.data)
@@ -52,18 +52,18 @@ def main(plan_file: str) -> int:
         return exit_code(error)
     order = SampleOrder(store.samples(job.train.seq_len), job.data.seed)
     for line in sys.stdin.buffer:
-        told = msgspec.json.decode(line, type=Told)
-        places = range(told.first, told.last)
+        step = msgspec.json.decode(line, type=TrainedStep)
+        sample_range = range(step.first, step.last)
         try:
-            windows = (store.window(order(place), job.train.seq_len) for place in places)
+            windows = (store.window(order(sample), job.train.seq_len) for sample in sample_range)
             total = sum(
-                fingerprint([place], [window])
-                for place, window in zip(places, windows, strict=True)
+                fingerprint([sample], [window])
+                for sample, window in zip(sample_range, windows, strict=True)
             )
-            found = Replayed(told.step, as_text(total))
+            replayed = Replayed(step.step, as_text(total))
         except DataError as error:
-            found = Replayed(told.step, problem=str(error))
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+            replayed = Replayed(step.step, problem=str(error))
+        sys.stdout.buffer.write(msgspec.json.encode(replayed) + b"\n")
     sys.stdout.flush()
     return Exit.DONE
 

@@ -5,9 +5,8 @@ above 65536 ids). `documents.bin`: the offset of each document, and the total, l
 `blocks.bin`: the sha256 of each `BLOCK_BYTES` of `tokens.bin`. `index.json`: `Index`, which has the
 sha256 of `blocks.bin`.
 
-Opening a store hashes `blocks.bin`, and each read hashes the blocks that it touches. So nobody
-trains on a token that is not as it was written, whenever it changed, and a start does not read the
-whole corpus.
+Opening a store hashes `blocks.bin`, and each read hashes the blocks that it touches. So a run never
+trains on a token that has changed since it was written, and a start does not read the whole corpus.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import hashlib
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,9 +26,8 @@ from trainer.durable import sync_folder
 from trainer.errors import DataError, UnreadableData
 
 FORMAT = "orch.tokens/2"
-BLOCK_BYTES = (
-    1 << 16
-)  # a sample of 4,096 tokens costs one or two hashes of this size, in the loader's thread
+#: A sample of 4,096 tokens costs one or two hashes of this size, in the loader's thread.
+BLOCK_BYTES = 1 << 16
 _DIGEST = 32  # bytes of a sha256
 
 
@@ -50,7 +48,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class BlockHasher:
-    """The sha256 of each `BLOCK_BYTES` of a stream."""
+    """Computes the sha256 of each `BLOCK_BYTES` of a stream."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
@@ -60,10 +58,10 @@ class BlockHasher:
     def add(self, data: bytes) -> None:
         view = memoryview(data)
         while len(view):
-            part = view[: BLOCK_BYTES - self._filled]
-            self._block.update(part)
-            self._filled += len(part)
-            view = view[len(part) :]
+            chunk = view[: BLOCK_BYTES - self._filled]
+            self._block.update(chunk)
+            self._filled += len(chunk)
+            view = view[len(chunk) :]
             if self._filled == BLOCK_BYTES:
                 self._end_block()
 
@@ -73,7 +71,7 @@ class BlockHasher:
         self._filled = 0
 
     def close(self) -> bytes:
-        """All digests; the last block may be shorter."""
+        """Returns all digests; the last block may be shorter."""
         if self._filled:
             self._end_block()
         return bytes(self._digests)
@@ -86,11 +84,14 @@ class TokenWriter:
     def __init__(self, folder: Path, tokenizer: Tokenizer):
         self.folder = folder
         self.tokenizer = tokenizer
-        self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self.dtype: Literal["uint16", "uint32"] = (
+            "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        )
         self._tokens = (folder / "tokens.bin").open("wb", buffering=1 << 20)
         self._documents = (folder / "documents.bin").open("wb", buffering=1 << 16)
         self._blocks = BlockHasher()
-        self._count = self._ended = 0
+        self._count = 0
+        self._ended = 0
         self._begin_document()
 
     def _begin_document(self) -> None:
@@ -110,38 +111,36 @@ class TokenWriter:
         self._blocks.add(data)
 
     def close(self, key: str, source_files: int, source_bytes: int) -> None:
-        """Must follow a piece that ended its document. fsync of every file and of the folder."""
-        fields: dict[str, Any] = {
-            "key": key,
-            "tokenizer": self.tokenizer.identity,
-            "eod": self.tokenizer.eod,
-        }
-        fields |= {
-            "vocab_size": self.tokenizer.vocab_size,
-            "dtype": self.dtype,
-            "tokens": self._count,
-        }
-        fields |= {
-            "documents": self._ended,
-            "source_files": source_files,
-            "source_bytes": source_bytes,
-        }
+        """Writes the index and fsyncs every file and the folder. The last piece must have ended its
+        document."""
         digests = self._blocks.close()
-        index = Index(format=FORMAT, blocks_sha256=hashlib.sha256(digests).hexdigest(), **fields)
+        index = Index(
+            format=FORMAT,
+            key=key,
+            tokenizer=self.tokenizer.identity,
+            vocab_size=self.tokenizer.vocab_size,
+            eod=self.tokenizer.eod,
+            dtype=self.dtype,
+            tokens=self._count,
+            documents=self._ended,
+            source_files=source_files,
+            source_bytes=source_bytes,
+            blocks_sha256=hashlib.sha256(digests).hexdigest(),
+        )
         with (
             (self.folder / "blocks.bin").open("wb") as blocks,
             (self.folder / "index.json").open("wb") as file,
         ):
             blocks.write(digests)
             file.write(msgspec.json.format(msgspec.json.encode(index)))
-            for each in (self._tokens, self._documents, blocks, file):
-                each.flush()
-                os.fsync(each.fileno())
+            for open_file in (self._tokens, self._documents, blocks, file):
+                open_file.flush()
+                os.fsync(open_file.fileno())
         self.abandon()
         sync_folder(self.folder)
 
     def abandon(self) -> None:
-        """Close the files without writing an index: the folder is then never read."""
+        """Closes the files without writing an index: the folder is then never read."""
         self._tokens.close()
         self._documents.close()
 
@@ -150,15 +149,14 @@ class TokenStore:
     """A finished folder, open for reading. Pages are shared between the processes of a node."""
 
     def __init__(self, folder: Path):
-        """Raises DataError when the folder is not what a writer left."""
+        """Opens a folder. Raises DataError if it is not as its writer left it."""
         self.folder = folder
         try:
             raw = (folder / "index.json").read_bytes()
-            named = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(
-                "format", msgspec.Raw(b"null")
-            )
-            if (found := msgspec.json.decode(named)) != FORMAT:
-                raise _damaged(folder, f"format {found}, this version reads {FORMAT}")
+            fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            stored_format = msgspec.json.decode(fields.get("format", b"null"))
+            if stored_format != FORMAT:
+                raise _damaged(folder, f"format {stored_format}, this version reads {FORMAT}")
             self.index = msgspec.json.decode(raw, type=Index)
             sizes = {
                 name: (folder / name).stat().st_size for name in ("tokens.bin", "documents.bin")
@@ -172,8 +170,8 @@ class TokenStore:
         for name, size in sizes.items():
             if size != expected[name]:
                 raise _damaged(folder, f"{name} has {size} bytes, its index says {expected[name]}")
-        whole = len(self._digests) == -(-self._bytes // BLOCK_BYTES) * _DIGEST
-        if not whole or hashlib.sha256(self._digests).hexdigest() != self.index.blocks_sha256:
+        complete = len(self._digests) == -(-self._bytes // BLOCK_BYTES) * _DIGEST
+        if not complete or hashlib.sha256(self._digests).hexdigest() != self.index.blocks_sha256:
             raise _damaged(folder, "blocks.bin does not have the sha256 in the index")
         self._file = os.open(folder / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -183,7 +181,7 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """All ids, memory-mapped and not compared with their hashes."""
+        """All ids, memory-mapped, without a check of their hashes."""
         return np.memmap(self.folder / "tokens.bin", dtype=self._dtype, mode="r")
 
     @cached_property
@@ -193,20 +191,22 @@ class TokenStore:
 
     @property
     def identity(self) -> str:
-        """Equal for equal tokens: a digest of the hashes of all of them, where `index.key` is of
-        the text."""
+        """A digest of the hashes of all tokens, equal for equal tokens; `index.key` is a digest of
+        the text instead."""
         index = self.index
-        text = f"{index.dtype} {index.tokens} {index.eod} {index.vocab_size} {index.blocks_sha256}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        identity_source = (
+            f"{index.dtype} {index.tokens} {index.eod} {index.vocab_size} {index.blocks_sha256}"
+        )
+        return hashlib.sha256(identity_source.encode()).hexdigest()
 
     def samples(self, seq_len: int) -> int:
-        """Windows of `seq_len` + 1 tokens that overlap in one, so that each token but the first is
-        a target once."""
+        """Returns the number of windows of `seq_len` + 1 tokens. Neighbours overlap in one token,
+        so that each token but the first is a target once."""
         return max(0, (self.index.tokens - 1) // seq_len)
 
     def window(self, sample: int, seq_len: int) -> np.ndarray:
-        """[seq_len + 1] ids of one sample in the file's dtype. Raises DataError where they are not
-        as written."""
+        """Returns the ids [seq_len + 1] of one sample in the file's dtype. Raises DataError if they
+        are not as written."""
         width = self._dtype.itemsize
         start = sample * seq_len * width
         stop = ((sample + 1) * seq_len + 1) * width
@@ -215,34 +215,35 @@ class TokenStore:
         return np.frombuffer(raw, self._dtype, seq_len + 1, start - first * BLOCK_BYTES)
 
     def _verified(self, first: int, end: int) -> bytes:
-        """The bytes of the blocks from `first` to before `end`: read once, and hashed before
-        anybody sees them."""
+        """Returns the bytes of the blocks from `first` to before `end`, read once and compared with
+        their hashes. Raises DataError."""
         begin = first * BLOCK_BYTES
-        left = min(end * BLOCK_BYTES, self._bytes) - begin
-        parts = list[bytes]()
+        unread = min(end * BLOCK_BYTES, self._bytes) - begin
+        chunks = list[bytes]()
         try:
-            while left and (part := os.pread(self._file, left, begin + sum(map(len, parts)))):
-                parts.append(part)
-                left -= len(part)
+            while unread and (chunk := os.pread(self._file, unread, begin + sum(map(len, chunks)))):
+                chunks.append(chunk)
+                unread -= len(chunk)
         except OSError as error:
-            problem = UnreadableData if error.errno == errno.EIO else DataError
-            raise problem(f"cannot read {self.folder / 'tokens.bin'}: {error.strerror}") from error
-        raw = b"".join(parts)
+            error_type = UnreadableData if error.errno == errno.EIO else DataError
+            raise error_type(
+                f"cannot read {self.folder / 'tokens.bin'}: {error.strerror}"
+            ) from error
+        raw = b"".join(chunks)
         for block in range(first, end):
-            at = (block - first) * BLOCK_BYTES
-            digest = hashlib.sha256(memoryview(raw)[at : at + BLOCK_BYTES]).digest()
+            start = (block - first) * BLOCK_BYTES
+            digest = hashlib.sha256(memoryview(raw)[start : start + BLOCK_BYTES]).digest()
             if digest != self._digests[block * _DIGEST : (block + 1) * _DIGEST]:
-                width = self._dtype.itemsize
-                tokens = (
-                    f"{block * BLOCK_BYTES // width} to"
-                    f" {min((block + 1) * BLOCK_BYTES, self._bytes) // width - 1}"
-                )
-                raise _damaged(
-                    self.folder,
-                    f"tokens.bin has changed since it was written, among tokens {tokens}",
-                )
+                raise self._changed(block)
         return raw
 
+    def _changed(self, block: int) -> DataError:
+        width = self._dtype.itemsize
+        first = block * BLOCK_BYTES // width
+        last = min((block + 1) * BLOCK_BYTES, self._bytes) // width - 1
+        detail = f"tokens.bin has changed since it was written, among tokens {first} to {last}"
+        return _damaged(self.folder, detail)
 
-def _damaged(folder: Path, what: str) -> DataError:
-    return DataError(f"token files in {folder} are damaged ({what}); delete that folder")
+
+def _damaged(folder: Path, detail: str) -> DataError:
+    return DataError(f"token files in {folder} are damaged ({detail}); delete that folder")

@@ -26,36 +26,36 @@ END_TOKENS = (
 
 
 class Tokenizer(Protocol):
-    """Encodes documents; ids are below `vocab_size`, `eod` ends a document and never comes out of
-    text."""
+    """Encodes documents. Ids are below `vocab_size`; `eod` ends a document, and no text encodes to
+    it."""
 
     identity: str  # equal for equal behaviour: part of the cache key
     vocab_size: int
     eod: int
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """One array of ids (any unsigned dtype) for each UTF-8 text."""
+        """Returns one array of ids (any unsigned dtype) for each UTF-8 text."""
         ...
 
 
 class ByteTokenizer:
-    """A token a byte, 256 for the end of a document."""
+    """Encodes each byte as a token, and the end of a document as 256."""
 
     identity = "bytes/1"
     vocab_size = 257
     eod = 256
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+        return [np.frombuffer(document, dtype=np.uint8) for document in texts]
 
 
 class FileTokenizer:
-    """A `tokenizers` JSON file. Text that spells a special token is encoded as ordinary text: a
-    corpus must not be able to forge the end of a document."""
+    """Encodes with a `tokenizers` JSON file. Text that spells a special token is encoded as
+    ordinary text: a corpus must not be able to forge the end of a document."""
 
     def __init__(self, path: Path):
-        """Raises DataError: no such file, not a tokenizer, no end-of-document token, package not
-        installed."""
+        """Reads the file. Raises DataError: no such file, not a tokenizer, no end-of-document
+        token, package not installed."""
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
@@ -76,9 +76,9 @@ class FileTokenizer:
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
-        known = ((name, self._backend.token_to_id(name)) for name in END_TOKENS)
+        candidates = ((name, self._backend.token_to_id(name)) for name in END_TOKENS)
         self._end, self.eod = next(
-            ((name, number) for name, number in known if number is not None), ("", -1)
+            ((name, number) for name, number in candidates if number is not None), ("", -1)
         )
         if not self._end:
             raise DataError(
@@ -88,25 +88,28 @@ class FileTokenizer:
         self.identity = f"tokenizers/1 {hashlib.sha256(raw).hexdigest()}"
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        parts = [self._without_end(text.decode()) for text in texts]
+        segments = [self._without_end(document.decode()) for document in texts]
         encoded = self._backend.encode_batch(
-            [part for text in parts for part in text], add_special_tokens=False
+            [segment for document in segments for segment in document], add_special_tokens=False
         )
         ids = iter([np.array(entry.ids, dtype=np.uint32) for entry in encoded])
-        return [np.concatenate([next(ids) for _ in text]) for text in parts]
+        return [np.concatenate([next(ids) for _ in document]) for document in segments]
 
-    def _without_end(self, text: str) -> list[str]:
-        """The text, cut in the middle of each spelled-out end token: models whose base vocabulary
+    def _without_end(self, document: str) -> list[str]:
+        """Cuts the text in the middle of each spelled-out end token: models whose base vocabulary
         holds that token would find it even with `encode_special_tokens`."""
         middle = len(self._end) // 2
-        left = self._end[:middle]
-        right = self._end[middle:]
-        parts = text.split(self._end)
-        firsts = ["", *[right] * (len(parts) - 1)]
-        lasts = [*[left] * (len(parts) - 1), ""]
-        return [first + part + last for first, part, last in zip(firsts, parts, lasts, strict=True)]
+        end_head = self._end[:middle]
+        end_tail = self._end[middle:]
+        segments = document.split(self._end)
+        prefixes = ["", *[end_tail] * (len(segments) - 1)]
+        suffixes = [*[end_head] * (len(segments) - 1), ""]
+        return [
+            prefix + segment + suffix
+            for prefix, segment, suffix in zip(prefixes, segments, suffixes, strict=True)
+        ]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizers JSON file. Raises DataError."""
+    """Loads the tokenizer `bytes`, or a tokenizers JSON file by its path. Raises DataError."""
     return ByteTokenizer() if name == BYTES else FileTokenizer(Path(name).expanduser())

@@ -1,1 +1,1 @@
-"""Memory and disk of the host, for what a device has no room for."""
+"""Memory and disk of the host, for state that does not fit on a device."""

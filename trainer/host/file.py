@@ -1,8 +1,9 @@
-"""A file for state that does not fit into memory: read and written in parts, several at once, past
-the page cache.
+"""A file for state that does not fit into memory, read and written by several requests at once,
+past the page cache.
 
-One request at a time leaves a disk idle between two; `OUTSTANDING` of `PART` bytes each way keep it
-busy (measured by benchmarks/offload.py against a probe that does nothing else).
+With one request at a time a disk is idle between two; `OUTSTANDING` requests of `PART` bytes in
+each direction keep it busy (measured by benchmarks/offload.py against a probe that does nothing
+else).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainer.errors import DiskError
 Transfer = Callable[[int, list[memoryview], int], int]
 
 PART = 2 << 20  # bytes of one request
-OUTSTANDING = 4  # requests at once each way, of all files of a rank
+OUTSTANDING = 4  # requests at once in each direction, over all files of a rank
 
 
 class Requests:
@@ -36,10 +37,10 @@ class Requests:
 
 
 class StateFile:
-    """A file without a name whose space is reserved. Errors are DiskErrors, one line each."""
+    """An unnamed file with reserved space. Errors are DiskErrors of one line."""
 
     def __init__(self, folder: Path, size: int, requests: Requests):
-        """Raises DiskError."""
+        """Creates the file in `folder` and reserves `size` bytes. Raises DiskError."""
         self.folder = folder
         self.size = size
         self._requests = requests
@@ -53,21 +54,21 @@ class StateFile:
             if size:
                 os.posix_fallocate(self.fd, 0, size)
         except OSError as error:
-            raise self._failed("cannot hold what is offloaded", error) from None
+            raise self._failed("cannot hold the offloaded state", error) from None
 
     def grow(self, size: int) -> None:
-        """Reserve space for `size` bytes in all. Raises DiskError."""
-        before = self.size
+        """Reserves space for `size` bytes in all. Raises DiskError."""
+        reserved = self.size
         self.size = max(size, self.size)
         try:
-            if self.size > before:
-                os.posix_fallocate(self.fd, before, self.size - before)
+            if self.size > reserved:
+                os.posix_fallocate(self.fd, reserved, self.size - reserved)
         except OSError as error:
-            raise self._failed("cannot hold what is offloaded", error) from None
+            raise self._failed("cannot hold the offloaded state", error) from None
 
     def _open_direct(self) -> int:
-        """A second descriptor that bypasses the page cache, or the first where the file system has
-        no such thing."""
+        """Opens a second descriptor that bypasses the page cache; returns the first one if the file
+        system does not support that."""
         try:
             return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
@@ -75,57 +76,74 @@ class StateFile:
                 raise
             return self.fd
 
-    def _failed(self, what: str, error: OSError) -> DiskError:
+    def _failed(self, failure: str, error: OSError) -> DiskError:
         needs = f"{self.size / 2**30:.2f} GiB"
         return DiskError(
-            f"train.offload_dir {self.folder} {what} ({needs}): {error.strerror or error}",
+            f"train.offload_dir {self.folder} {failure} ({needs}): {error.strerror or error}",
             error.errno,
         )
 
-    def read(self, into: Tensor, offset: int, cached: bool = False) -> None:
-        """Fill 1-D bytes. `cached`: through the page cache, as what is mapped has to be; else the
-        bytes, their length and `offset` are whole blocks. Raises DiskError."""
-        self._each(into, offset, os.preadv, cached, "cannot be read", self._requests.reads)
+    def read(self, target: Tensor, offset: int, cached: bool = False) -> None:
+        """Fills 1-D bytes from `offset` on. Mapped bytes need `cached`, which reads through the
+        page cache; without it the tensor's address, its length and `offset` must be whole blocks.
+        Raises DiskError."""
+        self._transfer(
+            os.preadv,
+            target,
+            offset,
+            cached=cached,
+            threads=self._requests.reads,
+            failure="cannot be read",
+        )
 
     def write(self, data: Tensor, offset: int, cached: bool = False) -> None:
-        """Write 1-D bytes, as `read`. Raises DiskError."""
-        self._each(data, offset, os.pwritev, cached, "cannot be written", self._requests.writes)
+        """Writes 1-D bytes, with the conditions of `read`. Raises DiskError."""
+        self._transfer(
+            os.pwritev,
+            data,
+            offset,
+            cached=cached,
+            threads=self._requests.writes,
+            failure="cannot be written",
+        )
 
-    def _each(
+    def _transfer(
         self,
+        transfer: Transfer,
         data: Tensor,
         offset: int,
-        transfer: Transfer,
+        *,
         cached: bool,
-        what: str,
         threads: ThreadPoolExecutor,
+        failure: str,
     ) -> None:
+        """Cuts a transfer into requests of `PART` bytes and runs them at once."""
         view = data.numpy().data
         fd = self.fd if cached else self.direct
-        parts = [
+        requests = [
             (view[start : start + PART], offset + start) for start in range(0, len(view), PART)
         ]
         try:
-            if len(parts) > 1:
-                jobs = [threads.submit(_move, transfer, fd, *part) for part in parts]
-                failed = [error for error in [job.exception() for job in jobs] if error is not None]
-                if failed:
-                    raise failed[0]
+            if len(requests) > 1:
+                jobs = [threads.submit(_move, transfer, fd, *request) for request in requests]
+                errors = [job.exception() for job in jobs]
+                if first_error := next(filter(None, errors), None):
+                    raise first_error
             else:
-                for part in parts:
-                    _move(transfer, fd, *part)
+                for request in requests:
+                    _move(transfer, fd, *request)
         except OSError as error:
-            raise self._failed(what, error) from None
+            raise self._failed(failure, error) from None
 
     def mapped(self) -> Tensor:
-        """The file's bytes as a 1-D tensor, in pages that the kernel may drop; released with the
-        tensor."""
+        """Returns the file's bytes as a 1-D tensor, in pages that the kernel may drop; they are
+        released with the tensor."""
         if not self.size:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give the space back."""
+        """Releases the space."""
         for fd in {self.fd, self.direct}:
             os.close(fd)
 
@@ -134,6 +152,6 @@ def _move(transfer: Transfer, fd: int, view: memoryview, offset: int) -> None:
     while view:
         done = transfer(fd, [view], offset)
         if not done:
-            raise OSError(errno.EIO, "the file is shorter than it was made")
+            raise OSError(errno.EIO, "the file is shorter than its reserved size")
         view = view[done:]
         offset = offset + done

@@ -1,9 +1,7 @@
-"""Memory of the host as a second place for what a device has no room for, and copies between the
-two.
+"""Host memory for state that does not fit on a device, and copies between the two.
 
-On CUDA it is page-locked, so that copies run beside computation, in a stream of their own. On CPUs
-it is the same memory as everything else: the same code runs, and the memory tracker counts it
-apart.
+On CUDA it is page-locked, so that copies overlap with computation, on a stream of their own. On
+CPUs it is ordinary memory: the same code runs, and the memory tracker counts it separately.
 """
 
 from __future__ import annotations
@@ -19,67 +17,65 @@ from orchestrator.plan.offload import BLOCK
 
 from .file import Requests, StateFile
 
-#: Bytes between tensors, which nobody uses. Arrays whose distance is a power of two compete for the
-#: same lines of the caches: AdamW on four of them takes 2.3 times as long as on four that are 8 KiB
-#: further apart.
-APART = 64 << 10
-MANY = 1 << 20  # bytes of a tensor that is kept apart
+#: Unused bytes between tensors. Arrays whose distance is a power of two compete for the same cache
+#: lines: AdamW on four of them takes 2.3 times as long as on four that are 8 KiB further apart.
+GAP_BYTES = 64 << 10
+LARGE_BYTES = 1 << 20  # smallest tensor that gets a gap
 
 
 class HostMemory:
-    """What one rank keeps on its host. `tensors` lists all of it."""
+    """One rank's memory on its host. `tensors` lists all of its tensors."""
 
     def __init__(
         self, device: torch.device, takes_gradients: bool = True, weights: Path | None = None
     ):
-        """`takes_gradients`: summed gradients go there. `weights`: the folder of a disk where
-        weights and gradients themselves are; None: on the device."""
+        """`takes_gradients` sends summed gradients to the host. `weights` is the folder of a disk
+        that holds weights and gradients, or None to keep them on the device."""
         self.device = device
         self.takes_gradients = takes_gradients
         self.weights = weights
         self.tensors: list[Tensor] = []
         self.requests = Requests()
         self._stream: torch.cuda.Stream | None = None
-        self._files: dict[
-            int, StateFile
-        ] = {}  # by the address of the pages that are mapped from them
+        #: by the address of the pages that are mapped from them
+        self._files: dict[int, StateFile] = {}
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-D tensor on the host. Raises MemoryError where there is no room for it."""
+        """Allocates a 1-D tensor on the host. Raises MemoryError if it does not fit."""
         try:
-            made = self._apart(numel, dtype)
+            tensor = self._zeros_with_gap(numel, dtype)
         except (RuntimeError, OSError, OverflowError) as error:
             size = numel * dtype.itemsize / 2**30
-            raise MemoryError(
-                f"no {size:.2f} GiB of host memory for what is offloaded: {error}".split("\n")[0]
-            ) from None
-        self.tensors.append(made)
-        return made
+            problem = f"no {size:.2f} GiB of host memory for the offloaded state: {error}"
+            raise MemoryError(problem.split("\n")[0]) from None
+        self.tensors.append(tensor)
+        return tensor
 
-    def _apart(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros; not in line with the others, if they are many."""
+    def _zeros_with_gap(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocates zeros; a large tensor is not aligned with the others."""
         if self.device.type == "cuda":  # each is rounded up to a power of two
-            start = APART // dtype.itemsize * (len(self.tensors) % 4)
+            start = GAP_BYTES // dtype.itemsize * (len(self.tensors) % 4)
             return torch.zeros(start + numel, dtype=dtype, pin_memory=True)[start:]
-        if numel * dtype.itemsize < MANY:
+        if numel * dtype.itemsize < LARGE_BYTES:
             return torch.zeros(numel, dtype=dtype)
         pages = mmap.mmap(
-            -1, numel * dtype.itemsize + APART, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            -1, numel * dtype.itemsize + GAP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
-        return torch.frombuffer(pages, dtype=dtype, count=numel, offset=APART)
+        return torch.frombuffer(pages, dtype=dtype, count=numel, offset=GAP_BYTES)
 
     def blocks(self, size: int) -> Tensor:
-        """`size` new bytes on the host that begin on a multiple of `BLOCK`, as transfers past the
-        page cache need."""
-        room = self.zeros(size + BLOCK, torch.uint8)
-        start = -room.data_ptr() % BLOCK
-        return room[start : start + size]
+        """Allocates `size` bytes on the host that begin on a multiple of `BLOCK`, as transfers past
+        the page cache require."""
+        buffer = self.zeros(size + BLOCK, torch.uint8)
+        start = -buffer.data_ptr() % BLOCK
+        return buffer[start : start + size]
 
     def take(
         self, target: Tensor, source: Tensor, work: torch.distributed.Work | None = None
     ) -> torch.cuda.Event | None:
-        """Start to copy `source`, of the device, to `target`; `wait` waits for it. `work`: a
-        collective that makes `source`, in place of what computes now. Returned: when it is here."""
+        """Starts to copy `source` from the device to `target`; `wait` waits for it. The copy
+        follows `work`, the collective that produces `source`, or else the current stream. Returns
+        the event after the copy."""
         if not source.is_cuda:
             target.copy_(source)
             return None
@@ -95,8 +91,8 @@ class HostMemory:
         return event
 
     def bring(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start to copy bytes of the host to a tensor of the device, after all that was taken
-        before. Returned: when it is there."""
+        """Starts to copy bytes of the host to a tensor of the device, after all earlier copies to
+        the host. Returns the event after the copy."""
         data = source.view(target.dtype).view(target.shape)
         if not target.is_cuda:
             target.copy_(data)
@@ -107,19 +103,19 @@ class HostMemory:
             event.record()
         return event
 
-    def room_for(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A new tensor of the device for `bring`."""
+    def device_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Allocates a tensor of the device as the target of `bring`."""
         if self.device.type != "cuda":
             return torch.empty(shape, dtype=dtype, device=self.device)
         with torch.cuda.stream(self._copies(self.device)):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def arrived(self, tensor: Tensor, event: torch.cuda.Event | None) -> Tensor:
-        """What was brought, for what computes from now on."""
+        """Makes the current stream wait for a tensor that `bring` has copied, and returns it."""
         if event is not None:
-            now = torch.cuda.current_stream(self.device)
-            now.wait_event(event)
-            tensor.record_stream(now)
+            compute = torch.cuda.current_stream(self.device)
+            compute.wait_event(event)
+            tensor.record_stream(compute)
         return tensor
 
     @staticmethod
@@ -133,46 +129,46 @@ class HostMemory:
         return self._stream
 
     def wait(self) -> None:
-        """Wait until all that was taken is here."""
+        """Waits until all copies to the host are complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def settle(self) -> None:
-        """Wait until the device has read all that was given to it: the sources may be overwritten
-        here. `take` needs no such wait, its stream does."""
+        """Waits until the device has read all that was copied to it, so that the sources on the
+        host may be overwritten. `take` does not need this: its stream waits."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    # ------------------------------------------------------------------------------ weights and
-    #     gradients in pages
+    # --------------------------------------------------------------------------------------------
+    #     weights and gradients in pages of a file
 
     def device_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-D tensor for weights or gradients of the device, or in pages of the disk. Raises
-        DiskError."""
+        """Allocates a 1-D tensor for weights or gradients, on the device or in pages of a file.
+        Raises DiskError."""
         if self.weights is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         file = StateFile(self.weights, numel * dtype.itemsize, self.requests)
-        made = file.mapped().view(dtype)
-        storage = made.untyped_storage()
+        tensor = file.mapped().view(dtype)
+        storage = tensor.untyped_storage()
         self._files[storage.data_ptr()] = file
         weakref.finalize(storage, self._free, storage.data_ptr())
-        return made
+        return tensor
 
     def _free(self, address: int) -> None:
         self._files.pop(address).close()
 
-    def read(self, source: Tensor, into: Tensor) -> None:
-        """Copy 1-D weights or gradients to the host. Pages are read by the kernel in one call, not
+    def read(self, source: Tensor, target: Tensor) -> None:
+        """Copies 1-D weights or gradients to the host. The kernel reads pages in one call, not
         fault by fault. Raises DiskError."""
         file = self._file_of(source)
-        if file is None or source.dtype != into.dtype:
-            into.copy_(source)
+        if file is None or source.dtype != target.dtype:
+            target.copy_(source)
         else:
-            file.read(into.view(torch.uint8), _offset(source), cached=True)
+            file.read(target.view(torch.uint8), _offset(source), cached=True)
 
     def write(self, data: Tensor, target: Tensor) -> None:
-        """Copy from the host to 1-D weights or gradients. Pages that are not in memory are not read
-        for it, as a store to each would. Raises DiskError."""
+        """Copies from the host to 1-D weights or gradients. Unlike a store to the mapped tensor, it
+        does not first read the pages that are not in memory. Raises DiskError."""
         file = self._file_of(target)
         if file is None or target.dtype != data.dtype:
             target.copy_(data)

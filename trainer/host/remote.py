@@ -1,4 +1,4 @@
-"""Whether a folder lies on another machine, where state that is offloaded to a disk gains
+"""Warns if state is offloaded to a folder on a remote file system, where offloading gains
 nothing."""
 
 from __future__ import annotations
@@ -29,52 +29,52 @@ REMOTE = frozenset(
         "wekafs",
     }
 )
-#: Those that a program serves, where it is known to ask other machines.
+#: Types that a program serves which is known to ask other machines.
 REMOTE_PROGRAMS = frozenset(
     {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
 )
 
 
 def remote_type(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """The type of the remote file system that holds `folder`; None: it is local, or that cannot be
-    told."""
+    """Returns the type of the remote file system that holds `folder`, or None if it is local or
+    unknown."""
     folder = folder.resolve()
-    found = ""
+    deepest = ""
     depth = -1
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
         return None
     for line in lines:
-        point, kind = (_plain(word) for word in line.split(" ")[1:3])
-        if (
-            folder.is_relative_to(point) and len(Path(point).parts) >= depth
-        ):  # a later mount covers an earlier one
-            found = kind
+        point, kind = (_plain(field) for field in line.split(" ")[1:3])
+        # A later mount covers an earlier one of the same depth.
+        if folder.is_relative_to(point) and len(Path(point).parts) >= depth:
+            deepest = kind
             depth = len(Path(point).parts)
-    return found if found in REMOTE | REMOTE_PROGRAMS else None
+    return deepest if deepest in REMOTE | REMOTE_PROGRAMS else None
 
 
-def _plain(word: str) -> str:
-    """Blanks and the like stand as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
+def _plain(field: str) -> str:
+    """Decodes blanks and other characters that are written as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 
 def remote_warning(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """One line for a folder of offloaded state on a remote file system."""
+    """Returns a line of warning for a folder of offloaded state on a remote file system, or
+    None."""
     kind = remote_type(folder, mounts)
     if kind is None:
         return None
     return (
-        f"what is offloaded goes to {folder}, on {kind}: every step waits for the network, and"
-        " files may stay after a crash; name a folder of a disk of each node,"
+        f"offloaded state goes to {folder}, on {kind}: every step waits for the network, and files"
+        " may stay after a crash; name a folder on a local disk of each node,"
         " train.offload_dir=/PATH"
     )
 
 
 def warn_of_remote_disk(train: Train, scratch: Path, env: WorkerEnv) -> None:
-    """The first worker of a node says so on standard error where what is offloaded to a disk goes
-    over a network. `scratch`: the folder of a plan that names none."""
+    """Warns on standard error, once per node, if state offloaded to a disk goes over a network.
+    `scratch` is the folder of a plan that names none."""
     offload = offload_of(train)
     if env.local_rank or "disk" not in (offload.optimizer, offload.activations):
         return

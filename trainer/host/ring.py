@@ -1,9 +1,9 @@
-"""Records of a file that pass through a bounded buffer, again and again in the same order: read
-ahead, written behind.
+"""A ring buffer for the records of a file that are used repeatedly in the same order: it reads
+ahead and writes behind.
 
-Whoever uses them takes one record after the other and gives each back. A record that was given back
-is written, and then the next one in the order is read to its place, around the end of the file: so
-the first records of a next round are read while something else is computed.
+The user takes one record after the other and gives each back. A record that was given back is
+written, and then the next record in the order is read into its slot. After the last record the
+first follows, so the first records of the next round are read while something else is computed.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from .file import StateFile
 
 
 class Record(NamedTuple):
-    """Where it lies in the file, in bytes."""
+    """The position of a record in the file, in bytes."""
 
     offset: int
     size: int
 
 
 class Ring:
-    """`records` of `file` in `slots`, each of which holds any of them. One thread a slot, which
-    writes what was there before it reads."""
+    """Passes `records` of `file` through `slots`, each of which can hold any record. Each slot has
+    a thread, which writes the slot's record before it reads the next."""
 
     def __init__(self, file: StateFile, records: Sequence[Record], slots: Sequence[Tensor]):
         self.file = file
         self.records = records
         self.slots = slots[: len(records)]
         self._lanes = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"offload-slot{at}")
-            for at in range(len(self.slots))
+            ThreadPoolExecutor(1, thread_name_prefix=f"offload-slot{slot}")
+            for slot in range(len(self.slots))
         ]
-        self._ready: list[Future[None] | None] = [None] * len(
-            self.slots
-        )  # its next record is there
+        #: done when the slot's next record is read
+        self._ready: list[Future[None] | None] = [None] * len(self.slots)
         self._written = dict[int, Future[None]]()  # by record
         self._taken = 0  # records so far, over all rounds
 
     def read_ahead(self) -> None:
-        """Start to read as many of the next records as there are slots, if they are not on their
-        way."""
+        """Starts to read as many of the next records as there are slots, unless they are already
+        being read."""
         for number in range(self._taken, self._taken + len(self.slots)):
             if self._ready[number % len(self.slots)] is None:
                 self._start_read(number)
@@ -54,16 +53,16 @@ class Ring:
         self._ready[slot] = self._lanes[slot].submit(self._read, number)
 
     def _read(self, number: int) -> None:
-        """Another slot may still be writing what the same record held a round ago."""
-        at = number % len(self.records)
-        if at in self._written:
-            self._written[at].result()
-        record = self.records[at]
+        """Reads a record, after another slot has written what the record held in the last round."""
+        index = number % len(self.records)
+        if index in self._written:
+            self._written[index].result()
+        record = self.records[index]
         self.file.read(self.slots[number % len(self.slots)][: record.size], record.offset)
 
     def take(self) -> Tensor:
-        """The slot of the next record, when its bytes are there. Raises DiskError, of earlier
-        writes too."""
+        """Returns the slot of the next record once it is read. Raises DiskError, also for earlier
+        writes."""
         self.read_ahead()
         slot = self._taken % len(self.slots)
         ready = self._ready[slot]
@@ -72,8 +71,8 @@ class Ring:
         return self.slots[slot]
 
     def give_back(self, use: Callable[[], None]) -> Future[None]:
-        """In another thread, call `use`, write the record that was taken last, and read the next
-        one to its place. Returned: when `use` is done."""
+        """Calls `use` in another thread, writes the record that was taken last, and reads the next
+        one into its slot. Returns the future of `use`."""
         number = self._taken
         lane = self._lanes[self._taken % len(self.slots)]
         used = lane.submit(use)
@@ -88,10 +87,14 @@ class Ring:
         self.file.write(self.slots[number % len(self.slots)][: record.size], record.offset)
 
     def settle(self) -> None:
-        """Wait until all is in the file, and forget what was read ahead: others may read and change
-        the file now. Raises DiskError."""
-        waiting = [one for one in (*self._written.values(), *self._ready) if one is not None]
-        self._written, self._ready, self._taken = {}, [None] * len(self.slots), 0
-        failed = [error for error in [one.exception() for one in waiting] if error is not None]
-        if failed:
-            raise failed[0]
+        """Waits until all records are in the file, and drops those that were read ahead: the caller
+        may then read and change the file. Raises DiskError."""
+        transfers = [
+            pending for pending in (*self._written.values(), *self._ready) if pending is not None
+        ]
+        self._written = {}
+        self._ready = [None] * len(self.slots)
+        self._taken = 0
+        errors = [pending.exception() for pending in transfers]
+        if first_error := next(filter(None, errors), None):
+            raise first_error

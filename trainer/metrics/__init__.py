@@ -1,1 +1,1 @@
-"""Measuring a step: memory by category and the timeline of what ran when."""
+"""Measures steps: memory by category, and the timeline of actions, phases and transfers."""

@@ -1,15 +1,15 @@
 """Measures bytes of memory by category over time, from the lifetime of every storage.
 
 `params`, `grads` and `optimizer` are storages that the trainer registers; weights that ZeRO-3
-gathers temporarily are params too. `activations` are kept for backward: what autograd saves, what
-outlives the forward that made it, what recomputation computes again. `buffers` is everything else
-inside a step: temporaries, gradients not yet reduced, communication buffers. `total` is their sum.
-`host` is what was offloaded there, and no part of it.
+gathers temporarily are params, too. `activations` are kept for backward: tensors that autograd
+saves, that outlive the forward that made them, or that recomputation makes. `buffers` are all other
+storages inside a step: temporaries, gradients not yet reduced, communication buffers. `total` is
+their sum. `host` is offloaded state in host memory, which is not part of `total`.
 
 A dispatch mode tracks every storage that an operator creates until it is freed. It costs some
 microseconds per operator and runs only on measured steps. With compiled blocks it stays off, since
-it would be compiled too or prevent compilation: then only what autograd saves is counted, and
-temporaries are missed.
+it would be compiled, too, or prevent compilation: then only tensors that autograd saves are
+counted, and temporaries are missed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers", "host")
 
-#: What `torch.tensor(data)` does last: its argument has just been made and no operator has shown it
-#: yet.
+#: The last operator of `torch.tensor(data)`: its argument is new, and no operator has returned it.
 LIFT = torch.ops.aten.lift_fresh.default
 
 #: Lists, per category, the tensors that live across steps.
@@ -50,14 +49,15 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 @dataclass(slots=True)
 class StorageLife:
-    """One storage: its bytes, its category as far as known, and when it was allocated and freed."""
+    """One storage: its bytes, its category as far as it is known, and the times at which it was
+    allocated and freed."""
 
     size: int
     category: str
     born: float
     died: float = math.inf
     forward: int | None = None  # number of the forward that made it
-    again: bool = False  # recomputation made it
+    recomputed: bool = False  # recomputation made it
 
     def __post_init__(self) -> None:
         if self.category not in CATEGORIES:
@@ -74,7 +74,7 @@ class Point(NamedTuple):
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(self.held.values()) - self.held.get("host", 0)
 
 
@@ -82,9 +82,9 @@ class StorageTracker(DispatchMode):
     """Tracks registered storages and every storage that is created while the mode is on.
 
     A storage that is neither registered nor made by an operator existed before and is not counted.
-    `running` gives the number of the current pipeline action and whether it is a forward, None
-    between actions. `opaque`: there are compiled blocks, so autograd may save storages that no
-    operator has shown.
+    `running` returns the number of the current pipeline action and whether it is a forward, or None
+    between actions. `opaque` means that there are compiled blocks, so autograd may save storages
+    that no operator has returned.
     """
 
     def __init__(
@@ -108,19 +108,18 @@ class StorageTracker(DispatchMode):
         for category, storage in self._list():
             if storage_key(storage) not in self._known:
                 self._follow(storage, StorageLife(storage.nbytes(), category, now))
-        self._around = contextlib.ExitStack()
-        self._around.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings(
-            "ignore", "A saved_tensors_hooks context", FutureWarning
-        )  # what it keeps, `_classify` sees
-        self._around.enter_context(saved_tensors_hooks(self._saved, lambda tensor: tensor))
-        self._around.enter_context(watch_resizes(self._resized))
+        self._contexts = contextlib.ExitStack()
+        self._contexts.enter_context(warnings.catch_warnings())
+        # The warning is about tensors that the hooks keep alive; `_classify` finds those.
+        warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
+        self._contexts.enter_context(saved_tensors_hooks(self._saved, lambda tensor: tensor))
+        self._contexts.enter_context(watch_resizes(self._resized))
         return self if self._opaque else super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         if not self._opaque:
             super().__exit__(*error)
-        self._around.close()
+        self._contexts.close()
         for category, storage in self._list():  # registered only during the step
             if life := self._known.get(storage_key(storage)):
                 life.category = category
@@ -154,7 +153,7 @@ class StorageTracker(DispatchMode):
         return max((point.total for point in self.points()), default=0)
 
     def points(self) -> list[Point]:
-        """One point for each moment at which a storage was allocated or freed."""
+        """Returns one point for each moment at which a storage was allocated or freed."""
         changes = [(life.born, life.size, life.category) for life in self.lives if life.size]
         changes += [
             (life.died, -life.size, life.category)
@@ -162,13 +161,13 @@ class StorageTracker(DispatchMode):
             if math.isfinite(life.died)
         ]
         held = dict.fromkeys(CATEGORIES, 0)
-        found = list[Point]()
+        points = list[Point]()
         for at, size, category in sorted(changes, key=lambda change: change[0]):
             held = held | {category: held[category] + size}
-            if found and found[-1].at == at:
-                found.pop()
-            found.append(Point(at, held))
-        return found
+            if points and points[-1].at == at:
+                points.pop()
+            points.append(Point(at, held))
+        return points
 
     # -------------------------------------------------------------------------------------------
     #     events
@@ -185,15 +184,18 @@ class StorageTracker(DispatchMode):
                 self._follow(storage, self._new_storage(storage.nbytes()) if new else None)
 
     def _new_storage(self, size: int) -> StorageLife:
-        number, forward = self._running() or (None, False)
-        again = self._again()
-        category = "activations" if again else "buffers"
+        number, is_forward = self._running() or (None, False)
+        recomputed = self._recomputes()
         return StorageLife(
-            size, category, self._clock(), forward=number if forward else None, again=again
+            size,
+            category="activations" if recomputed else "buffers",
+            born=self._clock(),
+            forward=number if is_forward else None,
+            recomputed=recomputed,
         )
 
-    def _again(self) -> bool:
-        """Whether recomputation runs, inside a backward: it puts hooks of its own above ours."""
+    def _recomputes(self) -> bool:
+        """Whether recomputation runs, inside a backward: it puts its own hooks above ours."""
         running = self._running()
         hook = top_saved_tensors_hook()
         return running is not None and not running[1] and hook not in (None, self._saved)
@@ -211,29 +213,26 @@ class StorageTracker(DispatchMode):
         life = self._known.pop(key)
         if life is not None:
             self._classify(life)
-            if (
-                life.again and self._again()
-            ):  # a temporary of the recomputation: backward never saw it
+            # A temporary of the recomputation ends before backward uses it.
+            if life.recomputed and self._recomputes():
                 life.category = "buffers"
             life.died = self._clock()
 
     def _classify(self, life: StorageLife) -> None:
-        """A storage that outlives the forward that made it is an activation."""
-        if (
-            life.category == "buffers"
-            and life.forward is not None
-            and self._running() != (life.forward, True)
-        ):
+        """Counts a storage that outlives the forward that made it as an activation."""
+        if life.category != "buffers" or life.forward is None:
+            return
+        if self._running() != (life.forward, True):
             life.category = "activations"
 
     def keep(self, tensor: Tensor) -> None:
-        """Count `tensor` as an activation: it is kept for a later part of backward."""
+        """Counts `tensor` as an activation: it is kept for a later part of backward."""
         life = self._known.get(storage_key(tensor.untyped_storage()))
         if life is not None and life.category == "buffers":
             life.category = "activations"
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        """Hook: autograd saves a tensor for backward."""
+        """The hook that autograd calls when it saves a tensor for backward."""
         storage = tensor.untyped_storage()
         life = self._known.get(storage_key(storage))
         if life is not None:
@@ -243,23 +242,23 @@ class StorageTracker(DispatchMode):
         return tensor
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Hook: FSDP2 gathers weights into storages that it resizes."""
+        """The hook for resized storages, into which FSDP2 gathers weights."""
         key = storage_key(storage)
         now = self._clock()
-        before = self._known.get(key)
-        if before is not None:
-            before.died = now
-        after = StorageLife(storage.nbytes(), "params", now)
+        previous = self._known.get(key)
+        if previous is not None:
+            previous.died = now
+        resized = StorageLife(storage.nbytes(), "params", now)
         if key in self._known:
-            self._known[key] = after
-            self.lives.append(after)
+            self._known[key] = resized
+            self.lives.append(resized)
         else:
-            self._follow(storage, after)
+            self._follow(storage, resized)
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Tensors among an operator's arguments or results; torch's own tree flattening would double a
-    step's time."""
+    """Yields the tensors among an operator's arguments or results; torch's own tree flattening
+    would double a step's time."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -267,22 +266,22 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def downsample(points: list[Point], most: int) -> list[Point]:
-    """At most about `most` of the points: the largest, smallest and last of each time interval."""
-    if len(points) <= most:
+def downsample(points: list[Point], limit: int) -> list[Point]:
+    """Returns about `limit` of the points at most: the largest, smallest and last of each time
+    interval."""
+    if len(points) <= limit:
         return points
     start = points[0].at
-    width = (points[-1].at - points[0].at) / (most // 2) or 1.0
+    width = (points[-1].at - points[0].at) / (limit // 2) or 1.0
     bins: dict[int, list[Point]] = {}
     for point in points:
         bins.setdefault(int((point.at - start) / width), []).append(point)
-    kept = []
-    for some in bins.values():
-        ends = {
-            id(point): point for point in (min(some, key=_total), max(some, key=_total), some[-1])
-        }
-        kept += sorted(ends.values(), key=lambda point: point.at)
-    return kept
+    sampled = []
+    for interval in bins.values():
+        extremes = (min(interval, key=_total), max(interval, key=_total), interval[-1])
+        distinct = {id(point): point for point in extremes}
+        sampled += sorted(distinct.values(), key=lambda point: point.at)
+    return sampled
 
 
 def _total(point: Point) -> int:
@@ -290,7 +289,7 @@ def _total(point: Point) -> int:
 
 
 class StepMemory:
-    """Measures steps. `registered`, `running` and `opaque` as in `StorageTracker`."""
+    """Measures steps. `registered`, `running` and `opaque` are those of `StorageTracker`."""
 
     def __init__(
         self,
@@ -312,7 +311,7 @@ class StepMemory:
 
     @classmethod
     def of_engine(cls, engine: Engine) -> StepMemory:
-        """Measures the steps of an engine. Gradients that wait for a later W are kept for backward
+        """Measures the steps of an engine. Gradients that wait for a later W count as activations,
         too."""
 
         def optimizer() -> list[Tensor]:
@@ -321,17 +320,17 @@ class StepMemory:
         lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, optimizer)
         registered = dict(zip(("params", "grads", "optimizer"), lists, strict=True))
         if engine.host is not None:
-            host = engine.host  # first: a gradient shard that is there is not on the device
+            host = engine.host  # first: a gradient shard on the host is not on the device
             registered = {"host": lambda: host.tensors, **registered}
             if engine.offload.weights:  # pages of a disk
                 registered = {name: registered[name] for name in ("host", "optimizer")}
         running = engine.pipeline.action_times.running
         opaque = engine.plan.job.train.compile
-        found = cls(engine.device, registered, running, opaque)
-        engine.pipeline.weight_grads.on_defer = lambda grad: found.tracker.keep(grad)
+        memory = cls(engine.device, registered, running, opaque)
+        engine.pipeline.weight_grads.on_defer = lambda grad: memory.tracker.keep(grad)
         if engine.store is not None:
-            engine.store.on_fetch = lambda tensor: found.tracker.keep(tensor)
-        return found
+            engine.store.on_fetch = lambda tensor: memory.tracker.keep(tensor)
+        return memory
 
     def points(self) -> list[Point]:
         """The points of the latest measured step."""
@@ -339,7 +338,7 @@ class StepMemory:
 
     @contextlib.contextmanager
     def measure(self, result: dict[str, int]) -> Iterator[None]:
-        """When the block ends, fills `result` with bytes by category, and their `total`, at the
+        """Fills `result`, when the block ends, with bytes by category and their `total` at the
         step's peak.
 
         On CUDA the total is the allocator's peak; the part that was not tracked (rounding, library
@@ -351,7 +350,10 @@ class StepMemory:
         self.tracker = StorageTracker(self.registered, self.running, self.opaque)
         with self.tracker:
             yield
-        highest = max(self.points(), key=_total, default=Point(0.0, dict.fromkeys(CATEGORIES, 0)))
-        unseen = max(torch.cuda.max_memory_allocated(self.device) - highest.total, 0) if cuda else 0
-        held = {name: size for name, size in highest.held.items() if name != "host" or size}
-        result.update(held, buffers=held["buffers"] + unseen, total=highest.total + unseen)
+        empty = Point(0.0, dict.fromkeys(CATEGORIES, 0))
+        peak = max(self.points(), key=_total, default=empty)
+        untracked = 0
+        if cuda:
+            untracked = max(torch.cuda.max_memory_allocated(self.device) - peak.total, 0)
+        held = {name: size for name, size in peak.held.items() if name != "host" or size}
+        result.update(held, buffers=held["buffers"] + untracked, total=peak.total + untracked)

@@ -1,4 +1,4 @@
-"""Profiles steps: memory by category now and then, the timeline of the first steps, choices of
+"""Profiles steps: memory by category at intervals, the timeline of the first steps, choices of
 experts."""
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Profile:
-    """Costs nothing on steps that are not profiled."""
+    """Profiles the steps of an engine; other steps cost nothing."""
 
     def __init__(
         self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter
     ):
         self.every = plan.job.metrics.memory_every_steps
         self.traced = plan.job.metrics.trace_steps
-        self._asked = self.traced
+        self._requested = self.traced
         self.engine = engine
         self.reporter = reporter
         self.memory = StepMemory.of_engine(engine)
@@ -42,8 +42,8 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[dict[str, int]]:
-        """Context manager around optimizer step `number`; afterwards its dict has bytes by category
-        if measured."""
+        """Profiles optimizer step `number`. The yielded dict has bytes by category afterwards, if
+        the step is measured."""
         with self.choices.step(number), self._measure(number) as measured:
             yield measured
 
@@ -68,9 +68,9 @@ class Profile:
             yield measured
 
     def watches(self, number: int) -> bool:
-        """Whether step `number` is profiled, as all ranks know: also where this one's trace has
+        """Whether step `number` is profiled on any rank, also if the trace of this rank has
         failed."""
-        return number <= self._asked or self._measures(number)
+        return number <= self._requested or self._measures(number)
 
     def _measures(self, number: int) -> bool:
         return bool(self.every and number % self.every == 0)
@@ -80,6 +80,6 @@ class Profile:
         return number <= self.traced
 
     def _failed(self, error: OSError) -> None:
-        """A full disk ends tracing, not the run."""
+        """Stops tracing on a full disk, but not the run."""
         self.traced = 0
         self.reporter.event("trace_failed", error=str(error))

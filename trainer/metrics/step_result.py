@@ -1,4 +1,4 @@
-"""What a step gave: numbers and times that the host reads later, when the device has computed them.
+"""The result of a step: numbers and times that the host reads once the device has computed them.
 
 On CUDA the host runs ahead: it enqueues a copy of the numbers into page-locked memory and an event
 after it, then the next step, and only then waits for that event. The device always has work.
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of a step: by phase, by axis of communication, and between its pipeline actions. On a
-    GPU only of steps that were `measured`, by events; phases are the host's otherwise."""
+    GPU they come from events, for `measured` steps only; of other steps phases are the host's."""
 
     measured: bool
     phase_s: dict[str, float]
     comm_s: dict[str, float]
-    level_s: dict[str, float]  # of it, to experts on other ranks, by level
+    level_s: dict[str, float]  # part of `comm_s`: to experts on other ranks, by level
     idle_s: float
 
 
 class StepResult:
-    """Made when a step is enqueued; `wait` and then `times` may be called once the next one is."""
+    """Created when a step is enqueued; `wait` and then `times` may be called once the next step
+    is."""
 
     def __init__(
         self, engine: Engine, values: Sequence[Tensor], measured: bool, table: Tensor | None = None
     ):
-        """`values`: 0-d tensors on the engine's device, `table`: one of 2-d. Closes the step's
-        accounts of times and bytes."""
+        """Closes the step's accounts of times and bytes. `values` are 0-d tensors on the engine's
+        device, `table` is a 2-d one."""
         self._cuda = engine.device.type == "cuda"
         self.measured = measured
         numbers = torch.stack([value.detach().double() for value in values])
@@ -63,23 +64,27 @@ class StepResult:
         self.level_bytes = self._comm.levels
 
     def wait(self) -> list[float]:
-        """The values, when the device has computed them."""
+        """Waits for the device and returns the values."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers[: self._count].tolist()
 
     def table(self) -> list[list[float]]:
-        """After `wait`: the rows of the table, none without."""
-        return self._numbers[self._count :].view(-1, self._width).tolist() if self._width else []
+        """Returns the rows of the table, or none without a table. Call it after `wait`."""
+        if not self._width:
+            return []
+        return self._numbers[self._count :].view(-1, self._width).tolist()
 
     def times(self) -> StepTimes:
-        """After `wait`: the step's events have happened, so reading them waits for nothing."""
+        """Returns the times without waiting for the device. Call it after `wait`, when the step's
+        events have happened."""
         phases = dict(self._phases)
-        if self._cuda:  # what the host took to enqueue forward and backward says nothing
-            phases = {
-                name: spent for name, spent in phases.items() if name not in ("forward", "backward")
-            }
-            phases |= self._actions.seconds_by_pass() if self.measured else {}
+        if self._cuda:
+            # The host's seconds of forward and backward only measure how long it enqueues.
+            for name in ("forward", "backward"):
+                phases.pop(name, None)
+            if self.measured:
+                phases |= self._actions.seconds_by_pass()
         waited = self._comm.seconds()
         levels = {level: waited.pop(level) for level in LEVELS if level in waited}
         return StepTimes(self.measured, phases, waited, levels, self._actions.idle_seconds())

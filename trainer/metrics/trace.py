@@ -1,12 +1,12 @@
 """Writes the first steps of a run as a timeline: pipeline actions, phases, transfers and memory.
 
-One file per rank, in Chrome's trace format, shown by Perfetto and chrome://tracing; `orch report`
-draws its memory. Rows: the pipeline's actions, the host's phases, one for the transfers of each
-axis, and memory by category.
+There is one file per rank, in Chrome's trace format, which Perfetto and chrome://tracing show;
+`orch report` draws its memory. The rows are the pipeline's actions, the host's phases, the
+transfers of each axis, and memory by category.
 
 A transfer starts when it is launched. It ends when its data has arrived, if that is known: on CUDA
-from events on the stream that waits for it; on gloo only an all-reduce reports it, of others only
-the end of the wait is known (`"end": "waited for"`).
+from events on the stream that waits for it; on gloo only an all-reduce reports it, and of other
+transfers only the end of the wait is known (`"end": "waited for"`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from trainer.pipeline.action_times import ActionTimes
 
 from .memory import Point, downsample
 
-#: Memory points per step in the file, about.
+#: About how many memory points per step the file has.
 MOST_POINTS = 1000
+#: Rows of the timeline.
 ACTIONS = 0
 PHASES = 1
-STEPS = 2  # rows
+STEPS = 2
 
 Mark = Any  # seconds of perf_counter, or a CUDA event
 
@@ -63,8 +64,8 @@ class StepTrace:
         failed: Callable[[OSError], None],
         about: Mapping[str, Any] = {},
     ):
-        """`failed` is called with the error if the file cannot be written; `about` is stored in the
-        file."""
+        """If the file cannot be written, `failed` is called with the error. `about` is stored in
+        the file."""
         self.path = path
         self.rank = rank
         self.failed = failed
@@ -88,8 +89,8 @@ class StepTrace:
         actions: ActionTimes,
         timer: PhaseTimer,
     ) -> Iterator[None]:
-        """Record the block as step `number`; `points` gives its memory at its end. The file is also
-        written when the step fails, to show what ran out of memory."""
+        """Records the block as step `number`; `points` returns its memory at the end. The file is
+        also written if the step fails, to show which tensors filled the memory."""
         self._transfers = []
         timer.spans = []
         if self._cuda:
@@ -110,7 +111,7 @@ class StepTrace:
     #     transfers
 
     def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
-        """Record that a transfer starts now."""
+        """Records that a transfer starts now."""
         self._sent = Transfer(name, axis, size, self._now())
         self._transfers.append(self._sent)
 
@@ -118,7 +119,7 @@ class StepTrace:
         """Draws nothing: the sender's file has the transfer."""
 
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]:
-        """The function to call after a wait for the latest transfer."""
+        """Returns the function to call after a wait for the latest transfer."""
         transfer = self._sent
         self._sent = None
         if transfer is None:
@@ -138,7 +139,7 @@ class StepTrace:
         return event
 
     def _at(self, mark: Mark) -> float:
-        """Seconds of perf_counter."""
+        """Returns a mark in seconds of perf_counter."""
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3 if self._cuda else mark
 
     def _end(
@@ -154,10 +155,9 @@ class StepTrace:
         timer.spans = None
         self._span(STEPS, f"step {number}", self._origin_s, perf_counter(), {})
         for (kind, stage, micro_batch), start, end in actions.step.spans():
-            more = {"stage": stage, "micro_batch": micro_batch}
-            self._span(
-                ACTIONS, kind.name, actions.step.began + start, actions.step.began + end, more
-            )
+            action = {"stage": stage, "micro_batch": micro_batch}
+            began = actions.step.began
+            self._span(ACTIONS, kind.name, began + start, began + end, action)
         for name, start, end in spans or []:
             self._span(PHASES, name, start, end, {})
         for number, transfer in enumerate(self._transfers):
@@ -170,25 +170,27 @@ class StepTrace:
             self.failed(error)
 
     def _transfer(self, number: int, transfer: Transfer) -> None:
-        same = {"cat": transfer.axis, "id": number}
+        identity = {"cat": transfer.axis, "id": number}
         args = {"bytes": transfer.size}
-        self._event("b", transfer.name, self._at(transfer.start), 0, **same, args=args)
+        self._event("b", transfer.name, self._at(transfer.start), 0, **identity, args=args)
         if transfer.end is not None:
-            how = "measured" if transfer.measured else "waited for"
-            self._event("e", transfer.name, self._at(transfer.end), 0, **same, args={"end": how})
+            end_source = "measured" if transfer.measured else "waited for"
+            self._event(
+                "e", transfer.name, self._at(transfer.end), 0, **identity, args={"end": end_source}
+            )
 
     def _span(self, row: int, name: str, start: float, end: float, args: dict[str, Any]) -> None:
         self._event("X", name, start, row, dur=_microseconds(end - start), args=args)
 
-    def _event(self, phase: str, name: str, at: float, row: int, **more: Any) -> None:
+    def _event(self, phase: str, name: str, at: float, row: int, **fields: Any) -> None:
         start = _microseconds(at - (self._zero or 0.0))
         self._events.append(
-            {"ph": phase, "name": name, "pid": self.rank, "tid": row, "ts": start, **more}
+            {"ph": phase, "name": name, "pid": self.rank, "tid": row, "ts": start, **fields}
         )
 
 
 def write_trace(path: Path, events: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Write the file atomically, readable by its owner only."""
+    """Writes the file atomically, readable by its owner only."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_atomic(
         path,

@@ -1,2 +1,2 @@
-"""One rank of a layout, run alone without data and without peers: its memory and its collectives
+"""Runs one rank of a layout without data and without peers, to see its memory and its collectives
 (`orch twin`)."""

@@ -1,5 +1,5 @@
-"""`python -m trainer.twin PLAN --ranks 0,8`: runs these ranks one by one, prints a line of JSON for
-each."""
+"""`python -m trainer.twin PLAN --ranks 0,8` runs these ranks one by one and prints one line of JSON
+per rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan = load_plan(args.plan)
 
-        from .run import (
-            run_rank,
-        )  # after the plan: an invalid one is refused before seconds of imports
+        # After the plan: an invalid one is refused before seconds of imports.
+        from .run import run_rank
 
         for rank in map(int, args.ranks.split(",")):
             print(msgspec.json.encode(run_rank(plan, rank)).decode(), flush=True)

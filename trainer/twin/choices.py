@@ -1,6 +1,6 @@
-"""Which experts the tokens of a twin go to: it has no values, so that is set, and all experts are
-chosen equally often. A real rank whose routers choose so, too, sends and keeps exactly what its
-twin does."""
+"""The choices of a twin's routers: a twin has no values, so they are set, and all experts are
+chosen equally often. A real rank whose routers choose like that sends and keeps exactly the same
+bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trainer.model.experts import MixtureOfExperts, OfSequences
 
 
 def choose_evenly(module: nn.Module) -> None:
-    """Have the routers of `module` score as ever, and choose evenly. Where experts drop tokens,
-    they take theirs at even distances. Every rank and layer does alike."""
+    """Makes the routers of `module` choose evenly; they still compute scores. Experts that drop
+    tokens take theirs at even distances. Every rank and layer makes the same choices."""
     for mixture in module.modules():
         if isinstance(mixture, MixtureOfExperts):
             router = mixture.router
@@ -43,32 +43,37 @@ def _taken_evenly(of_sequences: OfSequences, moe: Moe) -> OfSequences:
             lengths.append(rows.shape[1])
             return function(rows)
 
-        found = of_sequences(rows, of_whole)
-        return even_taken(moe, rows.shape[0] * rows.shape[1], lengths[0]).clone().view_as(found)
+        output = of_sequences(rows, of_whole)
+        return even_taken(moe, rows.shape[0] * rows.shape[1], lengths[0]).clone().view_as(output)
 
     return taken
 
 
 @cache
 def even_choices(moe: Moe, tokens: int) -> Tensor:
-    """int64 [tokens, top_k], with values. Each run of as many tokens as there are groups (experts,
-    where all groups may be chosen) takes the groups equally often, and each group its experts in
-    turn. Which of them share a token is drawn, as `orchestrator.plan.hierarchy.landings` expects
-    it."""
-    limited = moe.top_groups < moe.groups
-    groups, each = (moe.groups, moe.experts // moe.groups) if limited else (moe.experts, 1)
-    taken = moe.top_groups if limited else moe.top_k
+    """Returns choices int64 [tokens, top_k], with values. As many consecutive tokens as there are
+    groups choose each group equally often, and each group its experts in turn; if all groups may be
+    chosen, each expert counts as a group. The groups that share a token are drawn at random, as
+    `orchestrator.plan.hierarchy.landings` expects."""
+    groups = moe.experts
+    group_size = 1
+    chosen_groups = moe.top_k
+    if moe.top_groups < moe.groups:
+        groups = moe.groups
+        group_size = moe.experts // moe.groups
+        chosen_groups = moe.top_groups
     draw = Random(0)
     turn = [0] * groups
     rows = list[list[int]]()
     for start in range(0, tokens, groups):
         order = draw.sample(range(groups), groups)
-        of_groups = [place // each for place in draw.sample(range(taken * each), moe.top_k)]
+        slots = draw.sample(range(chosen_groups * group_size), moe.top_k)
+        positions = [slot // group_size for slot in slots]
         for token in range(min(groups, tokens - start)):
             row = []
-            for at in of_groups:
-                group = order[(token + at * groups // taken) % groups]
-                row.append(group * each + turn[group] % each)
+            for position in positions:
+                group = order[(token + position * groups // chosen_groups) % groups]
+                row.append(group * group_size + turn[group] % group_size)
                 turn[group] += 1
             rows.append(row)
     with real_tensors():
@@ -77,13 +82,13 @@ def even_choices(moe: Moe, tokens: int) -> Tensor:
 
 @cache
 def even_taken(moe: Moe, tokens: int, length: int) -> Tensor:
-    """bool [tokens, top_k], with values: of `even_choices`, those that experts take of sequences of
-    this length."""
+    """Returns bool [tokens, top_k], with values: whether an expert takes a choice of
+    `even_choices`, for sequences of this length."""
     share = taken_choices(moe, length) / moe.top_k
-    seen = Counter[int]()
+    counts = Counter[int]()
     flags = list[bool]()
     for expert in even_choices(moe, tokens).flatten().tolist():
-        flags.append(int((seen[expert] + 1) * share) > int(seen[expert] * share))
-        seen[expert] += 1
+        flags.append(int((counts[expert] + 1) * share) > int(counts[expert] * share))
+        counts[expert] += 1
     with real_tensors():
         return torch.tensor(flags).view(tokens, moe.top_k)

@@ -1,8 +1,9 @@
-"""Numbers in tensors without values.
+"""Gives numbers to tensors without values.
 
-What is read from a fake tensor is one: a norm is finite, a loss is there. Integers that follow from
-a real tensor, as choices of experts do, are known: they are computed beside their fake tensors. So
-is what other ranks send of them: all are taken to have the same.
+A number that is read from a fake tensor is one: so a norm is finite and a loss exists. Integers
+that follow from a real tensor, as choices of experts do, are known: they are computed along with
+their fake tensors. So are those that other ranks send: all ranks are taken to have the same
+integers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainer.compat import DispatchMode, is_fake, real_tensors, tree_leaves, tre
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
-#: Operations that make known integers of nothing.
+#: Operations that create known integers without inputs.
 SOURCES = {
     aten.arange.default,
     aten.arange.start,
@@ -31,27 +32,25 @@ SOURCES = {
 
 
 class Numbers(DispatchMode):
-    """Inside fake tensors."""
+    """The dispatch mode, to be entered inside fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._known = WeakTensorKeyDictionary()  # fake tensor -> real one
-        self._sources = (
-            WeakTensorKeyDictionary()
-        )  # fake tensor -> what makes the real one, if it is needed
+        self._sources = WeakTensorKeyDictionary()  # fake tensor -> function that makes the real one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._follow(tensors):
             return self._unknown(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self._value(args[0]).item()
-        if func in FROM_ALIKE:
+        if func in COLLECTIVES:
             out = func(*args, **kwargs)
             values = self._values(args)
             with real_tensors():
-                FROM_ALIKE[func](*values)
+                COLLECTIVES[func](*values)
             return out
         values = self._values(args)
         named = self._values(kwargs)
@@ -61,35 +60,40 @@ class Numbers(DispatchMode):
             out = tree_map(_without_values, real)
         else:
             out = func(*args, **kwargs)
-        for one, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
-            if isinstance(one, Tensor) and _whole(one):
-                self._known[one] = value
+        for leaf, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(leaf, Tensor) and _is_integer(leaf):
+                self._known[leaf] = value
         return out
 
     def _follow(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether what comes of these is known, too."""
-        known = [not is_fake(one) or one in self._known for one in tensors]
-        return any(known) and all(
-            _whole(one) and (is_known or one in self._sources)
-            for one, is_known in zip(tensors, known, strict=True)
+        """Whether the results of an operation on these tensors are known, too."""
+        known_flags = [not is_fake(tensor) or tensor in self._known for tensor in tensors]
+        return any(known_flags) and all(
+            _is_integer(tensor) and (is_known or tensor in self._sources)
+            for tensor, is_known in zip(tensors, known_flags, strict=True)
         )
 
     def _unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
+            if dtype == torch.bool:
+                return True
+            return 1.0 if dtype.is_floating_point else 1
         out = func(*args, **kwargs)
-        if func in SOURCES and _whole(out):
+        if func in SOURCES and _is_integer(out):
             self._sources[out] = partial(func, *args, **kwargs)
         elif func._schema.is_mutable:
-            for argument, one in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write and isinstance(one, Tensor):
-                    self._known.pop(one, None)
-                    self._sources.pop(one, None)
+            for argument, tensor in zip(func._schema.arguments, args, strict=False):
+                if argument.is_write and isinstance(tensor, Tensor):
+                    self._known.pop(tensor, None)
+                    self._sources.pop(tensor, None)
         return out
 
     def _values(self, arguments: Any) -> Any:
-        return tree_map(lambda one: self._value(one) if isinstance(one, Tensor) else one, arguments)
+        return tree_map(
+            lambda argument: self._value(argument) if isinstance(argument, Tensor) else argument,
+            arguments,
+        )
 
     def _value(self, tensor: Tensor) -> Tensor:
         if not is_fake(tensor):
@@ -97,24 +101,22 @@ class Numbers(DispatchMode):
         if tensor not in self._known:
             with real_tensors():
                 self._known[tensor] = self._sources.pop(tensor)()
-        found: Tensor = self._known[tensor]
-        return found
+        real: Tensor = self._known[tensor]
+        return real
 
 
-def _whole(tensor: Tensor) -> bool:
+def _is_integer(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point
 
 
 def _without_values(value: Any) -> Any:
-    return (
-        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        if isinstance(value, Tensor)
-        else value
-    )
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
-# ------------------------------------------------ what arrives where every rank of a group sends
-#     what this one does
+# ------------------------------------------------------------------------------------------------
+#     results of collectives in which every rank of a group sends the same as this one
 
 
 def _all_to_all(
@@ -130,19 +132,21 @@ def _all_gather(out: Tensor, tensor: Tensor, group: Any, *_: Any) -> None:
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> None:
-    """Into the place of rank `root` in a tensor with the pieces of all, as gloo gathers
-    (`trainer.comm.gloo`)."""
-    for one in tensors:
-        ahead = (dist.ProcessGroup.unbox(group).rank() - root) * one.numel()
-        one.copy_(one.as_strided(one.shape, one.stride(), one.storage_offset() + ahead))
+    """Copies each tensor to the position of rank `root` in the tensor with the pieces of all ranks,
+    as gloo gathers (`trainer.comm.gloo`)."""
+    for tensor in tensors:
+        distance = (dist.ProcessGroup.unbox(group).rank() - root) * tensor.numel()
+        tensor.copy_(
+            tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + distance)
+        )
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any, *_: Any) -> None:
-    for one in tensors:
-        one.mul_(dist.ProcessGroup.unbox(group).size())
+    for tensor in tensors:
+        tensor.mul_(dist.ProcessGroup.unbox(group).size())
 
 
-FROM_ALIKE: dict[Any, Callable[..., None]] = {
+COLLECTIVES: dict[Any, Callable[..., None]] = {
     c10d.alltoall_base_.default: _all_to_all,
     c10d._allgather_base_.default: _all_gather,
     c10d.broadcast_.default: _broadcast,

@@ -1,10 +1,10 @@
 """Runs two steps of one rank of a plan under fake tensors and a fake process group, with the code
 that trains.
 
-Shapes, dtypes, storages, autograd and the pipeline's schedule are real; values are not, kernels and
-transfers do nothing. Tensors say that they lie on a CPU. What the trainer does otherwise on a GPU
-is put in: collectives of NCCL in the place of those made for gloo, and receives that start when the
-schedule says.
+Shapes, dtypes, storages, autograd and the pipeline's schedule are real; values are not, and kernels
+and transfers do nothing. Tensors report a CPU as their device. The twin does what the trainer does
+differently on a GPU: it calls NCCL's collectives instead of those made for gloo, and receives start
+when the schedule says.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ from .numbers import Numbers
 
 
 def run_rank(plan: Plan, rank: int) -> RankRun:
-    """The second step of `rank`, run in this process and alone. Raises LayoutError for a plan that
-    is not trained."""
-    # Compiled blocks would not run under fake tensors. What they keep may differ (docs/twin.md).
-    plan = structs.replace(
-        plan, job=structs.replace(plan.job, train=structs.replace(plan.job.train, compile=False))
-    )
+    """Runs two steps of `rank` alone in this process, and returns the second. Raises LayoutError
+    for a plan that the trainer does not run."""
+    # Compiled blocks do not run under fake tensors. They may keep other tensors (docs/twin.md).
+    train = structs.replace(plan.job.train, compile=False)
+    plan = structs.replace(plan, job=structs.replace(plan.job, train=train))
     gpu = plan.cluster.device == "cuda"
     with contextlib.ExitStack() as around:
         around.enter_context(fake_world(rank, plan.parallel.world_size))
@@ -61,16 +60,17 @@ def run_rank(plan: Plan, rank: int) -> RankRun:
         memory = StepMemory.of_engine(engine)
         # The first step learns how many gradients each parameter gets, so its reductions start
         # late.
-        return [run_step(engine, memory, fake_batches(plan, mesh.coord)) for _ in range(2)][-1]
+        run_step(engine, memory, fake_batches(plan, mesh.coord))
+        return run_step(engine, memory, fake_batches(plan, mesh.coord))
 
 
 def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) -> RankRun:
-    """One step of an engine, fake or real: its transfers and its memory."""
+    """Runs one step of an engine, fake or real, and returns its transfers and its memory."""
     began = perf_counter()
-    found = Recorder()
+    recorder = Recorder()
     peak = dict[str, int]()
-    engine.counter.trace = found
-    engine.pipeline.one_by_one = True  # memory, and fake tensors, see one thread
+    engine.counter.trace = recorder
+    engine.pipeline.one_by_one = True  # memory and fake tensors follow one thread
     with memory.measure(peak):
         _, norm = engine.gradients(batches, engine.plan.parallel.global_batch_tokens)
         float(norm)
@@ -83,10 +83,10 @@ def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) 
         rank=engine.mesh.rank,
         micro_batches=len(batches),
         transfers=[
-            Transfer(operation=one[0], axis=one[1], bytes=one[2], ranks=list(one[3]))
-            for one in found.kinds
+            Transfer(operation=operation, axis=axis, bytes=size, ranks=list(ranks))
+            for operation, axis, size, ranks in recorder.kinds
         ],
-        sequence=found.sequence,
+        sequence=recorder.sequence,
         memory=held,
         peak=peak,
         seconds=perf_counter() - began,
@@ -95,7 +95,7 @@ def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) 
 
 
 def fake_batches(plan: Plan, coord: Coord) -> list[MicroBatch]:
-    """The micro-batches that the loader would give this rank for a step, without values."""
+    """Returns the micro-batches that the loader would give this rank for a step, without values."""
     par = plan.parallel
     shape = par.micro_batch_size, plan.job.train.seq_len
 
@@ -103,17 +103,21 @@ def fake_batches(plan: Plan, coord: Coord) -> list[MicroBatch]:
         return torch.empty(shape, dtype=torch.int64)
 
     def batch() -> MicroBatch:
-        apart = plan.job.data.isolate_documents  # how many there are is the text's business
-        documents = Documents(column(), ((shape[1],),) * shape[0]) if apart else None
+        # The text decides how many documents there are; here each sample is one.
+        isolated = plan.job.data.isolate_documents
         return MicroBatch(
-            column(), column(), column(), documents, column() if draws(plan.model) else None
+            tokens=column(),
+            targets=column(),
+            positions=column(),
+            documents=Documents(column(), ((shape[1],),) * shape[0]) if isolated else None,
+            serial=column() if draws(plan.model) else None,
         )
 
     return [batch() for _ in range(taken(par)[replica_of(par, coord)])]
 
 
 class Recorder:
-    """Where the engine's counter notes transfers: the distinct ones, and their sequence."""
+    """Records the transfers of the engine's counter: the distinct ones, and their sequence."""
 
     def __init__(self) -> None:
         self.kinds: dict[tuple[str, str, int, tuple[int, ...]], int] = {}

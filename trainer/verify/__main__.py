@@ -1,8 +1,8 @@
 """`python -m trainer.verify CELLS` reads a file of cells, one JSON object per line, and prints
 verdicts in that form.
 
-One process imports torch once and forks the ranks of every cell. `orch verify` starts it. Exits
-with 0 when every cell has a verdict, whatever the verdicts are.
+One process imports torch once and forks the ranks of every cell. `orch verify` starts it. The exit
+code is 0 if every cell has a verdict, whatever the verdicts are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m trainer.verify", description="Layouts against one process."
     )
-    parser.add_argument("cells", help="a file of cells, one JSON object a line")
+    parser.add_argument("cells", help="a file of cells, one JSON object per line")
     parser.add_argument("--precisions", default=",".join(ALWAYS), help=f"of {', '.join(ALWAYS)}")
     parser.add_argument(
         "--together", type=int, default=1, help="cells of one size that share a launch of ranks"

@@ -1,9 +1,9 @@
 """The trainer itself in one process, in the precision of the layout.
 
-Rounding to 8 or 11 bits hides what float64 would show. But a layout that computes every micro-batch
-as one process does (no tensor, no context parallelism) rounds at the same places, and differs only
-by its sums, which are of wider numbers: a sum that is not, or one that misses something small, is
-seen.
+Rounding to 8 or 11 bits hides errors that float64 would show. But a layout that computes every
+micro-batch as one process does (no tensor or context parallelism) rounds at the same places, and
+differs only by its sums, which are in a wider precision. So a sum in a narrow precision, or one
+that misses a small term, is found.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from .samples import step_batches
 
 
 def rounds_as_one(plan: Plan) -> bool:
-    """Whether a layout rounds where one process does. The two gradients of an embedding at both
-    ends meet in the parameter's precision where one process holds both uses."""
+    """Whether a layout rounds where one process does. A process that holds both uses of an
+    embedding adds their gradients in the parameter's precision."""
     par = plan.parallel
     return par.tp == par.cp == 1 and not (embeds_at_both_ends(plan.model) and par.pp > 1)
 
 
 def shards_masters(plan: Plan) -> bool:
-    """Whether ranks hold shards of the master weights alone, which begin unrounded."""
+    """Whether ranks hold only shards of the master weights, which begin unrounded."""
     return plan.parallel.zero == 3 and not offload_of(plan.job.train).optimizer
 
 
 def one_process(plan: Plan) -> Plan:
-    """The same job without any parallelism."""
+    """Returns the plan of the same job without any parallelism."""
     par = plan.parallel
     train = plan.job.train
     degrees = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1}
-    places = coords(par.order, degrees)
+    coordinates = coords(par.order, degrees)
     count = par.global_batch_samples // par.micro_batch_size
     alone = structs.replace(
         par,
@@ -68,12 +68,13 @@ def one_process(plan: Plan) -> Plan:
     cluster = structs.replace(plan.cluster, gpus_per_node=1)
     cluster = structs.replace(cluster, node_names=cluster.node_names[:1], nvlink_domains=[[0]])
     changed = {"cluster": cluster, "parallel": alone, "job": job, "ranks": plan.ranks[:1]}
-    return seal(structs.replace(plan, **changed, groups=all_groups(places, 1)))
+    return seal(structs.replace(plan, **changed, groups=all_groups(coordinates, 1)))
 
 
 def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> list[Outcome]:
-    """`steps` optimizer steps of the plan's job. For ZeRO-3 one, and of matrices alone: torch's
-    hands on the gradient of a norm unrounded, more exactly than one process."""
+    """Runs `steps` optimizer steps of the plan's job in one process. For ZeRO-3 it runs one step
+    and compares matrices only: torch passes on the gradient of a norm unrounded, more exactly than
+    one process does."""
     sharded = plan.parallel.zero == 3
     unrounded = shards_masters(plan)
     plan = one_process(plan)
@@ -99,15 +100,18 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
                 for name, piece in _masters(engine).items()
             }
         if sharded:
-            grads, weights = (
-                {name: x for name, x in kind.items() if x.dim() > 1} for kind in (grads, weights)
-            )
+            grads = _matrices(grads)
+            weights = _matrices(weights)
         outcomes.append(Outcome(loss, float(norm), grads, weights, engine.loss_terms()))
     return outcomes
 
 
+def _matrices(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor.dim() > 1}
+
+
 def _masters(engine: Engine) -> dict[str, Tensor]:
-    """The optimizer's own weights by parameter: flat views, whole in one process."""
+    """Returns flat views of the optimizer's own weights by parameter, complete in one process."""
     return {
         piece.info.name: piece.data
         for piece in engine.state_pieces(to_write=False)
@@ -116,8 +120,8 @@ def _masters(engine: Engine) -> dict[str, Tensor]:
 
 
 def _start_unrounded(engine: Engine) -> None:
-    """Begin as ZeRO-3 does without offload, whose only weights are the optimizer's, in fp32;
-    elsewhere those are made from rounded ones."""
+    """Starts with unrounded master weights, as ZeRO-3 without offload does, whose only weights are
+    the optimizer's in fp32; elsewhere master weights are made from rounded ones."""
     model = engine.plan.model
     stage = Stage(model, range(model.layers), first=True, last=True)
     init_stage(stage, model, engine.plan.job.train.seed)

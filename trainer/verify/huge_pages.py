@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _HUGE = 1 << 21
-_MADV_COLLAPSE = 25  # Linux 6.1; older ones say EINVAL
-_WORTH = 192 << 20  # least bytes on small pages
+_MADV_COLLAPSE = 25  # Linux 6.1; older kernels return EINVAL
+_LEAST_BYTES = 192 << 20  # on small pages, for which a move pays
 
 
 def collapse() -> int:
-    """Move the memory of this process into huge pages if it has enough on small ones; the bytes
-    moved. Does nothing on a system without support."""
-    if _small() < _WORTH:
+    """Moves the memory of this process into huge pages if enough of it is on small ones, and
+    returns the bytes moved. Does nothing on a system without support."""
+    if _small() < _LEAST_BYTES:
         return 0
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -28,17 +28,18 @@ def collapse() -> int:
 
 
 def _small() -> int:
-    """Bytes of anonymous memory on small pages."""
+    """Returns the bytes of anonymous memory on small pages."""
     try:
         lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
     except OSError:
         return 0
-    sizes = {words[0]: int(words[1]) << 10 for words in lines if words[-1] == "kB"}
+    sizes = {fields[0]: int(fields[1]) << 10 for fields in lines if fields[-1] == "kB"}
     return sizes.get("Anonymous:", 0) - sizes.get("AnonHugePages:", 0)
 
 
 def _anonymous() -> Iterator[tuple[int, int]]:
-    """(first byte, size) of the ranges of private anonymous memory that can be huge pages."""
+    """Yields (first byte, size) of the ranges of private anonymous memory that can be huge
+    pages."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -46,7 +47,7 @@ def _anonymous() -> Iterator[tuple[int, int]]:
     for line in lines:
         span, rights, _, _, _, *path = line.split(maxsplit=5)
         if rights == "rw-p" and path in ([], ["[heap]"]):
-            start, end = (int(word, 16) for word in span.split("-"))
+            start, end = (int(address, 16) for address in span.split("-"))
             start = -(-start // _HUGE) * _HUGE
             end = end // _HUGE * _HUGE
             if start < end:

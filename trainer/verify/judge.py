@@ -1,8 +1,8 @@
 """Verifies cells: refuses unsupported plans, trains each reference once, forks the ranks of a cell
 and compares.
 
-Cells with the same number of ranks may share a launch; if it fails, each is run again alone, so
-that a bad cell does not change the verdicts of others.
+Cells with the same number of ranks may share a launch; if it fails, each cell is run again on its
+own, so that a bad cell does not change the verdicts of others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from . import alone, oracle
 from .compare import STEPS, recipe_for, run_rank, with_eps
 from .ranks import RankError, run_ranks
 
-#: Seconds after which the ranks of a launch are considered hung: for its first step, when they
-#: touch their memory, and per cell and precision. A cell takes a few seconds alone, but a crowded
-#: machine is no hang, and a launch that ends well costs nothing of this.
+#: Seconds after which the ranks of a launch count as hung: for its first step, in which they touch
+#: their memory, and per cell and precision. A cell takes a few seconds alone, but a crowded machine
+#: is not a hang, and a launch that ends well does not wait.
 START_S = 300.0
 CELL_S = 60.0
-#: Times as long as any other that a cell with compiled blocks takes.
+#: A cell with compiled blocks may take this many times as long as any other.
 COMPILED = 20
-#: Logits that the loss takes at a time: so few that a small model has several chunks, as a large
-#: one does.
+#: Logits per chunk of the loss: so few that a small model has several chunks, as a large model
+#: does.
 CHUNK = 1 << 11
 #: Most ranks of a launch: a limit of the machine, not of layouts.
 MOST_RANKS = 32
@@ -44,7 +44,8 @@ ReferenceRuns = dict[bytes, list[oracle.Outcome]]
 def judge(
     cells: Sequence[Cell], precisions: Sequence[str] = ALWAYS, together: int = 1
 ) -> Iterator[Verdict]:
-    """One verdict per cell, in order of completion; `together`: cells per launch."""
+    """Yields one verdict per cell, in order of completion. `together` is the number of cells per
+    launch."""
     cache: ReferenceRuns = {}
     runnable: dict[int, list[Cell]] = {}
     for cell in cells:
@@ -57,9 +58,9 @@ def judge(
         else:
             runnable.setdefault(world, []).append(cell)
     for world in sorted(runnable):
-        of_size = runnable[world]
-        for first in range(0, len(of_size), together):
-            yield from _launch(of_size[first : first + together], precisions, cache)
+        cells_of_world = runnable[world]
+        for first in range(0, len(cells_of_world), together):
+            yield from _launch(cells_of_world[first : first + together], precisions, cache)
 
 
 def _launch(
@@ -67,11 +68,10 @@ def _launch(
 ) -> Iterator[Verdict]:
     start = time.monotonic()
     world = cells[0].plan.parallel.world_size
-    ways = [(cell, precision) for cell in cells for precision in _precisions(cell, precisions)]
-    jobs = [_job(cell, precision, cache) for cell, precision in ways]
-    timeout_s = START_S + CELL_S * sum(
-        COMPILED if plan.job.train.compile else 1 for _, plan, *_ in jobs
-    )
+    pairs = [(cell, precision) for cell in cells for precision in _precisions(cell, precisions)]
+    jobs = [_job(cell, precision, cache) for cell, precision in pairs]
+    durations = [COMPILED if plan.job.train.compile else 1 for _, plan, *_ in jobs]
+    timeout_s = START_S + CELL_S * sum(durations)
     try:
         ranks = run_ranks(_run_jobs, world, jobs, timeout=timeout_s)
     except RankError as error:
@@ -83,21 +83,25 @@ def _launch(
         return
     seconds = (time.monotonic() - start) / len(cells)
     for cell in cells:
-        mine = {precision: at for at, (one, precision) in enumerate(ways) if one is cell}
+        indices = {
+            precision: index
+            for index, (paired_cell, precision) in enumerate(pairs)
+            if paired_cell is cell
+        }
         errors = {
-            precision: summary([rank[at] for rank in ranks], *_expected(jobs[at][2][0]))
-            for precision, at in mine.items()
+            precision: summary([rank[index] for rank in ranks], *_expected(jobs[index][2][0]))
+            for precision, index in indices.items()
         }
         yield Verdict(name=cell.name, note=cell.note, errors=errors, seconds=round(seconds, 2))
 
 
 def _precisions(cell: Cell, precisions: Sequence[str]) -> list[str]:
-    """What one cell is compared in, keys of LIMITS."""
+    """Returns the precisions in which a cell is compared, as keys of LIMITS."""
     if cell.plan.job.matmul or cell.plan.job.optim.state:
-        # In fp32 sums differ in their last digits between layouts, and each digit may decide a
-        # rounding to few bits, which is a million times as coarse. In fp64 none does, and a wrong
-        # scale is as wrong.
-        precisions = [one for one in precisions if one != "fp32"]
+        # In fp32 sums differ in their last digits between layouts, and such a digit may decide a
+        # rounding to few bits, which is a million times as coarse. In fp64 it hardly ever does, and
+        # a wrong scale is found just as well.
+        precisions = [precision for precision in precisions if precision != "fp32"]
     if not cell.precision:
         return [*precisions]
     exact = [f"{cell.precision}{ALONE}"] if alone.rounds_as_one(cell.plan) else []
@@ -105,15 +109,10 @@ def _precisions(cell: Cell, precisions: Sequence[str]) -> list[str]:
 
 
 def _job(cell: Cell, precision: str, cache: ReferenceRuns) -> tuple:
-    """(precision, plan, outcomes to compare with, packed, empty)."""
+    """Returns (precision, plan, outcomes to compare with, packed, empty)."""
     plan = with_eps(cell.plan, precision)
-    return (
-        precision,
-        plan,
-        reference_run(plan, cell.packed, cell.empty, precision, cache),
-        cell.packed,
-        cell.empty,
-    )
+    expected = reference_run(plan, cell.packed, cell.empty, precision, cache)
+    return precision, plan, expected, cell.packed, cell.empty
 
 
 def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
@@ -124,9 +123,9 @@ def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
     ]
 
 
-def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
-    """The verdict of a rank's traceback: refused if it ends in LayoutError, else failed."""
-    last = text.strip().splitlines()[-1]
+def _broken(cell: Cell, traceback: str, seconds: float) -> Verdict:
+    """Returns the verdict of a rank's traceback: refused if it ends in LayoutError, else failed."""
+    last = traceback.strip().splitlines()[-1]
     kind, _, reason = last.partition(": ")
     if kind.endswith("LayoutError"):
         return Verdict(name=cell.name, note=cell.note, refused=reason)
@@ -134,75 +133,84 @@ def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
 
 
 def _expected(outcome: oracle.Outcome) -> tuple[set[str], set[str]]:
-    more = {f"term {name}" for name in outcome.terms} | {f"state {name}" for name in outcome.states}
-    return set(outcome.grads), more
+    """Returns the names of the parameters and of the further quantities of an outcome."""
+    extra_quantities = {f"term {name}" for name in outcome.terms} | {
+        f"state {name}" for name in outcome.states
+    }
+    return set(outcome.grads), extra_quantities
 
 
 def summary(
-    ranks: Sequence[dict[str, float]], parameters: set[str], more: Set[str] = frozenset()
+    ranks: Sequence[dict[str, float]],
+    parameters: set[str],
+    extra_quantities: Set[str] = frozenset(),
 ) -> Errors:
-    """The largest errors over all ranks. A quantity that no rank has compared counts as HOPELESS;
-    `more`: which there are beside the usual ones."""
+    """Returns the largest errors over all ranks. A quantity that no rank has compared counts as
+    HOPELESS. `extra_quantities` names terms of the loss and states without gradient."""
     worst: dict[str, float] = {}
-    for found in ranks:
-        for what, error in found.items():
-            worst[what] = max(worst.get(what, 0.0), min(error, HOPELESS))
+    for rank_errors in ranks:
+        for quantity, error in rank_errors.items():
+            worst[quantity] = max(worst.get(quantity, 0.0), min(error, HOPELESS))
 
     def of_all(kind: str) -> tuple[float, str]:
         return max((worst.get(f"{kind} {name}", HOPELESS), name) for name in parameters)
 
-    (grad, worst_grad), (weight, worst_weight) = of_all("grad"), of_all("weight")
-    loss = worst.get("loss", HOPELESS)
-    norm = worst.get("norm", HOPELESS)
-    worst_more, worst_name = max(
-        ((worst.get(name, HOPELESS), name) for name in more), default=(0.0, "")
+    grad_error, worst_grad = of_all("grad")
+    weight_error, worst_weight = of_all("weight")
+    extra_errors = ((worst.get(name, HOPELESS), name) for name in extra_quantities)
+    extra_error, worst_extra = max(extra_errors, default=(0.0, ""))
+    return Errors(
+        loss=worst.get("loss", HOPELESS),
+        grad=grad_error,
+        norm=worst.get("norm", HOPELESS),
+        weight=weight_error,
+        more=extra_error,
+        worst_grad=worst_grad,
+        worst_weight=worst_weight,
+        worst_more=worst_extra,
     )
-    named = {"worst_grad": worst_grad, "worst_weight": worst_weight, "worst_more": worst_name}
-    return Errors(loss=loss, grad=grad, norm=norm, weight=weight, more=worst_more, **named)
 
 
 def reference_run(
     plan: Plan, packed: bool, empty: bool, precision: str, cache: ReferenceRuns
 ) -> list[oracle.Outcome]:
-    """Training in one process, which does not depend on the layout; cells share results through
-    `cache`."""
+    """Returns the outcomes of training in one process, which do not depend on the layout; cells
+    share them through `cache`."""
     train = plan.job.train
     par = plan.parallel
-    narrow = (
-        precision if precision.removesuffix(ALONE) in ("bf16", "fp16") else ""
-    )  # of initial weights, at least
-    engine = (
-        (
-            train.grad_dtype,
-            par.micro_batch_size,
-            par.bucket_bytes,
-            par.zero == 3,
-            alone.shards_masters(plan),
-        )
-        if narrow.endswith(ALONE)
-        else ()
-    )
-    same = (
+    # Initial weights, at least, are of the narrow precision.
+    narrow = precision if precision.removesuffix(ALONE) in ("bf16", "fp16") else ""
+    with_engine = narrow.endswith(ALONE)
+    job_key = (
         plan.model,
         plan.job.optim,
         train.seed,
         train.seq_len,
         train.steps,
         train.clip_grad_norm,
-        narrow,
-        engine,
-    )
-    text = (
         par.global_batch_samples,
         offload_of(train).delayed,
         packed,
         (empty or plan.job.matmul) and (plan.job.matmul, par.micro_batch_size),
     )
-    key = msgspec.json.encode((same, text))
-    if key not in cache and engine:
+    key = msgspec.json.encode((job_key, narrow, _engine_key(plan) if with_engine else ()))
+    if key in cache:
+        return cache[key]
+    if with_engine:
         cache[key] = alone.train(plan, STEPS, packed, empty, recipe_for(precision, plan))
-    elif key not in cache:
-        cache[key] = oracle.train(
-            plan, STEPS, packed, empty, DTYPES[narrow] if narrow else torch.float64
-        )
+    else:
+        start = DTYPES[narrow] if narrow else torch.float64
+        cache[key] = oracle.train(plan, STEPS, packed, empty, start)
     return cache[key]
+
+
+def _engine_key(plan: Plan) -> tuple:
+    """Returns what the result of our own engine in one process depends on, beside the job."""
+    par = plan.parallel
+    return (
+        plan.job.train.grad_dtype,
+        par.micro_batch_size,
+        par.bucket_bytes,
+        par.zero == 3,
+        alone.shards_masters(plan),
+    )

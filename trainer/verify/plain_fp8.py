@@ -1,9 +1,8 @@
-"""Products in 8 bits as one process has them, from the formats' definition: no float8 of torch, no
-shared code.
+"""Products in 8 bits as one process computes them, from the definition of the formats: without
+torch's float8 and without shared code.
 
-A number of e4m3 has 3 bits behind its leading one, exponents from -6 and 448 as its largest; e5m2
-has 2, -14 and 57344 (arXiv 2209.05433, table 1). Micro-batch by micro-batch, each a tensor of its
-own.
+A number of e4m3 has 3 bits after its leading one, exponents from -6 and 448 as its largest; e5m2
+has 2, -14 and 57344 (arXiv 2209.05433, table 1). Each micro-batch is scaled as a tensor of its own.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ SIDE = 128
 
 
 def nearest(x: Tensor, name: str) -> Tensor:
-    """The nearest number of the format, ties to even; the largest for what is larger."""
-    bits, least, most = FORMATS[name]
+    """Rounds to the nearest number of the format, ties to even; larger numbers become the
+    largest."""
+    bits, lowest_exponent, highest = FORMATS[name]
     _, exponent = torch.frexp(x)  # x = mantissa * 2**exponent, 0.5 <= mantissa < 1
-    step = torch.exp2((exponent - 1).clamp(min=least).to(x.dtype) - bits)
-    return ((x / step).round() * step).clamp(-most, most)
+    step = torch.exp2((exponent - 1).clamp(min=lowest_exponent).to(x.dtype) - bits)
+    return ((x / step).round() * step).clamp(-highest, highest)
 
 
 def scaled(x: Tensor, name: str) -> Tensor:
-    """`x` rounded with one scale."""
+    """Rounds `x` with one scale."""
     largest = x.abs().max() if x.numel() else x.new_zeros(())
     if largest == 0:
         return x
@@ -39,14 +39,13 @@ def scaled(x: Tensor, name: str) -> Tensor:
 
 
 def by_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """`x` [m, n] rounded to e4m3 with one scale for each block; blocks at the end may be
+    """Rounds `x` [m, n] to e4m3 with one scale for each block; blocks at the end may be
     smaller."""
     m, n = x.shape
-    blocks = torch.zeros(-(-m // rows) * rows, -(-n // columns) * columns, dtype=x.dtype)
-    blocks[:m, :n] = x
-    blocks = blocks.unfold(0, rows, rows).unfold(
-        1, columns, columns
-    )  # [blocks down, blocks across, rows, columns]
+    padded = torch.zeros(-(-m // rows) * rows, -(-n // columns) * columns, dtype=x.dtype)
+    padded[:m, :n] = x
+    # [blocks down, blocks across, rows, columns]
+    blocks = padded.unfold(0, rows, rows).unfold(1, columns, columns)
     largest = blocks.abs().amax((2, 3), keepdim=True)
     scale = FORMATS["e4m3"][2] / largest.where(largest > 0, 1.0)
     rounded = nearest(blocks * scale, "e4m3") / scale
@@ -54,7 +53,7 @@ def by_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
-    """Round the products of every block's linears; the gradient passes the rounding as it is."""
+    """Rounds the products of every block's linears; the gradient passes the rounding unchanged."""
     for block in stage.blocks.values():
         for module in block.modules():
             if isinstance(module, Linear):
@@ -73,27 +72,28 @@ class _Rounded(torch.autograd.Function):
         ctx.size = size
         block = matmul == "fp8_block"
         weight = by_blocks(weight, SIDE, SIDE) if block else scaled(weight, "e4m3")
-        parts = []
-        for part in x.split(size):
-            rows = part.reshape(-1, part.shape[-1])
+        outputs = []
+        for inputs in x.split(size):
+            rows = inputs.reshape(-1, inputs.shape[-1])
             rows = by_blocks(rows, 1, SIDE) if block else scaled(rows, "e4m3")
-            parts.append((rows @ weight.T).view(*part.shape[:-1], -1))
-        out = torch.cat(parts)
+            outputs.append((rows @ weight.T).view(*inputs.shape[:-1], -1))
+        out = torch.cat(outputs)
         return out if bias is None else out + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), block = ctx.saved_tensors, ctx.matmul == "fp8_block"
+        x, weight = ctx.saved_tensors
+        block = ctx.matmul == "fp8_block"
         rounded = by_blocks(weight, SIDE, SIDE) if block else scaled(weight, "e4m3")
-        of_input = []
-        of_weight = torch.zeros_like(weight)
-        for part, inputs in zip(grad.split(ctx.size), x.split(ctx.size), strict=True):
-            g = part.reshape(-1, part.shape[-1])
+        input_grads = []
+        weight_grad = torch.zeros_like(weight)
+        for grads, inputs in zip(grad.split(ctx.size), x.split(ctx.size), strict=True):
+            g = grads.reshape(-1, grads.shape[-1])
             rows = inputs.reshape(-1, inputs.shape[-1])
             across = by_blocks(g, 1, SIDE) if block else scaled(g, "e5m2")
             along = by_blocks(g, SIDE, 1) if block else scaled(g, "e5m2")
-            kept = by_blocks(rows, SIDE, 1) if block else scaled(rows, "e4m3")
-            of_input.append((across @ rounded).view_as(inputs))
-            of_weight += along.T @ kept
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return torch.cat(of_input), of_weight, of_bias, None, None
+            rounded_inputs = by_blocks(rows, SIDE, 1) if block else scaled(rows, "e4m3")
+            input_grads.append((across @ rounded).view_as(inputs))
+            weight_grad += along.T @ rounded_inputs
+        bias_grad = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return torch.cat(input_grads), weight_grad, bias_grad, None, None

@@ -1,5 +1,5 @@
-"""The optimizers as one process has them: AdamW by torch, the others by their formulas, a parameter
-at a time."""
+"""The optimizers as one process computes them: AdamW by torch, the others by their formulas, one
+parameter at a time."""
 
 from __future__ import annotations
 
@@ -13,55 +13,62 @@ from orchestrator.plan.document import Optim
 
 from .plain_state import narrowed
 
-#: Makes an update with a learning rate, from the parameters' `.grad`.
+#: Updates the parameters from their `.grad` with a learning rate.
 Step = Callable[[float], None]
 
 
 def plain_optimizer(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -> Step:
-    """The plan's optimizer for a whole model, by its parameters' names."""
+    """Returns the plan's optimizer for a whole model, given by its parameters' names."""
     if optim.kind == "sgd":
         return _by_formula(params, optim, lambda gradient, momentum: momentum, seed)
     if optim.kind != "muon":
         return _adamw(params, optim, seed)
-    inside = {
+    matrices = {
         name
         for name, param in params.items()
         if param.dim() == 2 and name.split(".")[0] == "layers"
     }
     steps = (
-        _by_formula({name: params[name] for name in inside}, optim, _muon(optim.beta1)),
-        _adamw({name: param for name, param in params.items() if name not in inside}, optim),
+        _by_formula({name: params[name] for name in matrices}, optim, _muon(optim.beta1)),
+        _adamw({name: param for name, param in params.items() if name not in matrices}, optim),
     )
 
     def step(lr: float) -> None:
-        for one in steps:
-            one(lr)
+        for group_step in steps:
+            group_step(lr)
 
     return step
 
 
 def _adamw(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -> Step:
-    every = params.values()
+    tensors = params.values()
     matrices = {
-        "params": [param for param in every if param.dim() > 1],
+        "params": [param for param in tensors if param.dim() > 1],
         "weight_decay": optim.weight_decay,
     }
-    vectors = {"params": [param for param in every if param.dim() == 1], "weight_decay": 0.0}
+    vectors = {"params": [param for param in tensors if param.dim() == 1], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
-    made = torch.optim.AdamW(
+    adamw = torch.optim.AdamW(
         groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False
     )
 
     def step(lr: float) -> None:
-        for group in made.param_groups:
+        for group in adamw.param_groups:
             group["lr"] = lr
-        made.step()
+        adamw.step()
         for name, param in params.items() if optim.state else ():
-            kept = made.state[param]
+            state = adamw.state[param]
             for kind in ("exp_avg", "exp_avg_sq"):
-                kept[kind].copy_(
-                    narrowed(kept[kind], str(optim.state), kind, name, seed, int(kept["step"]))
+                number = int(state["step"])
+                moment = narrowed(
+                    state[kind],
+                    str(optim.state),
+                    kind=kind,
+                    name=name,
+                    seed=seed,
+                    update=number,
                 )
+                state[kind].copy_(moment)
 
     return step
 
@@ -72,7 +79,8 @@ def _by_formula(
     direction: Callable[[Tensor, Tensor], Tensor],
     seed: int = 0,
 ) -> Step:
-    """`direction` of a gradient and the momentum that it has been added to."""
+    """Returns an optimizer that steps in `direction(gradient, momentum)`, where the momentum
+    includes the gradient."""
     momenta = {name: torch.zeros_like(param) for name, param in params.items()}
     updates = itertools.count(1)
 
@@ -86,21 +94,28 @@ def _by_formula(
                 param.copy_((1 - lr * decay) * param - lr * direction(gradient, momenta[name]))
                 if optim.state:
                     momenta[name] = narrowed(
-                        momenta[name], optim.state, "momentum", name, seed, number
+                        momenta[name],
+                        optim.state,
+                        kind="momentum",
+                        name=name,
+                        seed=seed,
+                        update=number,
                     )
 
     return step
 
 
 def _muon(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """By a singular value decomposition, whose values the polynomial of arXiv 2502.16982 is applied
-    to directly."""
+    """Returns Muon's direction, which applies the polynomial of arXiv 2502.16982 to the values of a
+    singular value decomposition."""
 
     def direction(gradient: Tensor, momentum: Tensor) -> Tensor:
-        left, values, right = torch.linalg.svd(gradient + beta * momentum, full_matrices=False)
+        left_vectors, values, right_vectors = torch.linalg.svd(
+            gradient + beta * momentum, full_matrices=False
+        )
         values = values / (values.square().sum().sqrt() + 1e-7)
         for _ in range(5):
             values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-        return 0.2 * max(gradient.shape) ** 0.5 * (left * values) @ right
+        return 0.2 * max(gradient.shape) ** 0.5 * (left_vectors * values) @ right_vectors
 
     return direction

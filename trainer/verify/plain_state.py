@@ -1,5 +1,5 @@
-"""Narrow optimizer state as one process has it, number by number from its definition: no shared
-code."""
+"""Narrow optimizer state as one process computes it, number by number from its definition, without
+shared code."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ _SECOND = 0xC4CEB9FE1A85EC53
 _ALL = (1 << 64) - 1
 
 
-def narrowed(value: Tensor, form: str, kind: str, name: str, seed: int, update: int) -> Tensor:
-    """A parameter's state of one kind as it is kept after an update, in the dtype of `value`."""
+def narrowed(value: Tensor, form: str, *, kind: str, name: str, seed: int, update: int) -> Tensor:
+    """Returns a parameter's state of one kind as it is stored after an update, in the dtype of
+    `value`."""
     if form == "bf16":
-        salt = int.from_bytes(
-            hashlib.blake2b(f"{seed}/state/{kind}/{name}".encode(), digest_size=8).digest(),
-            "little",
-        )
-        ahead = _mixed((update * _STEP + salt) & _ALL)
+        key = f"{seed}/state/{kind}/{name}".encode()
+        salt = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+        update_salt = _mixed((update * _STEP + salt) & _ALL)
         width = value.shape[-1] if value.dim() > 1 else 1
         flat = list[float]()
-        for at, x in enumerate(value.flatten().tolist()):
-            row, column = (
-                _mixed((number * _STEP + more) & _ALL)
-                for number, more in zip(divmod(at, width), (ahead, 0), strict=True)
-            )
-            flat.append(_stochastic(x, ((row * (column | 1)) & _ALL) >> 48))
+        for index, x in enumerate(value.flatten().tolist()):
+            row, column = divmod(index, width)
+            row_bits = _mixed((row * _STEP + update_salt) & _ALL)
+            column_bits = _mixed((column * _STEP) & _ALL)
+            flat.append(_stochastic(x, ((row_bits * (column_bits | 1)) & _ALL) >> 48))
         return torch.tensor(flat, dtype=value.dtype).view_as(value)
     if value.dim() == 1:
         return value
@@ -42,17 +40,17 @@ def narrowed(value: Tensor, form: str, kind: str, name: str, seed: int, update: 
 
 
 def _numbers(signed: bool) -> list[float]:
-    """Every pattern of 8 bits: sign, zeros, a one, and a fraction; the two without a one are 0 and
-    1."""
-    found = [0.0, 1.0]
+    """Returns the number of every pattern of 8 bits: a sign, zeros, a one, and a fraction; the two
+    patterns without a one are 0 and 1."""
+    numbers = [0.0, 1.0]
     length = 7 if signed else 8
     for pattern in range(1 if signed else 2, 1 << length):  # seven zeros at most
-        tail = pattern.bit_length() - 1  # bits behind the first one
+        tail = pattern.bit_length() - 1  # bits after the first one
         zeros = length - 1 - tail
         fraction = pattern - (1 << tail)
         size = (0.1 + 0.9 * (fraction + 0.5) / (1 << tail)) * 10.0**-zeros
-        found += [size, -size] if signed else [size]
-    return sorted(found)
+        numbers += [size, -size] if signed else [size]
+    return sorted(numbers)
 
 
 def _mixed(x: int) -> int:
@@ -62,7 +60,7 @@ def _mixed(x: int) -> int:
 
 
 def _stochastic(x: float, bits: int) -> float:
-    """To 8 binary digits, the first one included."""
+    """Rounds to 8 binary digits, the leading one included, by 16 random bits."""
     if x == 0 or not math.isfinite(x):
         return x
     mantissa, exponent = math.frexp(abs(x))

@@ -1,5 +1,5 @@
-"""Runs a function on N gloo ranks forked from this process: a parity test in a tenth of a second
-instead of twenty.
+"""Runs a function on N gloo ranks forked from this process: a parity test takes a tenth of a second
+instead of twenty seconds.
 
 Forking after `import torch` shares the time and memory of imports between ranks. The children make
 it safe: one thread before the first operation, a `file://` rendezvous (no ports), `os._exit` (no
@@ -21,10 +21,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,8 @@ compat.import_compiler()  # optimizers need it: here once, instead of a second i
 
 _START_S = 300.0  # for all ranks to be forked and connected
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to report theirs
-_STACKS_S = 30.0  # for the ranks that are late to write where they stand
-_BEGUN = b"!"  # what a rank's pipe begins with: it is connected and begins its work, or has failed
+_STACKS_S = 30.0  # for the late ranks to write their stacks
+_BEGUN = b"!"  # first byte of a rank's pipe: it is connected and begins its work, or has failed
 
 
 class RankError(RuntimeError):
@@ -53,21 +53,23 @@ class RankError(RuntimeError):
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
-    """[fn(rank, *args) for each rank], each rank a process in a gloo group of `world`.
+    """Returns fn(rank, *args) of each rank, each a process in a gloo group of `world`.
 
     `fn` may be a closure. It returns any nesting of dicts (string keys), lists and tuples (which
     become lists) of tensors and JSON values. Raises RankError with the first failing rank's
-    traceback; `timeout` seconds after the last rank has begun its work with the stacks of the ranks
-    that still run. No process outlives the call.
+    traceback, or, `timeout` seconds after the last rank has begun its work, with the stacks of the
+    ranks that still run. No process outlives the call.
     """
     home = Path(tempfile.mkdtemp(prefix="ranks-"))
     ranks: list[_Rank] = []
     collapse()
-    # a collection in a child would write to, and so copy, every page it shares with this process
+    # A garbage collection in a child would write to, and so copy, every page that it shares with
+    # this process.
     gc.freeze()
     try:
         for index in range(world):
-            ranks.append(_start(fn, index, world, args, home, timeout))
+            work = _Work(fn, args, rank=index, world=world, home=home, timeout=timeout)
+            ranks.append(_start(work))
         return _collect(ranks, timeout)
     finally:
         for rank in ranks:
@@ -76,20 +78,38 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 3
         shutil.rmtree(home, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------
 #     parent
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The call of one rank."""
+
+    fn: Callable[..., Any]
+    args: tuple
+    rank: int
+    world: int
+    home: Path
+    timeout: float
+
+    @property
+    def stacks(self) -> Path:
+        """The file of the rank's stack dump."""
+        return self.home / f"stacks-{self.rank}"
+
+    @property
+    def signals(self) -> Path:
+        """The file of the numbers of handled signals; SIGUSR1 follows a complete stack dump."""
+        return self.home / f"signals-{self.rank}"
 
 
 @dataclass
 class _Rank:
-    index: int
+    work: _Work
     pid: int
     pipe: int
-    stacks: Path
-    signals: (
-        Path  # numbers of the signals that it has handled: those of stacks once they are complete
-    )
-    data: bytearray
+    data: bytearray = field(default_factory=bytearray)
     ended: bool = False  # the pipe is closed: `data` is complete
     status: int | None = None
 
@@ -99,7 +119,8 @@ class _Rank:
 
     @property
     def has_dumped(self) -> bool:
-        return self.signals.exists() and signal.SIGUSR1 in self.signals.read_bytes()
+        signals = self.work.signals
+        return signals.exists() and signal.SIGUSR1 in signals.read_bytes()
 
     def end(self) -> None:
         os.close(self.pipe)
@@ -117,25 +138,25 @@ class _Rank:
     def failure(self) -> str | None:
         if self.status == 0:
             return None
-        text = (
-            _decode(self.answer)["error"]
-            if self.answer
-            else f"ended with code {self.status} and no result"
-        )
-        return f"rank {self.index}: {text}"
+        reason = f"ended with code {self.status} and no result"
+        if self.answer:
+            reason = _decode(self.answer)["error"]
+        return f"rank {self.index}: {reason}"
+
+    @property
+    def index(self) -> int:
+        return self.work.rank
 
 
-def _start(
-    fn: Callable[..., Any], rank: int, world: int, args: tuple, home: Path, timeout: float
-) -> _Rank:
+def _start(work: _Work) -> _Rank:
     read, write = os.pipe()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        _child(fn, rank, world, args, home, timeout, write, parent)
+        _child(work, pipe=write, parent=parent)
     os.close(write)
-    return _Rank(rank, pid, read, home / f"stacks-{rank}", home / f"signals-{rank}", bytearray())
+    return _Rank(work, pid, pipe=read)
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
@@ -166,57 +187,48 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
 
 
 def _stacks(late: list[_Rank]) -> str:
-    """Stacks of the ranks that did not finish, from faulthandler's dump on SIGUSR1."""
+    """Returns the stacks of the ranks that did not finish, from faulthandler's dump on SIGUSR1."""
     for rank in late:
         os.kill(rank.pid, signal.SIGUSR1)
     end = time.monotonic() + _STACKS_S
     while not all(rank.has_dumped for rank in late) and time.monotonic() < end:
         time.sleep(0.01)
-    texts = [
-        f"rank {rank.index} did not finish in time:\n{rank.stacks.read_text()}" for rank in late
+    paragraphs = [
+        f"rank {rank.index} did not finish in time:\n{rank.work.stacks.read_text()}"
+        for rank in late
     ]
-    return "\n".join(texts)
+    return "\n".join(paragraphs)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------
 #     child
 
 
-def _child(
-    fn: Callable[..., Any],
-    rank: int,
-    world: int,
-    args: tuple,
-    home: Path,
-    timeout: float,
-    pipe: int,
-    parent: int,
-) -> None:
-    """Never returns."""
+def _child(work: _Work, pipe: int, parent: int) -> NoReturn:
+    """Runs the work in the forked process, sends its result and ends the process."""
     code = 1
     head = _BEGUN
     try:
         _die_with(parent)
-        stacks = (home / f"stacks-{rank}").open("w")
-        signals = os.open(home / f"signals-{rank}", os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
+        stacks = work.stacks.open("w")
+        signals = os.open(work.signals, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
         signal.set_wakeup_fd(signals)
-        signal.signal(
-            signal.SIGUSR1, lambda *_: None
-        )  # after the stacks: it makes Python write the signal's number
+        # A handler makes Python write the signal's number, after the stacks.
+        signal.signal(signal.SIGUSR1, lambda *_: None)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
-        torch.set_num_threads(
-            1
-        )  # before the first operation: the parent's thread pool did not survive the fork
-        init = f"file://{home}/store"
-        group_timeout = timedelta(
-            seconds=_START_S + timeout
-        )  # the parent's ends first, and tells who is late
+        # Before the first operation: the parent's thread pool did not survive the fork.
+        torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=init, rank=rank, world_size=world, timeout=group_timeout
+            "gloo",
+            init_method=f"file://{work.home}/store",
+            rank=work.rank,
+            world_size=work.world,
+            # The parent's timeout ends first, and names the late ranks.
+            timeout=timedelta(seconds=_START_S + work.timeout),
         )
         os.write(pipe, head)
         head = b""
-        answer = _encode(fn(rank, *args))
+        answer = _encode(work.fn(work.rank, *work.args))
         code = 0
         dist.barrier()  # a rank that leaves early closes connections that others still read
     except BaseException:
@@ -231,7 +243,7 @@ def _child(
 
 
 def _die_with(parent: int) -> None:
-    """SIGKILL for this process when its parent ends (Linux prctl PR_SET_PDEATHSIG)."""
+    """Has the kernel kill this process when its parent ends (Linux prctl PR_SET_PDEATHSIG)."""
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     except (OSError, AttributeError):
@@ -240,12 +252,13 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------
 #     results
 
 
 def _encode(value: Any) -> bytes:
-    """8 bytes with the length of the JSON, the JSON, then safetensors with what it refers to."""
+    """Encodes as 8 bytes with the length of the JSON, the JSON, and safetensors with the tensors
+    that it refers to."""
     tensors: dict[str, torch.Tensor] = {}
 
     def plain(item: Any) -> Any:
@@ -258,8 +271,8 @@ def _encode(value: Any) -> bytes:
             return [plain(inner) for inner in item]
         return item
 
-    text = json.dumps(plain(value)).encode()
-    return len(text).to_bytes(8, "little") + text + tensors_to_bytes(tensors)
+    document = json.dumps(plain(value)).encode()
+    return len(document).to_bytes(8, "little") + document + tensors_to_bytes(tensors)
 
 
 def _decode(raw: bytes) -> Any:
@@ -268,11 +281,9 @@ def _decode(raw: bytes) -> Any:
 
     def full(item: Any) -> Any:
         if isinstance(item, dict):
-            return (
-                tensors[item["$tensor"]]
-                if "$tensor" in item
-                else {key: full(inner) for key, inner in item.items()}
-            )
+            if "$tensor" in item:
+                return tensors[item["$tensor"]]
+            return {key: full(inner) for key, inner in item.items()}
         return [full(inner) for inner in item] if isinstance(item, list) else item
 
     return full(json.loads(raw[8 : 8 + size]))

@@ -1,13 +1,14 @@
 """The tokens that verify trains on: a pure function of a sample's index in the global order.
 
-Made difficult: samples have different shares of masked targets, so that valid tokens differ between
-ranks and micro-batches; packed samples hold three documents of varying lengths. Every sample has a
-target, unless `empty` asks for micro-batches without one: a third of them, never the same in two
-steps, so that no place in a step goes without weight, whatever the number of micro-batches.
+Samples are difficult: they have different shares of masked targets, so that valid tokens differ
+between ranks and micro-batches; packed samples hold three documents of varying lengths. Every
+sample has a target, unless `empty` asks for micro-batches without one: a third of them, never the
+same in two steps, so that every position in a step has weight in one of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -21,29 +22,27 @@ from trainer.model.documents import Documents
 
 
 def sample(plan: Plan, index: int, empty: bool = False) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), both [seq_len]."""
+    """Returns (tokens, targets) of a sample, both [seq_len]."""
     generator = torch.Generator().manual_seed(977 * index + 5)
     window = torch.randint(plan.model.vocab, (plan.job.train.seq_len + 1,), generator=generator)
     targets = window[1:].clone()
-    masked = torch.rand(targets.shape, generator=generator) < 0.7 * torch.rand(
-        (), generator=generator
-    )
+    draws = torch.rand(targets.shape, generator=generator)
+    masked = draws < 0.7 * torch.rand((), generator=generator)
     masked[index % len(masked)] = False
-    return window[:-1], targets.masked_fill(
-        masked | (empty and _without_targets(plan, index)), IGNORED
-    )
+    masked |= empty and _without_targets(plan, index)
+    return window[:-1], targets.masked_fill(masked, IGNORED)
 
 
 def _without_targets(plan: Plan, index: int) -> bool:
-    """Whether the sample is of one of the micro-batches that are left empty."""
-    step, place = divmod(index, plan.parallel.global_batch_samples)
-    return place // plan.parallel.micro_batch_size % 3 == 1 + step % 2
+    """Whether the sample belongs to one of the empty micro-batches."""
+    step, index_in_step = divmod(index, plan.parallel.global_batch_samples)
+    return index_in_step // plan.parallel.micro_batch_size % 3 == 1 + step % 2
 
 
 def micro_batch(
     plan: Plan, indices: list[int], packed: bool = False, empty: bool = False
 ) -> MicroBatch:
-    """The samples at these indices as one batch."""
+    """Returns the samples at these indices as one batch."""
     samples = (sample(plan, index, empty) for index in indices)
     tokens, targets = (torch.stack(column) for column in zip(*samples, strict=True))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
@@ -61,29 +60,28 @@ def micro_batch(
 
 
 def token_by_token(batch: MicroBatch, depth: int) -> MicroBatch:
-    """`trainer.data.batch.look_ahead`, spelled out."""
-    tokens, targets = (torch.full((*batch.tokens.shape, depth), fill) for fill in (0, IGNORED))
+    """Computes `trainer.data.batch.look_ahead` token by token."""
+    tokens = torch.zeros((*batch.tokens.shape, depth), dtype=torch.int64)
+    targets = torch.full_like(tokens, IGNORED)
     rows, length = batch.tokens.shape
-    for row, at, k in (
-        (row, at, k) for row in range(rows) for at in range(length) for k in range(depth)
-    ):
-        later = at + k + 1
+    numbers = None if batch.documents is None else batch.documents.numbers
+    for row, position, k in itertools.product(range(rows), range(length), range(depth)):
+        later = position + k + 1
         if later < length:
-            tokens[row, at, k] = batch.tokens[row, later]
-            numbers = None if batch.documents is None else batch.documents.numbers
-            if numbers is None or numbers[row, later] == numbers[row, at]:
-                targets[row, at, k] = batch.targets[row, later]
+            tokens[row, position, k] = batch.tokens[row, later]
+            if numbers is None or numbers[row, later] == numbers[row, position]:
+                targets[row, position, k] = batch.targets[row, later]
     return replace(batch, next_tokens=tokens, next_targets=targets)
 
 
 def step_batches(
     plan: Plan, coord: Coord, consumed: int, packed: bool = False, empty: bool = False
 ) -> tuple[list[MicroBatch], int]:
-    """The micro-batches of one rank in the step after `consumed` samples, and the valid tokens of
-    all ranks' ones."""
+    """Returns the micro-batches of one rank in the step after `consumed` samples, and the valid
+    tokens of all ranks together."""
     par = plan.parallel
     ramp = plan.job.train.batch_ramp
-    everything = list(range(consumed, consumed + samples_at(par, ramp, consumed)))
-    mine = samples_of_step(par, coord, consumed, micro_batches_at(par, ramp, consumed))
-    valid_tokens = micro_batch(plan, everything, False, empty).valid_tokens
-    return [micro_batch(plan, one, packed, empty) for one in mine], valid_tokens
+    all_samples = list(range(consumed, consumed + samples_at(par, ramp, consumed)))
+    own_samples = samples_of_step(par, coord, consumed, micro_batches_at(par, ramp, consumed))
+    valid_tokens = micro_batch(plan, all_samples, False, empty).valid_tokens
+    return [micro_batch(plan, indices, packed, empty) for indices in own_samples], valid_tokens

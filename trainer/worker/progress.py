@@ -1,8 +1,9 @@
 """Progress reports: a thread of each worker reports twice a second what the training loop does.
 
 The thread only reads values that the loop keeps anyway, so the loop pays nothing. A loop that hangs
-is still reported, with where it hangs; a process that is stopped, or whose interpreter is blocked,
-sends no report. The coordinator finds the rank at fault (`orchestrator.agent.faults.diagnosis`).
+is still reported, with the operation in which it hangs; a process that is stopped, or whose
+interpreter is blocked, sends no report. The coordinator finds the rank at fault
+(`orchestrator.agent.faults.diagnosis`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker does. `step`: the one in progress, 0 before the first; `moves`: grows with
-    every advance."""
+    """The progress of a worker. `step` is the step in progress, 0 before the first; `moves` grows
+    with every advance."""
 
     step: int
     phase: str

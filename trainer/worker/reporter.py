@@ -43,36 +43,38 @@ class Reporter:
             os.set_blocking(fd, False)
 
     def event(self, name: str, step: int | None = None, /, **fields: Scalar) -> None:
-        """Report an event."""
+        """Reports an event."""
         self._send(
             EventReport(rank=self.rank, epoch=self.epoch, name=name, step=step, fields=fields)
         )
 
     def step(self, **values: Any) -> None:
-        """Report one optimizer step: the fields of `StepReport` but `rank`, `epoch` and
+        """Reports one optimizer step with the fields of `StepReport` but `rank`, `epoch` and
         `dropped_reports`."""
         self._send(
             StepReport(rank=self.rank, epoch=self.epoch, dropped_reports=self.dropped, **values)
         )
 
     def progress(self, **values: Any) -> None:
-        """Report progress: the fields of `ProgressReport`. Dropped if it would have to wait behind
+        """Reports progress with the fields of `ProgressReport`, unless it would have to wait behind
         other reports."""
         with self._lock:
             if self.fd is None or self._backlog:
                 self._flush()
             else:
-                self._backlog += self._line(
-                    ProgressReport(rank=self.rank, epoch=self.epoch, **values)
-                )
+                report = ProgressReport(rank=self.rank, epoch=self.epoch, **values)
+                self._backlog += self._line(report)
                 self._flush()
 
     def close(self, wait_s: float = 2.0) -> None:
-        """Wait up to `wait_s` seconds for the agent to read the backlog: the last reports say how a
-        run ended."""
+        """Waits up to `wait_s` seconds for the agent to read the backlog: the last reports tell how
+        the run ended."""
         deadline = time.monotonic() + wait_s
-        while self.fd is not None and self._backlog and (left := deadline - time.monotonic()) > 0:
-            select.select([], [self.fd], [], left)
+        while self.fd is not None and self._backlog:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                break
+            select.select([], [self.fd], [], remaining_s)
             with self._lock:
                 self._flush()
 
@@ -113,13 +115,12 @@ class Reporter:
         if isinstance(report, StepReport):
             loss = "" if report.loss is None else f"  loss {report.loss:.4f}"
             norm = "" if report.grad_norm is None else f"  grad norm {report.grad_norm:.3f}"
-            text = f"step {report.step}{loss}{norm}  {report.tokens / report.step_s:,.0f} tokens/s"
+            line = f"step {report.step}{loss}{norm}  {report.tokens / report.step_s:,.0f} tokens/s"
         elif isinstance(report, EventReport):
-            where = "" if report.step is None else f" (step {report.step})"
-            text = f"{report.name}{where} " + " ".join(
-                f"{key}={value}" for key, value in report.fields.items()
-            )
+            at_step = "" if report.step is None else f" (step {report.step})"
+            fields = [f"{key}={value}" for key, value in report.fields.items()]
+            line = f"{report.name}{at_step} {' '.join(fields)}"
         else:
             return
         with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)

@@ -12,7 +12,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class TerminationSignal:
-    """Name of the first termination signal in `received`. The loop reads it at step boundaries."""
+    """Keeps the name of the first termination signal in `received`, which the loop reads at step
+    boundaries."""
 
     def __init__(self) -> None:
         self.received: str | None = None

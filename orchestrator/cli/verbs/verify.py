@@ -14,10 +14,15 @@ from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
     from orchestrator.plan.parity import Cell, Verdict
-    from orchestrator.verify.independent import Verdict as Independent
 
 #: Cells of the matrix that share one launch of ranks.
 CELLS_PER_LAUNCH = 4
+#: The answer to options that are no longer there.
+MOVED = (
+    "--against and --precision are no longer options of orch verify, which compares with one"
+    " process; the independent oracle is a program of the repository (docs/verify.md):"
+    " python -m tests.independent parallel=LAYOUT,LAYOUT [--precision P,P]"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,30 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="verify the matrix of techniques, not one layout",
     )
     parser.add_argument(
-        "--against",
-        choices=("one", "independent"),
-        default="one",
-        help=(
-            "one process of this trainer, or an oracle that shares nothing with it and judges whole"
-            " runs"
-        ),
-    )
-    parser.add_argument(
         "--data",
         metavar="RUN",
         help="read the data of a run again, and compare it with the data of its steps",
     )
     parser.add_argument(
-        "--precision", metavar="P,P", help="with --against independent, of fp64, fp32, bf16, fp16"
-    )
-    parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)"
     )
+    for moved in ("--against", "--precision"):
+        parser.add_argument(moved, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.against or args.precision:
+        raise OrchError(MOVED)
     if args.data is not None:
-        if overrides or args.matrix or args.precision or args.out or args.against != "one":
+        if overrides or args.matrix or args.out:
             raise OrchError(
                 "--data RUN takes neither layouts nor other options: the run has its own layout"
             )
@@ -61,10 +58,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(
             f"{overrides[0]!r}: --matrix takes no overrides, it has its own layouts and models"
         )
-    if args.against == "independent":
-        return _independent(args, overrides)
-    if args.precision:
-        raise OrchError("--precision is for --against independent")
     verdicts = _matrix(args) if args.matrix else _layouts(args, overrides)
     return Exit.DONE if all(verdict.equal for verdict in verdicts) else Exit.CONFIG
 
@@ -98,40 +91,6 @@ def _layouts(args: argparse.Namespace, overrides: list[str]) -> list[Verdict]:
     from orchestrator.verify.cells import cells_of_overrides
 
     return _show(list(cells_of_overrides(overrides, args.config_dir)), args.json)
-
-
-def _independent(args: argparse.Namespace, overrides: list[str]) -> int:
-    import tempfile
-
-    from orchestrator.verify import independent, independent_cases
-
-    if args.matrix:
-        raise OrchError("--against independent takes layouts (parallel=tp2,dp2), not --matrix")
-    independent.check_installed()
-    wanted = args.precision.split(",") if args.precision else independent_cases.PRECISIONS
-    if odd := next((one for one in wanted if one not in independent_cases.PRECISIONS), None):
-        raise OrchError(f"--precision {odd}; legal: {', '.join(independent_cases.PRECISIONS)}")
-    found = []
-    with tempfile.TemporaryDirectory(prefix="orch-independent-") as home:
-        cases = list(independent_cases.cases(overrides, wanted, args.config_dir, Path(home)))
-        for verdict in independent.judged(cases, Path(home)):
-            found.append(verdict)
-            _tell(verdict, args.json)
-    return Exit.DONE if all(verdict.equal for verdict in found) else Exit.CONFIG
-
-
-def _tell(verdict: Independent, as_json: bool) -> None:
-    if as_json:
-        import msgspec
-
-        from orchestrator.cli.terminal import print_json
-
-        print_json({"verdict": verdict.word, **msgspec.to_builtins(verdict)})
-        return
-    from orchestrator.cli.terminal import style
-    from orchestrator.verify.page import independent_lines
-
-    print("\n".join(independent_lines(verdict, style())), flush=True)
 
 
 def _matrix(args: argparse.Namespace) -> list[Verdict]:

@@ -1,2 +1,2 @@
-"""In-memory replicas: another node keeps each node's state between durable checkpoints; losing one
-costs a step."""
+"""In-memory replicas: another node keeps each node's state between durable checkpoints, so that a
+lost node costs a step."""

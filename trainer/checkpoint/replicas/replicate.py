@@ -5,10 +5,10 @@ A replica is a checkpoint (same files, same manifest) spread over the nodes. All
 together and delete the previous one only after all have succeeded. So one complete replica exists
 at any moment, and it survives the loss of any node, or of several nodes of which no two are peers.
 
-On each rank a thread makes it while training goes on, over groups of its own. State in the memory
-of a GPU is first copied to page-locked memory, on a stream of its own; state in host memory is read
-where it is. Training waits only before an update: until what it changes has been read, or, where
-the next replica is due after that step, until this one is complete.
+On each rank a thread makes it while training continues, over process groups of its own. State in
+the memory of a GPU is first copied to page-locked memory, on a separate stream; state in host
+memory is read in place. Training waits only before an update: until the thread has read the state
+that the update changes, or, if the next replica is due after that step, until this one is complete.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from .store import ReplicaStore, replica_name
 
 
 def open_replica_store(folder: Path, reporter: Reporter) -> ReplicaStore | None:
-    """This node's memory for replicas; None, with the event `replica_failed`, if it has none."""
+    """Opens this node's memory for replicas. Returns None, after the event `replica_failed`, if it
+    has none."""
     try:
         return ReplicaStore(folder)
     except OSError as error:
@@ -55,19 +56,18 @@ def open_replica_store(folder: Path, reporter: Reporter) -> ReplicaStore | None:
 
 
 class InMemoryReplicas:
-    """At most one replica is being made. Every method but `before_update` is collective."""
+    """Makes at most one replica at a time. Every method but `before_update` is collective."""
 
     def __init__(self, target: Target, store: ReplicaStore | None, reporter: Reporter):
-        """`target`: that of the durable checkpoints, which says who writes. If `store` is None on
-        any node, there are no replicas on any."""
+        """`target` is that of the durable checkpoints; it names the writers. If `store` is None on
+        any node, no node makes replicas."""
         self.target = target
         self.store = store
         self.reporter = reporter
         self.peer_of = assign_peers(target.plan)
         node = target.plan.ranks[target.rank].node
-        self.leader = (
-            nodes_of(target.plan)[node][0] == target.rank
-        )  # one rank per node writes what a node has once
+        # one rank per node writes the files of which a node has one
+        self.leader = nodes_of(target.plan)[node][0] == target.rank
         self.possible = target.control.sum_ints([int(store is None)]) == [0]
         self._control: ControlPath | None = None
         self._group: Group | None = None
@@ -77,26 +77,25 @@ class InMemoryReplicas:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replica")
         self._step = 0  # of the replica that is being made
         self._read: Future[Any] | None = None  # done when the state may change
-        self._made: Future[str] | None = (
-            None  # what is wrong with the replica that is being made, "" if nothing
-        )
+        #: the problem of the replica that is being made, "" if it is complete
+        self._made: Future[str] | None = None
 
     def _connect(self) -> None:
-        """Make every connection that replicas use: who closes one is noticed by the other end, but
-        who is gone before the first use is waited for."""
+        """Makes every connection that replicas use. A rank notices that its peer has closed a
+        connection, but would wait for a peer that left before the first use."""
         self._control, self._group = connect_thread(
             "replicas", self.target.plan.cluster.gpus_per_node
         )
         self._control.judge(b"", first_problem)
-        mine = self.target.rank
+        own_rank = self.target.rank
         works = list[Work]()
-        words = {rank: torch.zeros(1) for rank in self.peer_of}
+        messages = {rank: torch.zeros(1) for rank in self.peer_of}
         for rank, peer in self.peer_of.items():
             assert self._group is not None
-            if rank == mine:
-                works.append(self._group.send([words[rank]], peer, 0))
-            elif peer == mine:
-                works.append(self._group.recv([words[rank]], rank, 0))
+            if rank == own_rank:
+                works.append(self._group.send([messages[rank]], peer, 0))
+            elif peer == own_rank:
+                works.append(self._group.recv([messages[rank]], rank, 0))
         for work in works:
             work.wait()
 
@@ -107,33 +106,34 @@ class InMemoryReplicas:
         samples: int,
         scalars: Mapping[str, float] = {},
     ) -> bool:
-        """Begin to replicate the state after `step`, which must not change until `before_update`
-        has returned. Waits for the replica that is being made. False if there are no replicas."""
+        """Begins to replicate the state after `step`, which must not change until `before_update`
+        has returned. Waits for the previous replica first. Returns False if there are no
+        replicas."""
         self.settle()
         if not self.possible:
             return False
-        moved = [piece for piece in pieces if _is_copied_first(piece)]
-        kept = iter(self._snapshots.take(moved))
-        still = [next(kept) if _is_copied_first(piece) else piece for piece in pieces]
-        contents = Contents(step, samples, still, dict(scalars), read_back=False)
+        copied_first = [piece for piece in pieces if _is_copied_first(piece)]
+        copies = iter(self._snapshots.take(copied_first))
+        stable_pieces = [next(copies) if _is_copied_first(piece) else piece for piece in pieces]
+        contents = Contents(step, samples, stable_pieces, dict(scalars), read_back=False)
         copied = self._thread.submit(self._snapshots.wait)
         written = self._thread.submit(self._write, contents)
         self._step = step
-        self._read = copied if len(moved) == len(pieces) else written
+        self._read = copied if len(copied_first) == len(pieces) else written
         self._made = self._thread.submit(self._share, contents, written)
         return True
 
     def before_update(self, step: int) -> None:
-        """Wait until the replica that is being made has read the state, which the update of `step`
-        changes; where the next one is due after it, until this one is complete."""
+        """Waits until the current replica has read the state that the update of `step` changes; if
+        the next replica is due after that step, until the current one is complete."""
         if step % self.target.plan.job.checkpoint.memory_every_steps == 0:
             self.settle()
         elif self._read is not None:
             wait([self._read])
 
     def settle(self) -> bool:
-        """Wait for the replica that is being made. False, with the event `replica_failed`, if any
-        rank could not."""
+        """Waits for the replica that is being made. Returns False, after the event
+        `replica_failed`, if any rank has failed."""
         if self._made is None:
             return True
         failed = self._made.result()
@@ -147,7 +147,7 @@ class InMemoryReplicas:
         return self.store.folder / replica_name(contents.step, self.target.token.epoch)
 
     def _write(self, contents: Contents) -> RankOutcome:
-        """Write this rank's file."""
+        """Writes this rank's file."""
         assert self.store is not None
         folder = self._folder(contents)
         try:
@@ -159,30 +159,30 @@ class InMemoryReplicas:
             (folder / rank_file(self.target.rank)).unlink(missing_ok=True)
             return write(folder, self.target.rank, contents)
         except (OSError, RuntimeError, MemoryError) as error:
-            return RankOutcome(record=None, error=f"{folder.name}: {_text(error)}")
+            return RankOutcome(record=None, error=f"{folder.name}: {_one_line(error)}")
 
     def _share(self, contents: Contents, written: Future[RankOutcome]) -> str:
-        """Make the ranks' files a replica; what is wrong, "" if nothing.
+        """Turns the ranks' files into a replica. Returns the problem, or "".
 
-        Where this rank cannot even say so to the others (a connection has failed, there is no
-        memory for a message), it closes the groups of replicas: the others, which would wait for
-        it, fail too, and training goes on without.
+        If this rank cannot even report a failure to the others (a connection has failed, there is
+        no memory for a message), it closes the process groups of replicas: the other ranks, which
+        would wait for it, then fail too, and training continues without replicas.
         """
         try:
             return self._complete(contents, written.result())
         except Exception as error:
-            problem = f"{_text(error)}; no more replicas before the next start"
+            problem = f"{_one_line(error)}; no more replicas before the next start"
         self.possible = False
         self._control = self._group = None
         return problem
 
-    def _complete(self, contents: Contents, mine: RankOutcome) -> str:
+    def _complete(self, contents: Contents, own_outcome: RankOutcome) -> str:
         assert self.store is not None and self._control is not None
         folder = self._folder(contents)
-        # listed before the ranks synchronise: after that, another rank of this node may have begun
-        # the next replica
+        # Listed before the ranks synchronise: afterwards another rank of this node may already have
+        # begun the next replica.
         older = [path for path in self.store.replicas() if path != folder]
-        problem = self._exchange(folder, contents, mine)
+        problem = self._exchange(folder, contents, own_outcome)
         failed = self._control.judge(problem.encode(), first_problem)
         if failed:
             shutil.rmtree(folder, ignore_errors=True)
@@ -191,9 +191,9 @@ class InMemoryReplicas:
                 shutil.rmtree(path, ignore_errors=True)
         return failed
 
-    def _exchange(self, folder: Path, contents: Contents, mine: RankOutcome) -> str:
-        """Exchange files with the peers, and write the manifest; the problems, "" if none."""
-        manifest, problem = self._manifest(mine, contents)
+    def _exchange(self, folder: Path, contents: Contents, own_outcome: RankOutcome) -> str:
+        """Exchanges files with the peers and writes the manifest. Returns the problems, or ""."""
+        manifest, problem = self._manifest(own_outcome, contents)
         if manifest is None:
             return problem
         problems = transfer.run(self._transfers(folder, manifest), self._group)
@@ -204,16 +204,18 @@ class InMemoryReplicas:
                 problems.append(f"{MANIFEST}: {error.strerror}")
         return "; ".join(problems)
 
-    def _manifest(self, mine: RankOutcome, contents: Contents) -> tuple[Manifest | None, str]:
-        """(manifest of all ranks' files, equal on each, "") or (None, why there is none)."""
+    def _manifest(
+        self, own_outcome: RankOutcome, contents: Contents
+    ) -> tuple[Manifest | None, str]:
+        """Returns (the manifest of all ranks' files, equal on each rank, "") or (None, problem)."""
         assert self._control is not None
-        outcomes = gather(self._control, mine)
+        outcomes = gather(self._control, own_outcome)
         raw = b""
         if self.target.rank == 0:
             failed = [
-                f"rank {rank} wrote nothing: {one.error}"
-                for rank, one in enumerate(outcomes)
-                if one.error
+                f"rank {rank} wrote nothing: {outcome.error}"
+                for rank, outcome in enumerate(outcomes)
+                if outcome.error
             ]
             if not failed:
                 manifest = manifest_of(self.target, contents, outcomes)
@@ -231,29 +233,29 @@ class InMemoryReplicas:
         self, folder: Path, manifest: Manifest
     ) -> list[transfer.Sending | transfer.Receiving]:
         sizes = {record.file: record.bytes for record in manifest.files}
-        mine = self.target.rank
-        todo: list[transfer.Sending | transfer.Receiving] = []
+        own_rank = self.target.rank
+        transfers: list[transfer.Sending | transfer.Receiving] = []
         for rank, peer in sorted(self.peer_of.items()):
             name = rank_file(rank)
-            if rank == mine:
-                todo.append(transfer.Sending(folder / name, sizes[name], peer))
-            elif peer == mine:
-                todo.append(transfer.Receiving(folder / name, sizes[name], rank))
-        return todo
+            if rank == own_rank:
+                transfers.append(transfer.Sending(folder / name, sizes[name], peer))
+            elif peer == own_rank:
+                transfers.append(transfer.Receiving(folder / name, sizes[name], rank))
+        return transfers
 
     def remove(self) -> None:
-        """Free the memory on every node: the run has ended or its state is on disk."""
+        """Frees the memory on every node: the run has ended or its state is on disk."""
         self.settle()
         if self.leader and self.store is not None:
             self.store.remove()
 
 
 def _is_copied_first(piece: StatePiece) -> bool:
-    """Whether a replica is made of a copy: state on a device, and what is no optimizer's, which a
-    forward may change and which is small."""
+    """Whether a piece is copied before it is written: state on a device, and state without
+    gradient, which is small and which a forward may change."""
     return piece.data.is_cuda or piece.kind == "state"
 
 
-def _text(error: BaseException) -> str:
-    """An error in one line."""
+def _one_line(error: BaseException) -> str:
+    """Describes an error in one line."""
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]

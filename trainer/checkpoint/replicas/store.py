@@ -5,7 +5,7 @@ node.
     files
 
 A folder that belongs to another user or is open to others is refused. The next run of the same user
-on this node deletes what long-dead runs have left.
+on this node deletes the folders of runs that ended long ago.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class ReplicaStore:
     they live."""
 
     def __init__(self, folder: Path):
-        """`folder`: `orchestrator.plan.worker.replica_dir`. Raises OSError when it cannot be made
-        or is not private."""
+        """Creates `folder` (`orchestrator.plan.worker.replica_dir`). Raises OSError if that fails
+        or the folder is not private."""
         self.folder = folder
         self._hold()
         _sweep(folder.parent.parent, keep=folder.parent)
 
     def renew(self) -> bool:
-        """Make and hold the folder anew if somebody has deleted it (logind's RemoveIPC does when
-        its user logs out); whether that was so. Raises OSError as the constructor."""
+        """Creates and locks the folder again if it was deleted (logind's RemoveIPC does that when
+        the user logs out). Returns whether it was. Raises OSError as the constructor does."""
         if os.fstat(self._lock.fileno()).st_nlink:
             return False
         self._hold()
@@ -52,8 +52,12 @@ class ReplicaStore:
         folder = self.folder
         home = self.folder.parent.parent
         home.mkdir(mode=0o700, exist_ok=True)
-        found = home.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = home.lstat()
+        if (
+            not stat.S_ISDIR(status.st_mode)
+            or status.st_uid != os.getuid()
+            or status.st_mode & 0o077
+        ):
             raise PermissionError(1, "not a private folder of this user", str(home))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = (folder / ".lock").open("a")
@@ -61,38 +65,33 @@ class ReplicaStore:
         os.utime(folder / ".lock")
 
     def replicas(self) -> Iterator[Path]:
-        """Folders of replicas, complete or not."""
-        with contextlib.suppress(FileNotFoundError):  # somebody has deleted it: see `renew`
+        """Yields the folders of replicas, complete or not."""
+        with contextlib.suppress(FileNotFoundError):  # deleted: see `renew`
             yield from [path for path in self.folder.iterdir() if REPLICA.fullmatch(path.name)]
 
     def remove(self) -> None:
-        """Free the memory: the run has ended, or its state is on disk. Of other nodes on this
-        machine, only what no process holds: those that the run has lost."""
+        """Frees the memory: the run has ended, or its state is on disk. Of other nodes on this
+        machine it frees only those without a process, which the run has lost."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another node on this machine does the same at once
+        # Another node on this machine may do the same at the same time.
+        with contextlib.suppress(FileNotFoundError):
             for lock in self.folder.parent.glob("*/.lock"):
                 with contextlib.suppress(OSError):
                     if not _is_held(lock):
                         shutil.rmtree(lock.parent, ignore_errors=True)
-        with contextlib.suppress(
-            OSError
-        ):  # another node of a run on one machine may still be there
+        with contextlib.suppress(OSError):  # another node on this machine may still be in use
             self.folder.parent.rmdir()
 
 
 def _sweep(home: Path, keep: Path) -> None:
-    """Delete the folders of runs that have held no lock for `DEAD_AFTER_S`."""
+    """Deletes the folders of runs that have held no lock for `DEAD_AFTER_S`."""
     for run in home.iterdir():
         if run == keep:
             continue
         with contextlib.suppress(OSError):
             locks = list(run.glob("*/.lock"))
-            if (
-                all(_is_dead(lock) for lock in locks)
-                and time.time() - run.stat().st_mtime > DEAD_AFTER_S
-            ):
+            unused_s = time.time() - run.stat().st_mtime
+            if all(_is_dead(lock) for lock in locks) and unused_s > DEAD_AFTER_S:
                 shutil.rmtree(run, ignore_errors=True)
 
 

@@ -16,8 +16,8 @@ CHUNK = 256 << 20
 
 
 class Sending:
-    """A file to send: its bytes, or as many zeros if it cannot be read (the receiver's hash check
-    then fails)."""
+    """A file to send: its bytes, or zeros of the same size if it cannot be read (the receiver's
+    hash check then fails)."""
 
     def __init__(self, path: Path, size: int, to: int):
         self.to = to
@@ -33,8 +33,8 @@ class Sending:
 
 
 class Receiving:
-    """A file to receive, directly into the memory that keeps it; discarded if there is no room for
-    it."""
+    """A file to receive, directly into the memory that keeps it; its bytes are discarded if there
+    is no room for them."""
 
     def __init__(self, path: Path, size: int, source: int):
         self.source = source
@@ -44,17 +44,16 @@ class Receiving:
         try:
             self._temporary.unlink(missing_ok=True)
             with self._temporary.open("xb") as file:
-                os.posix_fallocate(
-                    file.fileno(), 0, size
-                )  # without it, writing to the mapping would raise SIGBUS
+                # Without it, writing to the mapping would raise SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, size)
             self.data: Tensor = torch.from_file(
                 str(self._temporary), shared=True, size=size, dtype=torch.uint8
             )
-        except (OSError, RuntimeError) as error:  # torch's, where somebody has deleted the file
+        except (OSError, RuntimeError) as error:  # torch's if the file was deleted
             self._temporary.unlink(missing_ok=True)
-            text = (getattr(error, "strerror", "") or str(error)).splitlines()[0]
+            reason = (getattr(error, "strerror", "") or str(error)).splitlines()[0]
             self.data = torch.empty(size, dtype=torch.uint8)
-            self.problem = f"{path.name}: {text}"
+            self.problem = f"{path.name}: {reason}"
 
     def start(self, offset: int, group: Group) -> dist.Work:
         return group.recv([self.data[offset : offset + CHUNK]], self.source, 0)
@@ -68,19 +67,19 @@ class Receiving:
 
 
 def run(transfers: list[Sending | Receiving], group: Group | None = None) -> list[str]:
-    """Run all transfers at once, chunk by chunk, over `group` (torch's default one); the problems.
-
-    Peers must list shared transfers in the same order.
-    """
+    """Runs all transfers at once, chunk by chunk, over `group` (default: torch's), and returns the
+    problems. Peers must list shared transfers in the same order."""
     group = group or dist.group.WORLD
     offset = 0
-    most = max((one.data.numel() for one in transfers), default=0)
-    while offset < most:
+    longest = max((current.data.numel() for current in transfers), default=0)
+    while offset < longest:
         assert group is not None
-        for work in [one.start(offset, group) for one in transfers if offset < one.data.numel()]:
+        for work in [
+            current.start(offset, group) for current in transfers if offset < current.data.numel()
+        ]:
             work.wait()
         offset += CHUNK
-    for one in transfers:
-        if isinstance(one, Receiving):
-            one.finish()
-    return [one.problem for one in transfers if one.problem]
+    for current in transfers:
+        if isinstance(current, Receiving):
+            current.finish()
+    return [current.problem for current in transfers if current.problem]

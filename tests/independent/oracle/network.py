@@ -1,10 +1,10 @@
 """The networks of `transformers` with a plan's weights: losses, terms and gradients of a batch, in
 any precision.
 
-Llama, Qwen3 (normalised heads), GPT-2 and DeepSeek-V3 are taken as they are, but for norms and
-rotary angles, which `transformers` computes in fp32 whatever the weights are. A layer with experts
-has `modules.Mixture` for its MLP, around the experts of `transformers`; a test holds what comes of
-it against Mixtral, Qwen3-MoE and DeepSeek-V3 whole. Modules that predict further tokens are
+Llama, Qwen3 (normalised heads), GPT-2 and DeepSeek-V3 are used unchanged, but for norms and rotary
+angles, which `transformers` computes in fp32 whatever the weights are. A layer with experts has
+`modules.Mixture` as its MLP, around the experts of `transformers`; a test compares the result with
+whole models of Mixtral, Qwen3-MoE and DeepSeek-V3. Modules that predict further tokens are
 `modules.Ahead` around one more layer of the same kind.
 """
 
@@ -28,7 +28,7 @@ Tensors = dict[str, Tensor]
 BALANCE = "expert_balance"
 Z = "router_z"
 MTP = "mtp"
-#: Of `model.moe`, what is computed here; a plan with more is refused rather than judged without it.
+#: The keys of `model.moe` that this oracle computes; it refuses a plan with others.
 _MOE = {
     "experts",
     "top_k",
@@ -43,13 +43,12 @@ _MOE |= {"balance_loss", "balance_over", "z_loss"}
 
 
 class Unknown(ValueError):
-    """The plan's model is none that there is here."""
+    """The oracle has no network for the plan's model."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a step's sums are divided by: its targets that count, its samples, and all its
-    tokens."""
+    """The divisors of a step's sums: its targets that count, its samples, and all its tokens."""
 
     valid: int
     samples: int
@@ -58,12 +57,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a network makes of samples; floats in fp32 or wider but for the gradients."""
+    """The results of a network for samples; floats in fp32 or wider, but for the gradients."""
 
     losses: Tensor  # [samples, sequence], of each token, 0 where its target does not count
-    terms: dict[
-        str, Tensor
-    ]  # [samples, ...], each multiplied by its weight and divided: the sum is added to the loss
+    #: [samples, ...], each multiplied by its weight and divided: the sum is added to the loss
+    terms: dict[str, Tensor]
     grads: Tensors  # of the loss with all terms, by our names, in the network's precision
     scores: dict[int, Tensor]  # by layer, [samples, sequence, experts]
     logits: dict[int, Tensor]  # [samples, sequence, k], of the choices
@@ -71,7 +69,8 @@ class Pass:
 
 
 class Decoder(nn.Module):
-    """(tokens, positions, mask, further tokens by depth) -> logits, and those of each depth."""
+    """Maps (tokens, positions, mask, further tokens by depth) to logits, and those of each
+    depth."""
 
     def __init__(self, body: Any, ahead: list[Ahead], gpt2: bool):
         super().__init__()
@@ -88,14 +87,14 @@ class Decoder(nn.Module):
         ).last_hidden_state
         logits = self.body.lm_head(state)
         later = list[Tensor]()
-        words = {"attention_mask": mask}
+        options = {"attention_mask": mask}
         if not self.gpt2:
-            words |= {
+            options |= {
                 "position_ids": positions,
                 "position_embeddings": inner.rotary_emb(state, positions),
             }
         for module, token in zip(self.ahead, further, strict=True):
-            state = module(state, inner.get_input_embeddings()(token), **words)
+            state = module(state, inner.get_input_embeddings()(token), **options)
             later.append(self.body.lm_head(state))
         return logits, later
 
@@ -104,7 +103,7 @@ class Network:
     """A decoder in one precision."""
 
     def __init__(self, model: dict[str, Any], dtype: torch.dtype):
-        """`model`: of the plan. Raises Unknown."""
+        """Builds the network of a plan's model. Raises Unknown."""
         self.model = model
         self.dtype = dtype
         self.moe = model.get("moe") or {}
@@ -124,33 +123,28 @@ class Network:
         self.module = self._build()
 
     def _unlike(self) -> str:
-        """Why it is none of them, or nothing."""
+        """Returns why the model is none of the known ones, or ""."""
         model = self.model
-        if odd := sorted(set(self.moe) - _MOE):
-            return f"moe.{odd[0]}"
+        if unknown_keys := sorted(set(self.moe) - _MOE):
+            return f"moe.{unknown_keys[0]}"
         if not model["causal"]:
             return "no causal mask"
         if model.get("dropout"):
             return "dropout, whose masks are the trainer's own"
         if self.gpt2:
-            same = (
+            same_heads = (
                 model["heads"] * model["head_dim"] == model["hidden"]
                 and model["kv_heads"] == model["heads"]
             )
             fits = (
-                same
+                same_heads
                 and model["bias"]
                 and model["activation"] == "gelu"
                 and not (self.moe or self.mla)
             )
-            return (
-                ""
-                if fits
-                else (
-                    "GPT-2 has biases, gelu, as many key-value as query heads, hidden = heads x"
-                    " size"
-                )
-            )
+            if fits:
+                return ""
+            return "GPT-2 has biases, gelu, as many key-value as query heads, hidden = heads x size"
         if (model["norm"], model["position"], model["mlp"], model["activation"]) != (
             "rms",
             "rope",
@@ -170,21 +164,10 @@ class Network:
     def _build(self) -> Decoder:
         import transformers  # seconds; only the judge needs it
 
-        kind = (
-            "GPT2"
-            if self.gpt2
-            else "DeepseekV3"
-            if self.mla
-            else "Qwen3"
-            if self.model.get("qk_norm")
-            else "Llama"
-        )
-        config = getattr(transformers, f"{kind}Config")(
-            **(self._gpt2_words() if self.gpt2 else self._llama_words())
-        )
-        body = getattr(transformers, "GPT2LMHeadModel" if self.gpt2 else f"{kind}ForCausalLM")(
-            config
-        ).eval()
+        config_name, model_name = self._classes()
+        settings = self._gpt2_settings() if self.gpt2 else self._llama_settings()
+        config = getattr(transformers, config_name)(**settings)
+        body = getattr(transformers, model_name)(config).eval()
         layers = body.transformer.h if self.gpt2 else body.model.layers
         ahead = [
             type(layers[0])(config, self.model["layers"] - 1).eval()
@@ -198,8 +181,19 @@ class Network:
         ]
         decoder = Decoder(body, modules, self.gpt2)
         if not self.gpt2:
-            self._exact(decoder)
+            self._replace_fp32_modules(decoder)
         return decoder.to(self.dtype)
+
+    def _classes(self) -> tuple[str, str]:
+        """Returns the names of the configuration and of the model in `transformers`."""
+        if self.gpt2:
+            return "GPT2Config", "GPT2LMHeadModel"
+        family = "Llama"
+        if self.mla:
+            family = "DeepseekV3"
+        elif self.model.get("qk_norm"):
+            family = "Qwen3"
+        return f"{family}Config", f"{family}ForCausalLM"
 
     def _norm(self) -> nn.Module:
         weight = torch.ones(self.model["hidden"])
@@ -210,24 +204,24 @@ class Network:
     def _mixture(self, transformers: Any) -> Mixture:
         moe = self.moe
         hidden = self.model["hidden"]
-        words = {
+        sizes = {
             "hidden_size": hidden,
             "num_local_experts": moe["experts"],
             "intermediate_size": moe["ffn_hidden"],
         }
-        config = transformers.MixtralConfig(**words, experts_implementation="eager")
+        config = transformers.MixtralConfig(**sizes, experts_implementation="eager")
         experts = transformers.models.mixtral.modeling_mixtral.MixtralExperts(config)
         shared = None
         if width := moe.get("shared_ffn_hidden", 0):
-            plain = transformers.LlamaConfig(hidden_size=hidden, intermediate_size=width)
-            shared = transformers.models.llama.modeling_llama.LlamaMLP(plain)
+            shared_config = transformers.LlamaConfig(hidden_size=hidden, intermediate_size=width)
+            shared = transformers.models.llama.modeling_llama.LlamaMLP(shared_config)
         return Mixture(moe, hidden, experts, shared)
 
-    def _llama_words(self) -> dict[str, Any]:
+    def _llama_settings(self) -> dict[str, Any]:
         model = self.model
         mla = self.mla
         bias = {"attention_bias": self.model["bias"]}
-        words = {
+        settings = {
             "vocab_size": model["vocab"],
             "hidden_size": model["hidden"],
             "intermediate_size": model["ffn_hidden"],
@@ -242,29 +236,29 @@ class Network:
             "attn_implementation": "sdpa",
         }
         if mla:
-            words |= mla | {"q_lora_rank": mla["q_lora_rank"] or None, "rope_interleave": False}
-            words |= {
+            settings |= mla | {"q_lora_rank": mla["q_lora_rank"] or None, "rope_interleave": False}
+            settings |= {
                 "num_key_value_heads": model["heads"],
                 "first_k_dense_replace": model["layers"] + 1,
             }
             if model.get("yarn"):
-                words["rope_parameters"] |= {"rope_type": "yarn", **self._yarn_words()}
-            return words
-        words |= {"num_key_value_heads": model["kv_heads"], "head_dim": model["head_dim"]}
-        return words | (bias if model.get("qk_norm") else bias | {"mlp_bias": model["bias"]})
+                settings["rope_parameters"] |= {"rope_type": "yarn", **self._yarn_settings()}
+            return settings
+        settings |= {"num_key_value_heads": model["kv_heads"], "head_dim": model["head_dim"]}
+        return settings | (bias if model.get("qk_norm") else bias | {"mlp_bias": model["bias"]})
 
-    def _yarn_words(self) -> dict[str, Any]:
-        """What `transformers` scales attention by; the angles are ours."""
+    def _yarn_settings(self) -> dict[str, Any]:
+        """Returns the settings by which `transformers` scales attention; the angles are ours."""
         yarn = self.model["yarn"]
-        words = {
+        settings = {
             name: yarn[name] for name in ("factor", "beta_fast", "beta_slow", "mscale_all_dim")
         }
-        return words | {
+        return settings | {
             "mscale": yarn["mscale_all_dim"],
             "original_max_position_embeddings": yarn["original_seq_len"],
         }
 
-    def _gpt2_words(self) -> dict[str, Any]:
+    def _gpt2_settings(self) -> dict[str, Any]:
         model = self.model
         return {
             "vocab_size": model["vocab"],
@@ -283,7 +277,8 @@ class Network:
             "attn_implementation": "sdpa",
         }
 
-    def _exact(self, module: nn.Module) -> None:
+    def _replace_fp32_modules(self, module: nn.Module) -> None:
+        """Replaces norms and rotary angles by ones that compute in the network's precision."""
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(
@@ -297,7 +292,7 @@ class Network:
                     module, name, Angles(self.model["rope_theta"], size, self.model.get("yarn"))
                 )
             else:
-                self._exact(child)
+                self._replace_fp32_modules(child)
 
     # ----------------------------------------------------------------------------------------------
     #     computing
@@ -307,13 +302,17 @@ class Network:
         weights: Mapping[str, Tensor],
         batch: Batch,
         counts: Counts,
+        *,
         scale: float,
         choices: Choices,
         loads: Mapping[int, Tensor],
     ) -> Pass:
-        """`counts`: of the whole step, of which `batch` may be a part; gradients are multiplied by
-        `scale`. `loads`: by layer, where the whole batch is balanced, how often the step before
-        chose each expert, over the mean."""
+        """Computes forward and backward of a batch.
+
+        `counts` are those of the whole step, of which `batch` may be a part; gradients are
+        multiplied by `scale`. `loads` has by layer, if the whole batch is balanced, how often the
+        step before chose each expert, over the mean.
+        """
         leaves = {
             name: tensor.detach().to(self.dtype, copy=True).requires_grad_()
             for name, tensor in weights.items()
@@ -322,31 +321,43 @@ class Network:
             mixture.chosen = choices.experts[layer]
             if layer in loads:
                 mixture.load = loads[layer].to(wider(self.dtype))
-        same = batch.documents[:, None, :, None] == batch.documents[:, None, None, :]
+        losses, terms = self._forward(leaves, batch, counts)
+        total = losses.sum() / counts.valid + sum(term.sum() for term in terms.values())
+        (total * scale).backward()
+        grads = {}
+        for name, leaf in leaves.items():
+            grads[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return Pass(
+            losses=losses.detach(),
+            terms={name: term.detach() for name, term in terms.items()},
+            grads=grads,
+            scores=self._recorded("scores"),
+            logits=self._recorded("logits"),
+            weights=self._recorded("weights"),
+        )
+
+    def _forward(
+        self, leaves: dict[str, Tensor], batch: Batch, counts: Counts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the losses and the terms of a batch."""
+        same_document = batch.documents[:, None, :, None] == batch.documents[:, None, None, :]
         further = [ahead(batch, depth) for depth in range(1, len(self.module.ahead) + 1)]
-        inputs = batch.tokens, batch.positions, same.tril(), [tokens for tokens, _ in further]
+        further_tokens = [tokens for tokens, _ in further]
+        inputs = batch.tokens, batch.positions, same_document.tril(), further_tokens
         logits, later = torch.func.functional_call(self.module, theirs(self.model, leaves), inputs)
-        losses = self._losses(logits, batch.targets)
         terms = self._terms(counts)
         if later:
-            each = [
-                self._losses(one, targets) for one, (_, targets) in zip(later, further, strict=True)
+            further_losses = [
+                self._losses(later_logits, targets)
+                for later_logits, (_, targets) in zip(later, further, strict=True)
             ]
-            terms[MTP] = torch.cat(each, 1) * (self.mtp["weight"] / len(later) / counts.valid)
-        total = losses.sum() / counts.valid + sum(one.sum() for one in terms.values())
-        (total * scale).backward()
-        none = {name: torch.zeros_like(leaf) for name, leaf in leaves.items() if leaf.grad is None}
-        grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-        seen = [
-            {layer: getattr(mixture, what).detach() for layer, mixture in self.mixtures.items()}
-            for what in ("scores", "logits", "weights")
-        ]
-        return Pass(
-            losses.detach(),
-            {name: one.detach() for name, one in terms.items()},
-            grads | none,
-            *seen,
-        )
+            divisor = self.mtp["weight"] / len(later) / counts.valid
+            terms[MTP] = torch.cat(further_losses, 1) * divisor
+        return self._losses(logits, batch.targets), terms
+
+    def _recorded(self, name: str) -> dict[int, Tensor]:
+        """Returns a tensor of each layer's experts from the latest forward."""
+        return {layer: getattr(mixture, name).detach() for layer, mixture in self.mixtures.items()}
 
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         wide = logits.to(wider(self.dtype)).flatten(0, 1)
@@ -355,24 +366,26 @@ class Network:
         ).view_as(targets)
 
     def _terms(self, counts: Counts) -> dict[str, Tensor]:
-        """Of the experts of all layers in the latest forward."""
-        found = {}
+        """Returns the terms of the experts of all layers in the latest forward."""
+        terms = {}
         mixtures = self.mixtures.values()
         if weight := self.moe.get("balance_loss", 0.0):
-            many = counts.tokens if self.moe.get("balance_over") == "batch" else counts.samples
-            found[BALANCE] = torch.stack([one.balance for one in mixtures], 1) * (weight / many)
+            divisor = counts.tokens if self.moe.get("balance_over") == "batch" else counts.samples
+            terms[BALANCE] = torch.stack([mixture.balance for mixture in mixtures], 1) * (
+                weight / divisor
+            )
         if weight := self.moe.get("z_loss", 0.0):
-            found[Z] = torch.cat([one.z for one in mixtures], 1) * (weight / counts.tokens)
-        return found
+            terms[Z] = torch.cat([mixture.z for mixture in mixtures], 1) * (weight / counts.tokens)
+        return terms
 
 
 def ahead(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """What a module of this depth, from 1, reads and predicts at each token: the token so many
-    places on (0 behind the end) and that one's target, if it lies in the sample and in the same
-    document."""
+    """Returns the tokens that a module of this depth, from 1, reads, and its targets: at each token
+    the one that is `depth` further (0 beyond the end) and its target, if it is in the sample and in
+    the same document."""
     tokens = torch.zeros_like(batch.tokens)
     targets = torch.full_like(batch.targets, IGNORED)
     tokens[:, :-depth] = batch.tokens[:, depth:]
-    same = batch.documents[:, depth:] == batch.documents[:, :-depth]
-    targets[:, :-depth] = batch.targets[:, depth:].where(same, torch.tensor(IGNORED))
+    same_document = batch.documents[:, depth:] == batch.documents[:, :-depth]
+    targets[:, :-depth] = batch.targets[:, depth:].where(same_document, torch.tensor(IGNORED))
     return tokens, targets

@@ -1,5 +1,5 @@
-"""`python -m orchestrator.verify.start_ranks`: runs the ranks of whole jobs on this machine, one
-job after the other.
+"""`python -m tests.independent.start_ranks` runs the ranks of whole jobs on this machine, one job
+after the other.
 
 Like an agent's fork server, it imports `trainer` once and forks its workers, which call
 `trainer.__main__.main` as `python -m trainer` does. It reads one job per line: the plan, and the

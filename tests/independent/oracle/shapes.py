@@ -11,13 +11,13 @@ Named = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a plan's model by name."""
+    """Returns the shape of every parameter of a plan's model by name."""
     return dict(_every(model))
 
 
 def state_shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The same of what has no gradient: a bias for each expert, where routers have them, and the
-    load of the step before, where the whole batch is balanced."""
+    """Returns the shapes of the state without gradient: a bias for each expert, if routers have
+    biases, and the load of the step before, if the whole batch is balanced."""
     moe = model.get("moe") or {}
     kinds = ["bias"] * ("bias_update" in moe)
     kinds += ["load"] * (moe.get("balance_over") == "batch" and bool(moe.get("balance_loss")))
@@ -37,18 +37,14 @@ def _every(model: dict[str, Any]) -> Named:
     for number in range(model["layers"] + depth):
         layer = f"layers.{number}"
         yield from _norm(f"{layer}.norm1", model)
-        yield from (
-            _latent(f"{layer}.attn", model) if model.get("mla") else _heads(f"{layer}.attn", model)
-        )
+        attention = _latent if model.get("mla") else _heads
+        yield from attention(f"{layer}.attn", model)
         yield from _norm(f"{layer}.norm2", model)
-        dense = number < (model.get("moe") or {}).get("first_dense_layers", 0) or not model.get(
-            "moe"
-        )
-        yield from (
-            _mlp(f"{layer}.mlp", model, model["ffn_hidden"])
-            if dense
-            else _experts(f"{layer}.mlp", model)
-        )
+        moe = model.get("moe")
+        if not moe or number < moe.get("first_dense_layers", 0):
+            yield from _mlp(f"{layer}.mlp", model, model["ffn_hidden"])
+        else:
+            yield from _experts(f"{layer}.mlp", model)
         if number >= model["layers"]:
             for name in ("norm_token", "norm_hidden", "norm_out"):
                 yield from _norm(f"{layer}.{name}", model)
@@ -75,11 +71,13 @@ def _heads(name: str, model: dict[str, Any]) -> Named:
     bias = model["bias"]
     queries = model["heads"] * model["head_dim"]
     keys = model["kv_heads"] * model["head_dim"]
-    for one, outputs in (("wq", queries), ("wk", keys), ("wv", keys)):
-        yield from _linear(f"{name}.{one}", outputs, hidden, f"{name}.{one}.bias" if bias else "")
+    for matrix, outputs in (("wq", queries), ("wk", keys), ("wv", keys)):
+        yield from _linear(
+            f"{name}.{matrix}", outputs, hidden, f"{name}.{matrix}.bias" if bias else ""
+        )
     yield from _linear(f"{name}.wo", hidden, queries, f"{name}.out_bias" if bias else "")
     if model.get("qk_norm"):
-        yield from ((f"{name}.{one}_norm.weight", (model["head_dim"],)) for one in "qk")
+        yield from ((f"{name}.{matrix}_norm.weight", (model["head_dim"],)) for matrix in "qk")
 
 
 def _latent(name: str, model: dict[str, Any]) -> Named:
@@ -101,9 +99,9 @@ def _latent(name: str, model: dict[str, Any]) -> Named:
 
 def _mlp(name: str, model: dict[str, Any], width: int) -> Named:
     bias = model["bias"]
-    for one in ("gate", "up") if model["mlp"] == "gated" else ("up",):
+    for matrix in ("gate", "up") if model["mlp"] == "gated" else ("up",):
         yield from _linear(
-            f"{name}.{one}", width, model["hidden"], f"{name}.{one}.bias" if bias else ""
+            f"{name}.{matrix}", width, model["hidden"], f"{name}.{matrix}.bias" if bias else ""
         )
     yield from _linear(f"{name}.down", model["hidden"], width, f"{name}.out_bias" if bias else "")
 
@@ -112,8 +110,8 @@ def _experts(name: str, model: dict[str, Any]) -> Named:
     moe = model["moe"]
     hidden = model["hidden"]
     yield f"{name}.router.weight", (moe["experts"], hidden)
-    for one in ("gate", "up") if model["mlp"] == "gated" else ("up",):
-        yield f"{name}.experts.{one}.weight", (moe["experts"], moe["ffn_hidden"], hidden)
+    for matrix in ("gate", "up") if model["mlp"] == "gated" else ("up",):
+        yield f"{name}.experts.{matrix}.weight", (moe["experts"], moe["ffn_hidden"], hidden)
     yield f"{name}.experts.down.weight", (moe["experts"], hidden, moe["ffn_hidden"])
     if width := moe.get("shared_ffn_hidden", 0):
         yield from _mlp(f"{name}.shared", model, width)

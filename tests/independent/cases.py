@@ -1,4 +1,4 @@
-"""The cases of `orch verify --against independent`: small jobs, each started in one layout and
+"""The cases of `python -m tests.independent`: small jobs, each started in one layout and
 resumed in another.
 
 A case is a pair of layouts in one precision. The cases vary everything that the training loop does:
@@ -32,8 +32,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal
 from orchestrator.plan.document import Mla, Moe, Mtp, Precision, Yarn
 from orchestrator.plan.trained import problems
-
-from .cells import few_nodes
+from orchestrator.verify.cells import few_nodes
 
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 #: Groups of overrides that a user may give; the cases set everything else.
@@ -172,13 +171,13 @@ def cases(
             further_overrides.append(override)
     if not layouts:
         raise OrchError(
-            "--against independent needs layouts: parallel=tp2_pp2_zero1,dp4", Exit.USAGE
+            "the independent oracle needs layouts: parallel=tp2_pp2_zero1,dp4", Exit.USAGE
         )
     for override in further_overrides:
         key = override.lstrip("+").split("=", 1)[0]
         if key.split(".")[0] not in OPEN:
             raise OrchError(
-                f"--against independent sets {key} itself; you may set: {', '.join(OPEN)}",
+                f"the independent oracle sets {key} itself; you may set: {', '.join(OPEN)}",
                 Exit.USAGE,
             )
     own_model = any(override.lstrip("+").startswith("model") for override in further_overrides)
@@ -228,7 +227,7 @@ def make(
         for layout in layouts
     ]
     if any(config.parallel.auto for config in configs):
-        raise OrchError("--against independent needs degrees, not a search", Exit.USAGE)
+        raise OrchError("the independent oracle needs degrees, not a search", Exit.USAGE)
     if not own_model:
         model = _model(configs, number)
         configs = [structs.replace(config, model=model) for config in configs]
@@ -330,7 +329,7 @@ def _plan(
     if plan.model.parameters > MOST_PARAMETERS:
         millions = plan.model.parameters / 1e6
         raise OrchError(
-            f"model {plan.model.name} has {millions:,.0f} million parameters; --against independent"
+            f"model {plan.model.name} has {millions:,.0f} million parameters; the independent oracle"
             f" takes at most {MOST_PARAMETERS / 1e6:.0f}"
         )
     if plan.model.moe is None:

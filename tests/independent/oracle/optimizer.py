@@ -1,7 +1,7 @@
-"""Learning rate, clipping, AdamW and the loss scale of fp16, as docs/verify.md and the papers have
-them.
+"""Learning rate, clipping, AdamW and the loss scale of fp16, as docs/verify.md and the papers
+define them.
 
-State goes in as the run has saved it; what comes out is in double precision, without rounding in
+The input is state as the run has saved it; results are in double precision, without rounding in
 between.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def learning_rate(step: int, optim: dict[str, Any], steps: int) -> float:
-    """Of step number `step`, counted from 1, in a run of `steps`."""
+    """Returns the learning rate of step number `step`, counted from 1, in a run of `steps`."""
     peak = optim["lr"]
     warm = optim["warmup_steps"]
     length = optim["decay_steps"]
@@ -32,19 +32,25 @@ def learning_rate(step: int, optim: dict[str, Any], steps: int) -> float:
 
 
 def clipping(norm: float, limit: float) -> float:
-    """The factor on the gradient; a limit of 0 is none."""
+    """Returns the factor on the gradient; a limit of 0 means no clipping."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 def decays(shape: tuple[int, ...] | list[int]) -> bool:
-    """Weight decay is for matrices: not for norms and biases."""
+    """Whether weights of a shape decay: matrices do, norms and biases do not."""
     return len(shape) > 1
 
 
 def updated(
-    weight: Tensor, first: Tensor, second: Tensor, updates: int, lr: float, optim: dict[str, Any]
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    updates: int,
+    lr: float,
+    optim: dict[str, Any],
 ) -> Tensor:
-    """The weight after an update, and `updates` in all, from the moments after it (arXiv
+    """Returns the weight after update number `updates`, from the moments after it (arXiv
     1711.05101, algorithm 2)."""
     weight = weight.double()
     first = first.double()
@@ -55,9 +61,9 @@ def updated(
     return weight * (1 - lr * decay) - lr * first / (second.sqrt() + optim["eps"])
 
 
-def rescaled(scale: float, good: int, finite: bool) -> tuple[float, int]:
-    """The loss scale after a step, and the steps since it changed (torch.amp.GradScaler: halved
-    after an overflow, doubled after 2,000 steps without; here not below 2^-14)."""
+def rescaled(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
+    """Returns the loss scale after a step, and the steps since it changed (torch.amp.GradScaler:
+    halved after an overflow, doubled after 2,000 steps without; here not below 2^-14)."""
     if not finite:
         return max(scale / 2, 2.0**-14), 0
-    return (scale * 2, 0) if good + 1 == 2000 else (scale, good + 1)
+    return (scale * 2, 0) if good_steps + 1 == 2000 else (scale, good_steps + 1)

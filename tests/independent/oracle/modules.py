@@ -1,6 +1,6 @@
-"""Modules that `transformers` does not have, or computes in fp32 whatever the weights are: the
-formulas, in fp32 or wider. Routers take choices that are given, since in narrow precisions two
-right programs need not choose alike."""
+"""Modules that `transformers` does not have, or computes in fp32 whatever the weights are, by their
+formulas in fp32 or wider. Routers use given choices, since in narrow precisions two correct
+programs may choose differently."""
 
 from __future__ import annotations
 
@@ -26,23 +26,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(wider(x.dtype))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(
-            x.dtype
-        )
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale * self.weight).to(x.dtype)
 
 
 class Angles(nn.Module):
-    """cos and sin of position * base^(-2 i / d) (arXiv 2104.09864), for i and again for i + d / 2.
-    With `yarn` (arXiv 2309.00071) dimensions that turn seldom over the original length turn
-    `factor` times slower."""
+    """The cos and sin of position * base^(-2 i / d) (arXiv 2104.09864), for i and the same for
+    i + d / 2. With `yarn` (arXiv 2309.00071) dimensions that turn seldom over the original length
+    turn `factor` times slower."""
 
     def __init__(self, base: float, size: int, yarn: dict[str, Any] | None):
         super().__init__()
         speeds = [base ** (-2 * i / size) for i in range(size // 2)]
         if yarn:
-            speeds = [
-                speed * one for speed, one in zip(speeds, stretch(base, size, yarn), strict=True)
-            ]
+            factors = stretch(base, size, yarn)
+            speeds = [speed * factor for speed, factor in zip(speeds, factors, strict=True)]
         self.speeds: Tensor
         self.speeds = torch.tensor(speeds * 2, dtype=torch.float64)
 
@@ -52,25 +50,24 @@ class Angles(nn.Module):
 
 
 def stretch(base: float, size: int, yarn: dict[str, Any]) -> list[float]:
-    """By what each speed is multiplied: 1 for dimensions below the one that turns `beta_fast` times
-    over the original length, 1 / factor above the one that turns `beta_slow` times, on a straight
-    line between."""
+    """Returns the factor of each speed: 1 for dimensions below the one that turns `beta_fast` times
+    over the original length, 1 / factor above the one that turns `beta_slow` times, and on a
+    straight line between."""
 
     def turns(times: float) -> float:
-        return (
-            size / 2 * math.log(yarn["original_seq_len"] / (2 * math.pi * times)) / math.log(base)
-        )
+        length = yarn["original_seq_len"] / (2 * math.pi * times)
+        return size / 2 * math.log(length) / math.log(base)
 
     low = max(math.floor(turns(yarn.get("beta_fast", 32.0))), 0)
     high = min(math.ceil(turns(yarn.get("beta_slow", 1.0))), size - 1)
-    share = [min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0) for i in range(size // 2)]
-    return [one / yarn["factor"] + 1 - one for one in share]
+    shares = [min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0) for i in range(size // 2)]
+    return [share / yarn["factor"] + 1 - share for share in shares]
 
 
 class Router(nn.Module):
-    """[n, hidden] and the choices made of it, int64 [n, k] -> (logits, scores, weights of the
-    choices), [n, experts] and [n, k]. Soft-max over all experts (arXiv 2401.04088), or a sigmoid of
-    each (arXiv 2412.19437, section 2.1.2)."""
+    """Maps inputs [n, hidden] and their choices, int64 [n, k], to (logits [n, experts], scores [n,
+    experts], weights of the choices [n, k]). Scores are the soft-max over all experts (arXiv
+    2401.04088), or a sigmoid of each (arXiv 2412.19437, section 2.1.2)."""
 
     def __init__(self, moe: dict[str, Any], hidden: int):
         super().__init__()
@@ -90,13 +87,13 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """In a layer's place for the MLP: experts of `transformers`, by the choices in `chosen` [b, s,
-    k], and shared ones.
+    """The replacement of a layer's MLP: experts of `transformers`, by the choices in `chosen` [b,
+    s, k], and shared ones.
 
-    Keeps what the judge compares of a forward: `scores` [b, s, experts]; `logits` and `weights` of
-    the choices [b, s, k]; the two terms of the loss, `balance` [b] (of the whole batch: [b, s]) and
-    `z` [b, s], not yet multiplied by what they count. `load` [experts]: how often the step before
-    chose each expert, over the mean, if the term is one of the whole batch.
+    It keeps the tensors of a forward that the judge compares: `scores` [b, s, experts]; `logits`
+    and `weights` of the choices [b, s, k]; the two terms of the loss, `balance` [b] (of the whole
+    batch: [b, s]) and `z` [b, s], without their weights. `load` [experts] is how often the step
+    before chose each expert, over the mean, if the whole batch is balanced.
     """
 
     def __init__(
@@ -122,45 +119,43 @@ class Mixture(nn.Module):
         self.scores = scores.unflatten(0, x.shape[:2])
         self.weights = weights.unflatten(0, x.shape[:2])
         self.logits = logits.gather(-1, chosen).view_as(self.weights)
-        self.balance = (
-            balance(self.scores, self.chosen)
-            if self.load is None
-            else shares(self.scores) @ self.load
-        )
+        if self.load is None:
+            self.balance = balance(self.scores, self.chosen)
+        else:
+            self.balance = shares(self.scores) @ self.load
         self.z = logits.logsumexp(-1).square().unflatten(0, x.shape[:2])
-        taken = taken_choices(self.chosen, self.moe).flatten(0, 1)
-        out = self.experts(flat, chosen, weights * taken).view_as(x)
+        is_taken = taken_choices(self.chosen, self.moe).flatten(0, 1)
+        out = self.experts(flat, chosen, weights * is_taken).view_as(x)
         return out if self.shared is None else out + self.shared(x)
 
 
 def taken_choices(chosen: Tensor, moe: dict[str, Any]) -> Tensor:
-    """int64 [b, s, k] -> bool: with a capacity factor an expert takes, of the tokens of a sequence
-    that choose it, the first ones, up to the factor times an equal share of the sequence's choices,
-    rounded up."""
-    taken = torch.ones_like(chosen, dtype=torch.bool)
+    """Returns bool [b, s, k]: whether an expert takes a choice. With a capacity factor it takes the
+    first tokens of a sequence that choose it, up to the factor times an equal share of the
+    sequence's choices, rounded up."""
+    is_taken = torch.ones_like(chosen, dtype=torch.bool)
     if "capacity_factor" not in moe:
-        return taken
+        return is_taken
     share = Fraction(chosen.shape[1] * chosen.shape[2], moe["experts"])
-    most = math.ceil(Fraction(str(moe["capacity_factor"])) * share)
+    capacity = math.ceil(Fraction(str(moe["capacity_factor"])) * share)
     for expert in range(moe["experts"]):
-        asked = chosen == expert
-        taken &= ~asked | (asked.any(-1).cumsum(1) <= most)[..., None]
-    return taken
+        chooses = chosen == expert
+        is_taken &= ~chooses | (chooses.any(-1).cumsum(1) <= capacity)[..., None]
+    return is_taken
 
 
 def balance(scores: Tensor, chosen: Tensor) -> Tensor:
-    """[sequences]: of each the sum over experts of f * P (arXiv 2412.19437, equations 17 to 20). f:
-    how often its tokens chose the expert, over how often they would if all were equal; P: mean
-    share of the expert in the scores."""
+    """Returns [sequences]: the sum over experts of f * P (arXiv 2412.19437, equations 17 to 20),
+    where f is how often the sequence's tokens chose the expert, over the equal number, and P is the
+    mean share of the expert in the scores."""
     tokens, experts = scores.shape[1:]
-    often = torch.stack([(chosen == expert).sum((1, 2)) for expert in range(experts)], -1).to(
-        scores.dtype
-    )
-    return (often * experts / (chosen.shape[-1] * tokens) * shares(scores).mean(1)).sum(-1)
+    counts = torch.stack([(chosen == expert).sum((1, 2)) for expert in range(experts)], -1)
+    frequencies = counts.to(scores.dtype) * experts / (chosen.shape[-1] * tokens)
+    return (frequencies * shares(scores).mean(1)).sum(-1)
 
 
 def shares(scores: Tensor) -> Tensor:
-    """Each expert's share in a token's scores."""
+    """Returns each expert's share in a token's scores."""
     return scores / scores.sum(-1, keepdim=True)
 
 
@@ -175,8 +170,7 @@ class Ahead(nn.Module):
         self.project = nn.Linear(2 * hidden, hidden, bias=False)
         self.block = block
 
-    def forward(self, state: Tensor, token: Tensor, **words: Any) -> Tensor:
-        out = self.block(
-            self.project(torch.cat([self.norm_token(token), self.norm_hidden(state)], -1)), **words
-        )
+    def forward(self, state: Tensor, token: Tensor, **options: Any) -> Tensor:
+        both = torch.cat([self.norm_token(token), self.norm_hidden(state)], -1)
+        out = self.block(self.project(both), **options)
         return self.norm_out(out[0] if isinstance(out, tuple) else out)
