@@ -155,7 +155,7 @@ def submit_job(
     """
     import warnings
 
-    from orchestrator.run.left_out import said_of
+    from orchestrator.run.left_out import describe_left_out
     from orchestrator.submit.submission import names_model
 
     wishes: dict[str, Any] = {
@@ -168,7 +168,7 @@ def submit_job(
     options = from_here(**wishes, after=tuple(after), program=program)
     job = prepare_job(list(words), options, config_dir)
     run = job.send(options)
-    for line in [*said_of(job.candidate.bundle.request.code), *job.said]:
+    for line in [*describe_left_out(job.candidate.bundle.request.code), *job.said]:
         warnings.warn(line, stacklevel=2)
     return run
 

@@ -55,7 +55,9 @@ def prepare_there(
     session = Session(str(host), str(python))
     code = Code(kind="none")
     if options.command:
-        code = structs.replace(with_left_out(find_code(options.cwd, wanted=True)), holds_orch=False)
+        code = structs.replace(
+            with_left_out(find_code(options.cwd, runs_user_program=True)), holds_orch=False
+        )
     own = [folder for folder in folders(config_dir) if folder != shipped()]
     payload = b""
     if own or (code.kind != "none" and not options.dry_run):

@@ -218,7 +218,9 @@ def make_bundle(
         code = options.code
     else:
         code = (
-            Code(kind="none") if in_place else find_code(options.cwd, wanted=bool(options.command))
+            Code(kind="none")
+            if in_place
+            else find_code(options.cwd, runs_user_program=bool(options.command))
         )
         code = with_left_out(code) if options.command and code.kind != "none" else code
     runs = (

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from orchestrator.plan.exits import Exit, is_of_the_machine
 from orchestrator.run.processes import (
-    StopWatch,
+    StoppedProcessGuard,
     become_subreaper,
     descendants,
     kill_descendants,
@@ -72,7 +72,7 @@ class WorkerSupervisor:
         ] = {}  # by ticket: a rank may be asked for again before the fork server has answered
         self._tickets = itertools.count()
         self._ranks: dict[int, int] = {}  # pid -> rank of the workers that live
-        self._stops = StopWatch(_STOPPED_LOOKS)
+        self._stops = StoppedProcessGuard(_STOPPED_LOOKS)
         self._sweep = False  # workers have lived; what they left behind must go
 
     def run(self) -> None:

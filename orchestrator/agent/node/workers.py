@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from orchestrator import start
-from orchestrator.run.processes import StopWatch, become_subreaper, kill_descendants
+from orchestrator.run.processes import StoppedProcessGuard, become_subreaper, kill_descendants
 
 from .fork_server import LARGEST_PACKET, waiting_packets
 from .worker_reports import ReportPipe
@@ -55,7 +55,7 @@ class Workers:
         self._on_warm = on_warm
         self._on_started = on_started
         self._starting = False
-        self._stops = StopWatch(_STOPPED_LOOKS)
+        self._stops = StoppedProcessGuard(_STOPPED_LOOKS)
         self.warm = not program  # what they import has been imported, or is not known
         self._supervisor: subprocess.Popen | None = None
         self._socket: socket.socket | None = None

@@ -104,7 +104,7 @@ class DirectRuns:
         if record and last and last.want == "end":  # `cancel` found no Job yet
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
             raise OrchError(
-                f"run {folder.run_id} was asked for something else meanwhile: {last.text}"
+                f"run {folder.run_id} has received a newer request: {last.text}"
             )
 
     def resume(

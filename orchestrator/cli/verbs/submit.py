@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.api import prepare_job
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import said_of
+    from orchestrator.run.left_out import describe_left_out
 
     options = submit_options(args, args.dry_run, overrides)
     if args.multirun:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     said = [*job.said, *vars(args).get("said", [])]  # those of orch run
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, said)
-    for line in said_of(bundle.request.code):
+    for line in describe_left_out(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
     with HeldSignals() as signals:
         sent = job.send(options)
@@ -110,7 +110,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     watched."""
     from orchestrator.config.sweep import members
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import said_of
+    from orchestrator.run.left_out import describe_left_out
     from orchestrator.submit.sweep import prepare_sweep, send_sweep
     from orchestrator.submit.this_machine import load_job
 
@@ -124,7 +124,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
     said = [line for run in runs for line in run.said]
-    for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *said]):
+    for line in dict.fromkeys([*describe_left_out(runs[0].bundle.request.code), *said]):
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.plan.exits import Exit, meaning
 from orchestrator.run.bad_nodes import BadNode
-from orchestrator.run.left_out import said_of
+from orchestrator.run.left_out import describe_left_out
 from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import Cause, RunState
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, fold, seconds, si, three
@@ -47,7 +47,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         ("run folder", f"{request.run_dir} (0700)"),
         ("plan", request.plan_hash[:16]),
         ("code", source),
-        *[("", line) for line in said_of(code)],
+        *[("", line) for line in describe_left_out(code)],
         (
             "agents",
             f"{request.nodes}, one a node, from {first.node}"
