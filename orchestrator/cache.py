@@ -59,12 +59,16 @@ class Entry:
     together."""
 
     def __init__(
-        self, kind: str, inputs: Iterable[bytes], most: int = MOST, most_bytes: int = MOST_BYTES
+        self,
+        kind: str,
+        inputs: Iterable[bytes],
+        max_entries: int = MOST,
+        max_bytes: int = MOST_BYTES,
     ):
         self.folder = os.path.join(folder(), kind)
         self.file = os.path.join(self.folder, f"{_digest(inputs)}.json")
-        self._most = most
-        self._most_bytes = most_bytes
+        self._most = max_entries
+        self._most_bytes = max_bytes
 
     def read(self) -> bytes | None:
         try:
@@ -89,9 +93,9 @@ class Entry:
         """Delete the oldest, when there are too many, and with them what a crash has left half
         written."""
         newest = lambda entry: (entry.path == self.file, entry.stat().st_mtime_ns)  # noqa: E731
-        found = sorted(os.scandir(self.folder), key=newest, reverse=True)
+        entries = sorted(os.scandir(self.folder), key=newest, reverse=True)
         size = 0
-        for count, entry in enumerate(found):
+        for count, entry in enumerate(entries):
             size += entry.stat().st_size
             if count and (count >= self._most or size > self._most_bytes):
                 os.unlink(entry.path)
@@ -110,8 +114,8 @@ def _stamps(folder: str) -> Iterator[bytes]:
     inside = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.endswith(".py"):
-            found = entry.stat()
-            yield f"{entry.name} {found.st_size} {found.st_mtime_ns}".encode()
+            status = entry.stat()
+            yield f"{entry.name} {status.st_size} {status.st_mtime_ns}".encode()
         elif entry.is_dir() and not entry.name.startswith(("_", ".")):
             inside.append(entry)
     for entry in inside:
@@ -129,8 +133,8 @@ def content(path: str | os.PathLike[str]) -> bytes:
 
 
 def _digest(inputs: Iterable[bytes]) -> str:
-    found = sha256()
-    for one in inputs:
-        found.update(len(one).to_bytes(8, "little"))
-        found.update(one)
-    return found.hexdigest()
+    digest = sha256()
+    for content in inputs:
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()

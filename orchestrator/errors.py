@@ -42,11 +42,11 @@ EXTRAS = {
 }
 
 
-def not_installed(package: str, what: str = "this") -> OrchError:
+def not_installed(package: str, feature: str = "this") -> OrchError:
     """The refusal (65) of `what` where one of `EXTRAS` is missing. Told is how to install all that
     its extra brings."""
-    whole = [name for name, extra in EXTRAS.items() if extra == EXTRAS[package]]
-    return OrchError(f"{what} needs {package}: {how_to_install(*whole)}", Exit.CONFIG)
+    packages = [name for name, extra in EXTRAS.items() if extra == EXTRAS[package]]
+    return OrchError(f"{feature} needs {package}: {how_to_install(*packages)}", Exit.CONFIG)
 
 
 def how_to_install(*packages: str) -> str:
@@ -62,37 +62,37 @@ def how_to_install(*packages: str) -> str:
     )  # 20 ms, which only a refusal pays
 
     try:
-        asked = requires("orch-train") or []
+        requirements = requires("orch-train") or []
     except PackageNotFoundError:
-        asked = []
-    lines = [line.partition(";")[0].strip() for line in asked]
+        requirements = []
+    lines = [line.partition(";")[0].strip() for line in requirements]
     bounded = {re.split(r"[^\w.-]", line)[0]: line for line in lines}
     return f"pip install {' '.join(repr(bounded.get(name, name)) for name in packages)}"
 
 
-def check_installed(package: str, what: str) -> None:
+def check_installed(package: str, feature: str) -> None:
     """OrchError (65) where one of `EXTRAS` that `what` needs is missing. Imports nothing."""
     from importlib.util import find_spec
 
     if find_spec(package) is None:
-        raise not_installed(package, what)
+        raise not_installed(package, feature)
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
+def nearest(typed: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word` (case ignored), or None when nothing is close."""
     import difflib  # only a wrong word pays for this import
 
     by_folded = {choice.casefold(): choice for choice in choices}
-    folded = word.casefold()
-    found = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
-    if not found:  # a prefix or a part of a long name is close too: "llama3" for "llama3_70b"
-        found = sorted((c for c in by_folded if folded and (folded in c or c in folded)), key=len)[
-            :1
-        ]
-    return by_folded[found[0]] if found else None
+    folded = typed.casefold()
+    matches = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
+    if not matches:  # a prefix or a part of a long name is close too: "llama3" for "llama3_70b"
+        matches = sorted(
+            (c for c in by_folded if folded and (folded in c or c in folded)), key=len
+        )[:1]
+    return by_folded[matches[0]] if matches else None
 
 
-def did_you_mean(word: str, choices: Iterable[str], limit: int = 24) -> str:
+def did_you_mean(typed: str, choices: Iterable[str], limit: int = 24) -> str:
     """A phrase to end an error line with: `did you mean 'plan'? choices: list, plan, submit`.
 
     At most `limit` choices are listed, the rest are counted. Empty when there is nothing to choose
@@ -101,7 +101,7 @@ def did_you_mean(word: str, choices: Iterable[str], limit: int = 24) -> str:
     choices = list(choices)
     if not choices:
         return ""
-    best = nearest(word, choices)
+    best = nearest(typed, choices)
     listed = ", ".join(choices[:limit]) + (
         f", ... ({len(choices) - limit} more)" if len(choices) > limit else ""
     )

@@ -41,21 +41,21 @@ class Style(Struct, frozen=True):
     width: int = 80
     unicode: bool = True
 
-    def paint(self, text: str, code: int | None = None, bold: bool = False) -> str:
+    def paint(self, string: str, code: int | None = None, bold: bool = False) -> str:
         if not self.colour or (code is None and not bold):
-            return text
-        parts = (["1"] if bold else []) + ([f"38;5;{code}"] if code is not None else [])
-        return f"\033[{';'.join(parts)}m{text}\033[0m"
+            return string
+        codes = (["1"] if bold else []) + ([f"38;5;{code}"] if code is not None else [])
+        return f"\033[{';'.join(codes)}m{string}\033[0m"
 
-    def fill(self, text: str, code: int) -> str:
+    def fill(self, string: str, code: int) -> str:
         """Text on a coloured background; plain without colour."""
-        return f"\033[48;5;{code};38;5;16m{text}\033[0m" if self.colour else text
+        return f"\033[48;5;{code};38;5;16m{string}\033[0m" if self.colour else string
 
-    def title(self, text: str) -> str:
+    def title(self, heading: str) -> str:
         line = "─" if self.unicode else "-"
         return (
-            f"{self.paint(text, bold=True)}"
-            f" {self.paint(line * max(0, self.width - len(text) - 1), GRAY)}"
+            f"{self.paint(heading, bold=True)}"
+            f" {self.paint(line * max(0, self.width - len(heading) - 1), GRAY)}"
         )
 
     def bar(self, share: float, cells: int, code: int) -> str:
@@ -67,9 +67,9 @@ class Style(Struct, frozen=True):
         eighths = round(share * cells * 8)
         if share > 0:
             eighths = max(1, eighths)
-        full, part = divmod(eighths, 8)
-        body = "█" * full + ("▏▎▍▌▋▊▉"[part - 1] if part else "")
-        return self.paint(body, code) + " " * (cells - full - (part > 0))
+        full, eighth = divmod(eighths, 8)
+        body = "█" * full + ("▏▎▍▌▋▊▉"[eighth - 1] if eighth else "")
+        return self.paint(body, code) + " " * (cells - full - (eighth > 0))
 
 
 def fold(line: str, width: int, indent: int = 0) -> list[str]:

@@ -22,10 +22,10 @@ def fit(rows: Sequence[Row]) -> dict[str, Fit]:
     """
     result = {}
     for level in dict.fromkeys(row.level for row in rows):
-        own = [row for row in rows if row.level == level]
+        level_rows = [row for row in rows if row.level == level]
         lines = {
-            name: _line([row for row in own if row.operation == name])
-            for name in dict.fromkeys(row.operation for row in own)
+            name: _line([row for row in level_rows if row.operation == name])
+            for name in dict.fromkeys(row.operation for row in level_rows)
         }
         latency = statistics.median(line[0] for line in lines.values())
         best = min(cost for _, cost in lines.values())
@@ -34,7 +34,7 @@ def fit(rows: Sequence[Row]) -> dict[str, Fit]:
         }
         errors = [
             abs(predicted(row, latency, best * stretch[row.operation]) / row.seconds - 1)
-            for row in own
+            for row in level_rows
         ]
         result[level] = Fit(1 / best, latency, stretch, sum(errors) / len(errors))
     return result

@@ -62,9 +62,11 @@ def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[d
         events = (
             event for event in last_events(path, _EVENTS_BYTES) if event.name.startswith("bench_")
         )
-        found: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
-        total = next((int(event["total"]) for event in found if event["name"] == "bench_total"), 0)
-        steps = [event for event in found if event["name"] != "bench_total"]
+        reports: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
+        total = next(
+            (int(event["total"]) for event in reports if event["name"] == "bench_total"), 0
+        )
+        steps = [event for event in reports if event["name"] != "bench_total"]
         for done in range(seen, len(steps)):
             tell(done + 1, total, _words(steps[done]))
         seen = len(steps)
@@ -116,7 +118,7 @@ def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Reco
         attention_flops={event["precision"]: event["attention_flops"] for event in compute},
         memory_bytes_per_s=main["memory_bytes_per_s"],
         launch_s=main["launch_s"],
-        stretch={level: found.stretch for level, found in links.items()},
+        stretch={level: link.stretch for level, link in links.items()},
     )
     return Record(
         schema=SCHEMA,

@@ -14,47 +14,48 @@ def diff(old: Topology, new: Topology) -> list[str]:
 
     Switches are compared by their members, so a renamed switch is no change.
     """
-    before = old.nodes
-    after = new.nodes
-    lines = _list("nodes gone", set(before) - set(after)) + _list(
-        "nodes new", set(after) - set(before)
+    old_nodes = old.nodes
+    new_nodes = new.nodes
+    lines = _list("nodes gone", set(old_nodes) - set(new_nodes)) + _list(
+        "nodes new", set(new_nodes) - set(old_nodes)
     )
-    both = set(before) & set(after)
+    both = set(old_nodes) & set(new_nodes)
     if len(old.tiers) != len(new.tiers):
         lines.append(f"tiers: {len(old.tiers)} before, {len(new.tiers)} now")
     if old.block_sizes != new.block_sizes:
         lines.append(f"block sizes: {_sizes(old)} before, {_sizes(new)} now")
-    for a, b in zip(old.tiers, new.tiers, strict=False):
-        lines += _moved(a.switches, b.switches, both, a.name)
-        for what, x, y in (
-            ("Gb/s", a.gbit_per_s, b.gbit_per_s),
-            ("oversubscription", a.oversubscription, b.oversubscription),
+    for old_tier, new_tier in zip(old.tiers, new.tiers, strict=False):
+        lines += _moved(old_tier.switches, new_tier.switches, both, old_tier.name)
+        for label, old_figure, new_figure in (
+            ("Gb/s", old_tier.gbit_per_s, new_tier.gbit_per_s),
+            ("oversubscription", old_tier.oversubscription, new_tier.oversubscription),
         ):
-            if x != y:
-                lines.append(f"{a.name}: {what} {x:g} before, {y:g} now")
+            if old_figure != new_figure:
+                lines.append(f"{old_tier.name}: {label} {old_figure:g} before, {new_figure:g} now")
     lines += _moved(old.domains, new.domains, both, "domain")
-    known = [node for node in both if node in old.machines and node in new.machines]
+    shared_nodes = [node for node in both if node in old.machines and node in new.machines]
     groups: dict[str, list[str]] = {}
-    for node in known:
-        was = old.machines[node]
-        now = new.machines[node]
-        if was.free != now.free:
+    for node in shared_nodes:
+        old_machine = old.machines[node]
+        new_machine = new.machines[node]
+        if old_machine.free != new_machine.free:
             groups.setdefault(
-                f"out of service ({now.reason})" if was.free else "back in service", []
+                f"out of service ({new_machine.reason})" if old_machine.free else "back in service",
+                [],
             ).append(node)
         for key in ("gpus", "gpu", "other_gpus", "nics"):
-            before = getattr(was, key)
-            after = getattr(now, key)
-            if before != after:
+            old_nodes = getattr(old_machine, key)
+            new_nodes = getattr(new_machine, key)
+            if old_nodes != new_nodes:
                 groups.setdefault(
-                    f"{key}: {_shown(before)} before, {_shown(after)} now", []
+                    f"{key}: {_shown(old_nodes)} before, {_shown(new_nodes)} now", []
                 ).append(node)
-    return lines + [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
+    return lines + [f"{label}: {compress(nodes)}" for label, nodes in sorted(groups.items())]
 
 
 def _shown(value: int | str | tuple[GpuCount, ...]) -> str:
     if isinstance(value, tuple):
-        return ", ".join(f"{one.gpus} {one.gpu}" for one in value) or "none"
+        return ", ".join(f"{count.gpus} {count.gpu}" for count in value) or "none"
     return str(value)
 
 
@@ -62,30 +63,35 @@ def _sizes(topology: Topology) -> str:
     return ",".join(map(str, topology.block_sizes)) or "none"
 
 
-def _list(what: str, nodes: set[str]) -> list[str]:
-    return [f"{what}: {compress(nodes)}"] if nodes else []
+def _list(label: str, nodes: set[str]) -> list[str]:
+    return [f"{label}: {compress(nodes)}"] if nodes else []
 
 
 def _moved(
-    a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]], both: set[str], tier: str
+    old_switches: dict[str, tuple[str, ...]],
+    new_switches: dict[str, tuple[str, ...]],
+    both: set[str],
+    tier: str,
 ) -> list[str]:
     """Nodes that left their companions: each new switch continues the old one with which it shares
     most nodes."""
-    old = {node: name for name, nodes in a.items() for node in nodes if node in both}
-    new = {node: name for name, nodes in b.items() for node in nodes if node in both}
+    old = {node: name for name, nodes in old_switches.items() for node in nodes if node in both}
+    new = {node: name for name, nodes in new_switches.items() for node in nodes if node in both}
     shared = Counter((old[node], new[node]) for node in both if node in old and node in new)
-    heir: dict[str, str] = {}
-    taken: set[str] = set()
-    for (x, y), _ in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
-        if x not in heir and y not in taken:
-            heir[x] = y
-            taken.add(y)
+    successor: dict[str, str] = {}
+    claimed_switches: set[str] = set()
+    for (old_name, new_name), _ in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
+        if old_name not in successor and new_name not in claimed_switches:
+            successor[old_name] = new_name
+            claimed_switches.add(new_name)
     groups: dict[str, list[str]] = {}
     for node in both:
-        left = old.get(node)
-        joined = new.get(node)
-        if (left is None) != (joined is None) or (left is not None and heir.get(left) != joined):
+        old_switch = old.get(node)
+        new_switch = new.get(node)
+        if (old_switch is None) != (new_switch is None) or (
+            old_switch is not None and successor.get(old_switch) != new_switch
+        ):
             groups.setdefault(
-                f"{tier}: moved from {left or 'nowhere'} to {joined or 'nowhere'}", []
+                f"{tier}: moved from {old_switch or 'nowhere'} to {new_switch or 'nowhere'}", []
             ).append(node)
-    return [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
+    return [f"{label}: {compress(nodes)}" for label, nodes in sorted(groups.items())]

@@ -69,17 +69,17 @@ class FileText(Frozen):
     clusters: list[ClusterText]
 
 
-def parse_document(text: str, name: str | None = None) -> Topology:
+def parse_document(content: str, name: str | None = None) -> Topology:
     """The cluster called `name`, or the only one. Raises OrchError (65) naming the key that is
     wrong."""
     import yaml
 
     try:
-        is_json = text.lstrip().startswith("{")
+        is_json = content.lstrip().startswith("{")
         raw = (
-            msgspec.json.decode(text)
+            msgspec.json.decode(content)
             if is_json
-            else bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
+            else bounded_yaml.load(content, bounded_yaml.MOST_VALUES)
         )
         file = msgspec.convert(raw, FileText)
     except UNREADABLE as error:
@@ -103,39 +103,42 @@ def parse_document(text: str, name: str | None = None) -> Topology:
     return _read(named[name] if name is not None else file.clusters[0])
 
 
-def _read(text: ClusterText) -> Topology:
-    where = f"topology {text.name}"
+def _read(described: ClusterText) -> Topology:
+    source = f"topology {described.name}"
     machines: dict[str, Machine] = {}
-    for index, group in enumerate(text.machines):
+    for index, group in enumerate(described.machines):
         values = {key: getattr(group, key) for key in Machine.__struct_fields__}
-        for node in _nodes(group.nodes, where, f"machines[{index}]"):
+        for node in _nodes(group.nodes, source, f"machines[{index}]"):
             if node in machines:
-                raise bad(where, f"machines[{index}]: node {node} is in two groups")
+                raise bad(source, f"machines[{index}]: node {node} is in two groups")
             machines[node] = Machine(**values)
     tiers = tuple(
         Tier(
             tier.name,
             {
-                switch: tuple(_nodes(nodes, where, f"{tier.name} {switch}"))
+                switch: tuple(_nodes(nodes, source, f"{tier.name} {switch}"))
                 for switch, nodes in tier.switches.items()
             },
             tier.gbit_per_s,
             tier.oversubscription,
         )
-        for tier in text.tiers
+        for tier in described.tiers
     )
     domains = {
-        key: tuple(_nodes(nodes, where, f"domain {key}")) for key, nodes in text.domains.items()
+        key: tuple(_nodes(nodes, source, f"domain {key}"))
+        for key, nodes in described.domains.items()
     }
-    kind: Kind = text.kind if tiers else "flat"
-    return check(Topology(kind, tiers, text.block_size, text.name, domains, machines), where)
+    kind: Kind = described.kind if tiers else "flat"
+    return check(
+        Topology(kind, tiers, described.block_size, described.name, domains, machines), source
+    )
 
 
-def _nodes(text: str, where: str, place: str) -> list[str]:
+def _nodes(hosts: str, source: str, key: str) -> list[str]:
     try:
-        return expand(text)
+        return expand(hosts)
     except OrchError as error:
-        raise bad(where, f"{place}: {error.message}") from None
+        raise bad(source, f"{key}: {error.message}") from None
 
 
 def to_document(topologies: list[Topology]) -> str:

@@ -17,8 +17,8 @@ def switches(topology: Topology) -> list[tuple[str, list[str], tuple[str, ...]]]
 
     A switch that is the same on two tiers (levelled short branches) stands there once.
     """
-    result: list[tuple[str, list[str], tuple[str, ...]]] = []
-    taken: set[str] = set()
+    rows: list[tuple[str, list[str], tuple[str, ...]]] = []
+    names: set[str] = set()
     below: dict[str, str] = {}  # node -> unique name of the switch above it so far
     for tier in topology.tiers:
         above: dict[str, str] = {}
@@ -28,21 +28,21 @@ def switches(topology: Topology) -> list[tuple[str, list[str], tuple[str, ...]]]
                 above.update(dict.fromkeys(nodes, name))
                 continue
             unique = name
-            while unique in taken:
+            while unique in names:
                 unique = f"{tier.name}.{unique}"
-            taken.add(unique)
-            result.append((unique, children, () if below else nodes))
+            names.add(unique)
+            rows.append((unique, children, () if below else nodes))
             above.update(dict.fromkeys(nodes, unique))
         below = above
-    return result
+    return rows
 
 
 def slurm_conf(topology: Topology) -> str:
     """`topology.conf` of the tree plugin. Reading it back gives the same tiers."""
     lines = []
     for name, children, nodes in switches(topology):
-        what = f"Switches={slurm_list(children)}" if children else f"Nodes={slurm_list(nodes)}"
-        lines.append(f"SwitchName={name} {what}")
+        members = f"Switches={slurm_list(children)}" if children else f"Nodes={slurm_list(nodes)}"
+        lines.append(f"SwitchName={name} {members}")
     return "\n".join(lines) + "\n" if lines else ""
 
 
@@ -97,13 +97,17 @@ def slurm_block(topology: Topology) -> str:
 
 def text_tree(topology: Topology, width: int = 100) -> str:
     """The tree in lines, outermost switch first; nodes as host lists."""
-    known = {name: (children, nodes) for name, children, nodes in switches(topology)}
-    inner = {child for children, _ in known.values() for child in children}
-    out = set(topology.nodes) - set(topology.free)
+    rows = {name: (children, nodes) for name, children, nodes in switches(topology)}
+    inner = {child for children, _ in rows.values() for child in children}
+    out_of_service = set(topology.nodes) - set(topology.free)
 
     def walk(name: str, depth: int) -> Iterator[str]:
-        children, nodes = known[name]
-        free = f" ({len(out & set(nodes))} out of service)" if out & set(nodes) else ""
+        children, nodes = rows[name]
+        free = (
+            f" ({len(out_of_service & set(nodes))} out of service)"
+            if out_of_service & set(nodes)
+            else ""
+        )
         hosts = (
             f"  {len(nodes)} nodes{free}  {compress(nodes)}"
             if nodes
@@ -113,7 +117,7 @@ def text_tree(topology: Topology, width: int = 100) -> str:
         for child in children:
             yield from walk(child, depth + 1)
 
-    lines = [line for name in known if name not in inner for line in walk(name, 0)]
+    lines = [line for name in rows if name not in inner for line in walk(name, 0)]
     if topology.domains:
         sizes = sorted({len(nodes) for nodes in topology.domains.values()})
         lines.append(
@@ -128,42 +132,42 @@ def svg(topology: Topology) -> str:
     order = topology.nodes
     if not order:
         raise bad("topology", "it has no nodes to draw")
-    place = {node: index for index, node in enumerate(order)}
+    column_of = {node: index for index, node in enumerate(order)}
     cell = max(1.0, min(24.0, 1600 / len(order)))
     width = cell * len(order) + 120
     row = 44
-    parts: list[str] = []
+    elements: list[str] = []
     for line, tier in enumerate(reversed(topology.tiers)):
         y = 20 + line * row
-        parts.append(f'<text x="4" y="{y + 17}" font-weight="bold">{escape(tier.name)}</text>')
+        elements.append(f'<text x="4" y="{y + 17}" font-weight="bold">{escape(tier.name)}</text>')
         for name, nodes in tier.switches.items():
-            columns = sorted(place[node] for node in nodes)
+            columns = sorted(column_of[node] for node in nodes)
             x = 110 + columns[0] * cell
             w = (columns[-1] - columns[0] + 1) * cell
             tip = escape(f"{tier.name} {name}: {len(nodes)} nodes, {compress(nodes)}")
-            parts.append(
+            elements.append(
                 f'<rect x="{x + 1:.1f}" y="{y}" width="{max(1.0, w - 2):.1f}" height="26" rx="4"'
                 f' fill="#56b4e9"><title>{tip}</title></rect>'
             )
             if w > 8 * len(name):
-                parts.append(
+                elements.append(
                     f'<text x="{x + w / 2:.1f}" y="{y + 17}"'
                     f' text-anchor="middle">{escape(name)}</text>'
                 )
     y = 20 + len(topology.tiers) * row
-    parts.append(f'<text x="4" y="{y + 13}" font-weight="bold">nodes</text>')
+    elements.append(f'<text x="4" y="{y + 13}" font-weight="bold">nodes</text>')
     free = set(topology.free)
-    for node, column in place.items():
+    for node, column in column_of.items():
         reason = "" if node in free else f": {topology.machines[node].reason}"
         colour = "#009e73" if node in free else "#d55e00"
-        parts.append(
+        elements.append(
             f'<rect x="{110 + column * cell:.1f}" y="{y}" width="{max(0.8, cell - 1):.1f}"'
             f' height="18" fill="{colour}"><title>{escape(node + reason)}</title></rect>'
         )
     height = y + 40
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">\n' + "\n".join(parts) + "\n</svg>\n"
+        ' font-family="sans-serif" font-size="12">\n' + "\n".join(elements) + "\n</svg>\n"
     )
 
 

@@ -35,13 +35,13 @@ def gpu_model(name: str) -> str:
 
     Memory and form factor do not matter: one model is sold with several.
     """
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    for place, word in enumerate(words):
-        bare = _FORM.sub("", _BRAND.sub("", word))
+    tokens = re.findall(r"[a-z0-9]+", name.lower())
+    for index, token in enumerate(tokens):
+        bare = _FORM.sub("", _BRAND.sub("", token))
         if shared := _SHARED.fullmatch(bare):
             return _generation(name.lower()) + shared[1]
         if _MODEL.fullmatch(bare) and not _OTHER.fullmatch(bare):
-            return bare + "".join(takewhile(_VARIANTS.__contains__, words[place + 1 :]))
+            return bare + "".join(takewhile(_VARIANTS.__contains__, tokens[index + 1 :]))
     return ""
 
 
@@ -56,8 +56,8 @@ def _generation(name: str) -> str:
     )
 
 
-def same_model(wanted: str, found: str) -> bool:
+def same_model(required: str, actual: str) -> bool:
     """Whether a GPU that a node calls `found` is the entry's `wanted`; by its first word where that
     has no number."""
-    model = gpu_model(wanted)
-    return model == gpu_model(found) if model else wanted.split("-")[0].lower() in found.lower()
+    model = gpu_model(required)
+    return model == gpu_model(actual) if model else required.split("-")[0].lower() in actual.lower()

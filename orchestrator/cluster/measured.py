@@ -108,15 +108,15 @@ def with_measured(cluster: Cluster, record: Record) -> Cluster:
     links = record.links
     source = record.measured.source
 
-    def found(tier: str, described: Described) -> Described:
+    def measured_tier(tier: str, described: Described) -> Described:
         if not (fit := links.get(tier)):
             return described
         return structs.replace(
             described, bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s, source=source
         )
 
-    nvlink = found(NVLINK, cluster.nvlink)
-    levels = [found(level.name, level) for level in cluster.levels]
+    nvlink = measured_tier(NVLINK, cluster.nvlink)
+    levels = [measured_tier(level.name, level) for level in cluster.levels]
     host = cluster.host if record.host is None else record.host
     return structs.replace(
         cluster, nvlink=nvlink, levels=levels, measured=record.measured, host=host

@@ -122,7 +122,7 @@ class Topology(Struct, frozen=True):
 FLAT = Topology("flat", ())
 
 
-def check(topology: Topology, where: str) -> Topology:
+def check(topology: Topology, source: str) -> Topology:
     """The topology, if every node stands under at most one switch of a tier and tiers nest. Raises
     OrchError (65)."""
     below: tuple[str, Mapping[str, tuple[str, ...]]] | None = (
@@ -134,7 +134,7 @@ def check(topology: Topology, where: str) -> Topology:
             for node in nodes:
                 if node in owner:
                     raise bad(
-                        where,
+                        source,
                         f"node {node} is under two {tier.name} switches, {owner[node]} and"
                         f" {switch}",
                     )
@@ -143,9 +143,9 @@ def check(topology: Topology, where: str) -> Topology:
         for name, nodes in groups.items():
             above = {owner.get(node) for node in nodes}
             if len(above) > 1:
-                two = ", ".join(sorted(str(switch) for switch in above)[:2])
+                example = ", ".join(sorted(str(switch) for switch in above)[:2])
                 raise bad(
-                    where, f"{lower} {name} is split over several {tier.name} switches ({two})"
+                    source, f"{lower} {name} is split over several {tier.name} switches ({example})"
                 )
         below = tier.name, tier.switches
     return topology
@@ -165,17 +165,17 @@ def from_paths(
         full: dict[tuple[str, ...], list[str]] = {}
         for node in sorted(paths, key=natural_key):
             full.setdefault(paths[node][:depth], []).append(node)
-        last: dict[str, int] = {}
+        uses: dict[str, int] = {}
         for path in full:
-            last[path[-1]] = last.get(path[-1], 0) + 1
+            uses[path[-1]] = uses.get(path[-1], 0) + 1
         switches = {
-            (p[-1] if last[p[-1]] == 1 else "/".join(p)): tuple(nodes) for p, nodes in full.items()
+            (p[-1] if uses[p[-1]] == 1 else "/".join(p)): tuple(nodes) for p, nodes in full.items()
         }
         tiers.append(Tier(labels[depth - 1], switches))
     return (kind, tuple(tiers)) if tiers and paths else ("flat", ())
 
 
-def tree(switches: Mapping[str, tuple[list[str], list[str]]], where: str = "topology") -> Topology:
+def tree(switches: Mapping[str, tuple[list[str], list[str]]], source: str = "topology") -> Topology:
     """switches: name -> (child switches, own nodes). Uneven depths are levelled: a short branch
     repeats its top.
 
@@ -185,25 +185,25 @@ def tree(switches: Mapping[str, tuple[list[str], list[str]]], where: str = "topo
     for name, (children, _) in switches.items():
         for child in children:
             if child not in switches:
-                raise bad(where, f"switch {name} has an unknown child {child}")
+                raise bad(source, f"switch {name} has an unknown child {child}")
             parents.setdefault(
                 child, name
             )  # of several parents (fat trees) the first is kept: they reach the same
     height = dict.fromkeys(switches, 0)
     for name, (children, _) in switches.items():
         if not children:
-            for length, at in enumerate(_ancestors(name, parents, where), 1):
+            for length, at in enumerate(_ancestors(name, parents, source), 1):
                 height[at] = max(height[at], length)
     leaf_of: dict[str, str] = {}
     for name, (children, nodes) in switches.items():
         if children:
-            for _ in _ancestors(name, parents, where):
+            for _ in _ancestors(name, parents, source):
                 pass  # a circle has no leaf to start from
             continue
         for node in nodes:
             if node in leaf_of:
                 raise bad(
-                    where, f"node {node} is under two leaf switches, {leaf_of[node]} and {name}"
+                    source, f"node {node} is under two leaf switches, {leaf_of[node]} and {name}"
                 )
             leaf_of[node] = name
     depth = max(height.values(), default=-1) + 1
@@ -219,21 +219,21 @@ def tree(switches: Mapping[str, tuple[list[str], list[str]]], where: str = "topo
     return Topology("tree", tuple(tiers)) if leaf_of else FLAT
 
 
-def _ancestors(name: str, parents: Mapping[str, str], where: str) -> Iterator[str]:
-    at = name
+def _ancestors(name: str, parents: Mapping[str, str], source: str) -> Iterator[str]:
+    current = name
     path = [name]
-    while at in parents:
-        at = parents[at]
-        if at in path:
+    while current in parents:
+        current = parents[current]
+        if current in path:
             raise bad(
-                where,
-                f"switch {at} is its own ancestor"
-                f" ({' -> '.join([*path[path.index(at) :], at][:6])})",
+                source,
+                f"switch {current} is its own ancestor"
+                f" ({' -> '.join([*path[path.index(current) :], current][:6])})",
             )
         if len(path) > MAX_DEPTH:
-            raise bad(where, f"switch {name} has more than {MAX_DEPTH} switches above it")
-        path.append(at)
-        yield at
+            raise bad(source, f"switch {name} has more than {MAX_DEPTH} switches above it")
+        path.append(current)
+        yield current
 
 
 def tier_name(level: int, depth: int) -> str:
@@ -242,5 +242,5 @@ def tier_name(level: int, depth: int) -> str:
     return "spine" if level == 1 else ("core" if level == depth - 1 else f"tier{level}")
 
 
-def bad(where: str, why: str) -> OrchError:
-    return OrchError(f"{where}: {why}", Exit.CONFIG)
+def bad(source: str, reason: str) -> OrchError:
+    return OrchError(f"{source}: {reason}", Exit.CONFIG)

@@ -71,17 +71,17 @@ def _measured(tier: Tier, base: Cluster, figures: SwitchLevel, **values: object)
 def _grouped(groups: Iterable[Sequence[str]], index: dict[str, int]) -> list[list[int]]:
     """Index lists of the chosen nodes, in node order; nodes that the topology leaves out are a
     group of their own."""
-    found = [sorted(index[node] for node in group if node in index) for group in groups]
-    listed = {node for group in found for node in group}
+    groups_of_indices = [sorted(index[node] for node in group if node in index) for group in groups]
+    listed = {node for group in groups_of_indices for node in group}
     rest = [i for i in index.values() if i not in listed]
-    return sorted(group for group in (*found, rest) if group)
+    return sorted(group for group in (*groups_of_indices, rest) if group)
 
 
-def _free_name(wanted: str, levels: Sequence[SwitchLevel]) -> str:
-    taken = {NVLINK, SELF, *(level.name for level in levels)}
-    while wanted in taken:
-        wanted += "_"
-    return wanted
+def _free_name(name: str, levels: Sequence[SwitchLevel]) -> str:
+    used = {NVLINK, SELF, *(level.name for level in levels)}
+    while name in used:
+        name += "_"
+    return name
 
 
 def _domains(
@@ -90,13 +90,15 @@ def _domains(
     """NVLink domains: those that the topology names; else single nodes; else, on rack-scale
     systems, Slurm's blocks or runs of nodes under one switch."""
     if topology.domains:
-        found = [
+        domains = [
             sorted(index[node] for node in nodes if node in index)
             for nodes in topology.domains.values()
         ]
-        inside = {node for group in found for node in group}
+        inside = {node for group in domains for node in group}
         return sorted(
-            group for group in (*found, *([i] for i in index.values() if i not in inside)) if group
+            group
+            for group in (*domains, *([i] for i in index.values() if i not in inside))
+            if group
         )
     size = max(len(domain) for domain in base.nvlink_domains)
     if size == 1:
@@ -118,10 +120,10 @@ def choose_nodes(free: Iterable[str], topology: Topology, count: int) -> list[st
         raise OrchError(f"{count} nodes are wanted, {len(free)} are free", Exit.CAPACITY)
     pool = set(free)
     for height, tier in enumerate(topology.tiers):
-        parts = [[n for n in nodes if n in pool] for nodes in tier.switches.values()]
-        enough = [part for part in parts if len(part) >= count]
-        if enough:
-            return topology.order(_fill(topology, height, min(enough, key=len), count))
+        groups = [[n for n in nodes if n in pool] for nodes in tier.switches.values()]
+        sufficient = [group for group in groups if len(group) >= count]
+        if sufficient:
+            return topology.order(_fill(topology, height, min(sufficient, key=len), count))
     return topology.order(_fill(topology, len(topology.tiers), free, count))
 
 
@@ -131,23 +133,23 @@ def _fill(topology: Topology, height: int, pool: Sequence[str], count: int) -> l
     if height == 0 or count == len(pool):
         return list(pool)[:count]
     inside = set(pool)
-    parts = [
+    groups = [
         [n for n in nodes if n in inside] for nodes in topology.tiers[height - 1].switches.values()
     ]
-    listed = {node for part in parts for node in part}
-    parts.append([node for node in pool if node not in listed])
-    taken: list[str] = []
-    for part in sorted(filter(None, parts), key=len, reverse=True):
-        room = count - len(taken)
-        if len(part) <= room:
-            taken += part
+    listed = {node for group in groups for node in group}
+    groups.append([node for node in pool if node not in listed])
+    chosen: list[str] = []
+    for group in sorted(filter(None, groups), key=len, reverse=True):
+        room = count - len(chosen)
+        if len(group) <= room:
+            chosen += group
     # What is still missing comes from the smallest part that can give all of it, else from several.
-    while len(taken) < count:
-        room = count - len(taken)
-        had = set(taken)
-        rest = [[n for n in part if n not in had] for part in parts]
-        rest = [part for part in rest if part]
-        enough = [part for part in rest if len(part) >= room]
-        part = min(enough, key=len) if enough else max(rest, key=len)
-        taken += _fill(topology, height - 1, part, min(room, len(part)))
-    return taken
+    while len(chosen) < count:
+        room = count - len(chosen)
+        chosen_set = set(chosen)
+        remaining = [[n for n in group if n not in chosen_set] for group in groups]
+        remaining = [group for group in remaining if group]
+        sufficient = [group for group in remaining if len(group) >= room]
+        group = min(sufficient, key=len) if sufficient else max(remaining, key=len)
+        chosen += _fill(topology, height - 1, group, min(room, len(group)))
+    return chosen

@@ -19,9 +19,9 @@ MAX_BYTES = 1 << 28
 FORMATS = ("orch", "slurm", "slurm-nodes", "kubernetes", "ibnetdiscover")
 
 
-def recognise(text: str) -> str | None:
+def recognise(content: str) -> str | None:
     """The format of a text, None when it is none of `FORMATS`."""
-    start = text[: 1 << 16]
+    start = content[: 1 << 16]
     if re.search(r'^\s*"?schema"?\s*:', start, re.M) or '"schema"' in start[:200]:
         return "orch"
     if start.lstrip().startswith("{") and re.search(
@@ -54,32 +54,32 @@ def read_text(path: Path) -> str:
 
 
 def parse(
-    text: str,
+    content: str,
     format: str | None = None,
     name: str | None = None,
     profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
     """Text of any of `FORMATS`. `name`: which of several topologies; `profile`: of Kubernetes
     labels."""
-    format = format or recognise(text)
+    format = format or recognise(content)
     if format is None:
-        known = ", ".join(FORMATS)
+        formats = ", ".join(FORMATS)
         raise OrchError(
-            f"not a topology of a known form ({known}); `--format` says which it is", Exit.CONFIG
+            f"not a topology of a known form ({formats}); `--format` says which it is", Exit.CONFIG
         )
     if format not in FORMATS:
         raise OrchError(f"no format {format!r}; {did_you_mean(format, FORMATS)}", Exit.CONFIG)
     if format == "orch":
-        return document.parse_document(text, name)
+        return document.parse_document(content, name)
     if format == "slurm":
-        found = slurm.parse_topology(text, name)
+        topology = slurm.parse_topology(content, name)
     elif format == "slurm-nodes":
-        found = Topology("flat", (), machines=machines(parse_nodes(text)))
+        topology = Topology("flat", (), machines=machines(parse_nodes(content)))
     elif format == "kubernetes":
-        found = kubernetes.parse_nodes(text, profile)
+        topology = kubernetes.parse_nodes(content, profile)
     else:
-        found = infiniband.parse_ibnetdiscover(text)
-    return structs.replace(found, name=name or "cluster")
+        topology = infiniband.parse_ibnetdiscover(content)
+    return structs.replace(topology, name=name or "cluster")
 
 
 def read(
@@ -89,26 +89,26 @@ def read(
     profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
     """A file. Raises OrchError (65) whose line begins with the file's name."""
-    text = read_text(path)
+    content = read_text(path)
     try:
-        return parse(text, format, name, profile)
+        return parse(content, format, name, profile)
     except OrchError as error:
         raise OrchError(f"{path}: {error.message}", error.exit) from None
 
 
-def merge(parts: list[Topology]) -> Topology:
+def merge(views: list[Topology]) -> Topology:
     """Several views of the same nodes: switches of one, machines of another. The later one wins on
     a machine.
 
     Raises OrchError (65) when two of them name switches.
     """
-    switched = [part for part in parts if part.tiers]
+    switched = [view for view in views if view.tiers]
     if len(switched) > 1:
         raise OrchError("two of the files name switches; give one of them", Exit.CONFIG)
-    base = switched[0] if switched else parts[0]
-    known: dict[str, Machine] = {}
+    base = switched[0] if switched else views[0]
+    machines: dict[str, Machine] = {}
     domains: dict[str, tuple[str, ...]] = {}
-    for part in parts:
-        known |= part.machines
-        domains |= part.domains
-    return structs.replace(base, machines=known, domains=domains)
+    for view in views:
+        machines |= view.machines
+        domains |= view.domains
+    return structs.replace(base, machines=machines, domains=domains)

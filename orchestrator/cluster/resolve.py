@@ -80,17 +80,17 @@ def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluste
         topology = read(Path(file), name=spec.topology_name)
     else:
         assert sources.live is not None
-        backend, _, which = file.partition(":")
-        topology = sources.live(backend, which)
+        backend, _, selector = file.partition(":")
+        topology = sources.live(backend, selector)
         bad = sources.bad_nodes(spec.name)
     nodes = topology.nodes
-    why = {
+    reasons = {
         node: reason
         for node in nodes
         if (reason := _unfit(spec, topology.machines.get(node), node in bad))
     }
-    fitting = [node for node in nodes if node not in why]
-    left_out = dict(sorted(Counter(why.values()).items()))
+    fitting = [node for node in nodes if node not in reasons]
+    left_out = dict(sorted(Counter(reasons.values()).items()))
     if not fitting:
         kinds = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
         raise OrchError(
@@ -101,7 +101,7 @@ def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluste
     count = spec.nodes if live else spec.topology_nodes
     if count is not UNSET:
         if count > len(fitting):
-            kinds = ", ".join(f"{many} {kind}" for kind, many in left_out.items())
+            kinds = ", ".join(f"{number} {kind}" for kind, number in left_out.items())
             few = f"{count} nodes are wanted, {len(fitting)} " + (
                 "are free" if live else "are there that fit"
             )
@@ -123,9 +123,11 @@ def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
         return GPU_REASONS.get(machine.reason, "out of service")
     if machine.reason in GPU_REASONS:
         return None
-    found = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
-    for one in found:
-        enough = not one.gpus or spec.gpus_per_node <= one.gpus <= MOST_GPUS
-        if enough and (not one.gpu or same_model(spec.gpu.name, one.gpu)):
+    offers = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
+    for offer in offers:
+        has_enough = not offer.gpus or spec.gpus_per_node <= offer.gpus <= MOST_GPUS
+        if has_enough and (not offer.gpu or same_model(spec.gpu.name, offer.gpu)):
             return None
-    return "with " + " and ".join(f"{one.gpus or 'some'} {one.gpu or 'GPUs'}" for one in found)
+    return "with " + " and ".join(
+        f"{offer.gpus or 'some'} {offer.gpu or 'GPUs'}" for offer in offers
+    )

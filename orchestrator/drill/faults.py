@@ -88,7 +88,7 @@ def victim(
     """(node, rank) to be hit, of nodes with the ranks they hold; None where no node fits the
     position."""
     with_ranks = {node: sorted(held) for node, held in sorted(ranks.items()) if held}
-    fits = {
+    nodes_by_position = {
         "rank0": [node for node, held in with_ranks.items() if held[0] == 0],
         "coordinator": [node for node in with_ranks if node == coordinator],
         "other": [
@@ -96,10 +96,14 @@ def victim(
         ],
         "any": list(with_ranks),
     }.get(injection.position, [node for node in with_ranks if node == injection.position])
-    places = [(node, rank) for node in fits for rank in with_ranks[node]]
+    candidates = [(node, rank) for node in nodes_by_position for rank in with_ranks[node]]
     if injection.position == "rank0":
-        places = [(node, rank) for node, rank in places if rank == 0]
-    return places[min(int(injection.pick * len(places)), len(places) - 1)] if places else None
+        candidates = [(node, rank) for node, rank in candidates if rank == 0]
+    return (
+        candidates[min(int(injection.pick * len(candidates)), len(candidates) - 1)]
+        if candidates
+        else None
+    )
 
 
 def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) -> str:
@@ -115,11 +119,11 @@ def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) 
 
 
 def restarts_left(
-    fault: str, most: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]
+    fault: str, max_restarts: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]
 ) -> int:
     """Of the budget that the fault will be charged to: its cause's own, else the shared one
     (docs/protocol.md)."""
     cause = "worker_frozen" if fault == "stop_worker" else "worker_exit"
     if cause in limits:
         return limits[cause] - by_cause.get(cause, 0)
-    return most - (used - sum(by_cause.get(kind, 0) for kind in limits))
+    return max_restarts - (used - sum(by_cause.get(kind, 0) for kind in limits))

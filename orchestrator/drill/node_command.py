@@ -42,12 +42,12 @@ def arguments(
     folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float
 ) -> list[str]:
     """Its command line after `python -P`."""
-    about = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
-    about |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
+    options = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
+    options |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
     return [
         *start.BY_NAME,
         "orchestrator.drill.node_command",
-        *(f"--{name}={value}" for name, value in about.items()),
+        *(f"--{name}={value}" for name, value in options.items()),
     ]
 
 
@@ -96,15 +96,19 @@ def check_allowed(folder: RunFolder) -> None:
 def agent_of(folder: RunFolder, pid: int) -> Identity:
     """The agent of this run that has that pid here. OrchError (76) when it has ended, or another
     process has it."""
-    found = identity(pid)
+    process = identity(pid)
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
-        words = []
-    ours = pid == 1 or os.fsencode(folder.path) in words  # a pod is of one run
-    if found is None or not ours or not any(word.startswith(b"orchestrator.") for word in words):
+        argv = []
+    belongs_to_run = pid == 1 or os.fsencode(folder.path) in argv  # a pod is of one run
+    if (
+        process is None
+        or not belongs_to_run
+        or not any(argument.startswith(b"orchestrator.") for argument in argv)
+    ):
         raise OrchError(f"process {pid} is no agent of run {folder.run_id}", Exit.CAPACITY)
-    return found
+    return process
 
 
 def _print(answer: Reply) -> int:
@@ -114,8 +118,8 @@ def _print(answer: Reply) -> int:
 
 def _wait(limit_s: float) -> None:
     end = time.monotonic() + limit_s
-    while (left := end - time.monotonic()) > 0:
-        readable, _, _ = select.select([sys.stdin], [], [], left)
+    while (remaining := end - time.monotonic()) > 0:
+        readable, _, _ = select.select([sys.stdin], [], [], remaining)
         if readable and not os.read(sys.stdin.fileno(), 512):
             return
 

@@ -45,10 +45,10 @@ class NodeProcesses:
         return [self._agent, *filter(None, map(identity, descendants(self._agent.pid)))]
 
     def _worker(self, rank: int) -> Identity:
-        found = self._workers().get(rank)
-        if found is None:
+        worker = self._workers().get(rank)
+        if worker is None:
             raise OrchError(f"rank {rank} does not run on its node now", Exit.CAPACITY)
-        return found
+        return worker
 
     def _workers(self) -> dict[int, Identity]:
         """By rank. What a worker starts has its name or its variables too (compilers, loaders of
@@ -93,23 +93,23 @@ class NodeProcesses:
         return lambda: _continue([self._agent])
 
     def _kill_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        for one in self._everything():
-            send_signal(one, signal.SIGKILL)
+        for process in self._everything():
+            send_signal(process, signal.SIGKILL)
         return no_undo
 
     def _stop_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        everything = self._everything()
-        for one in everything:
-            send_signal(one, signal.SIGSTOP)
-        return lambda: _continue(everything)
+        processes = self._everything()
+        for process in processes:
+            send_signal(process, signal.SIGSTOP)
+        return lambda: _continue(processes)
 
     def _notice(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        everything = self._everything()
+        processes = self._everything()
         send_signal(self._agent, signal.SIGTERM)
 
         def kill_rest() -> None:
-            for one in everything:
-                send_signal(one, signal.SIGKILL)
+            for process in processes:
+                send_signal(process, signal.SIGKILL)
 
         return kill_rest
 
@@ -120,16 +120,16 @@ class NodeProcesses:
         folder = checkpoints_of(self._folder)
         if is_small_disk(folder, self._folder.path):
             return fill(folder)
-        before = {
-            one: resource.prlimit(one.pid, resource.RLIMIT_FSIZE)
-            for one in self._workers().values()
+        previous_limits = {
+            worker: resource.prlimit(worker.pid, resource.RLIMIT_FSIZE)
+            for worker in self._workers().values()
         }
-        for one, (_, most) in before.items():
-            _limit_files(one, (0, most))
+        for worker, (_, hard_limit) in previous_limits.items():
+            _limit_files(worker, (0, hard_limit))
 
         def free() -> None:
-            for one, limits in before.items():
-                _limit_files(one, limits)
+            for worker, limits in previous_limits.items():
+                _limit_files(worker, limits)
 
         return free
 
@@ -150,18 +150,18 @@ def checkpoints_of(folder: RunFolder) -> Path:
 
 def saves(folder: RunFolder) -> list[Path]:
     """Committed ones, oldest first."""
-    found = checkpoints_of(folder).glob("step-????????")
-    return sorted(path for path in found if (path / "manifest.json").is_file())
+    folders = checkpoints_of(folder).glob("step-????????")
+    return sorted(path for path in folders if (path / "manifest.json").is_file())
 
 
 def check_two_saves(folder: RunFolder) -> None:
     """OrchError (64) where a damaged checkpoint would be the only one."""
     if len(saves(folder)) < 2:
-        text = (
+        problem = (
             "bit_flip damages the newest checkpoint, and there are not two yet: nothing could be"
             " resumed"
         )
-        raise OrchError(text, Exit.USAGE)
+        raise OrchError(problem, Exit.USAGE)
 
 
 def flip_bit(checkpoint: Path, draw: random.Random) -> tuple[Path, int]:
@@ -181,9 +181,10 @@ def flip_bit(checkpoint: Path, draw: random.Random) -> tuple[Path, int]:
 def is_small_disk(folder: Path, run: Path) -> bool:
     """Whether a folder lies on another filesystem than the run, one that may be filled."""
     with contextlib.suppress(OSError):
-        of = os.statvfs(folder)
+        filesystem = os.statvfs(folder)
         return (
-            folder.stat().st_dev != run.stat().st_dev and of.f_blocks * of.f_frsize <= _SMALL_DISK
+            folder.stat().st_dev != run.stat().st_dev
+            and filesystem.f_blocks * filesystem.f_frsize <= _SMALL_DISK
         )
     return False
 
@@ -191,23 +192,23 @@ def is_small_disk(folder: Path, run: Path) -> bool:
 def fill(folder: Path) -> Callable[[], None]:
     """Take all room that is left on a folder's filesystem, with a file that has no name: it goes
     with this process."""
-    held = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     size = 0
     piece = 1 << 24
     while piece >= 4096:
         try:
-            os.posix_fallocate(held, size, piece)
+            os.posix_fallocate(fd, size, piece)
             size += piece
         except OSError as error:
             if error.errno not in NO_ROOM:
-                os.close(held)
+                os.close(fd)
                 raise
             piece //= 2
-    left = [held]
+    open_files = [fd]
 
     def free() -> None:
-        while left:
-            os.close(left.pop())
+        while open_files:
+            os.close(open_files.pop())
 
     return free
 
@@ -223,17 +224,21 @@ def _rank_of(pid: int) -> int | None:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         if name.startswith(_RANK_NAME):
             return int(name.removeprefix(_RANK_NAME))
-        mine = dict(_variables(Path(f"/proc/{pid}/environ").read_bytes()))
+        variables = dict(_variables(Path(f"/proc/{pid}/environ").read_bytes()))
         parent = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        above = dict(_variables(Path(f"/proc/{parent}/environ").read_bytes()))
-        if b"RANK" in mine and b"ORCH_EPOCH" in mine and above.get(b"RANK") != mine[b"RANK"]:
-            return int(mine[b"RANK"])
+        parent_variables = dict(_variables(Path(f"/proc/{parent}/environ").read_bytes()))
+        if (
+            b"RANK" in variables
+            and b"ORCH_EPOCH" in variables
+            and parent_variables.get(b"RANK") != variables[b"RANK"]
+        ):
+            return int(variables[b"RANK"])
     return None
 
 
 def _variables(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    for word in block.split(b"\0"):
-        name, _, value = word.partition(b"=")
+    for pair in block.split(b"\0"):
+        name, _, value = pair.partition(b"=")
         yield name, value
 
 
@@ -244,8 +249,8 @@ def _limit_files(process: Identity, limits: tuple[int, int]) -> None:
 
 
 def _continue(processes: list[Identity]) -> None:
-    for one in processes:
-        send_signal(one, signal.SIGCONT)
+    for process in processes:
+        send_signal(process, signal.SIGCONT)
 
 
 def no_undo() -> None:

@@ -29,11 +29,11 @@ def open_drill(
     somebody else's."""
     owner = folder.path.stat().st_uid
     if owner != os.geteuid():
-        text = (
+        problem = (
             f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner"
             " may drill it"
         )
-        raise OrchError(text, Exit.SECURITY)
+        raise OrchError(problem, Exit.SECURITY)
     state = read_state(folder)
     backend = get_backend(state.backend)
     state = backend.state(folder)
@@ -68,18 +68,16 @@ def open_drill(
 def check_allowed(request: LaunchRequest, backend: Backend) -> None:
     """OrchError (78) for a run that nobody meant to be drilled: on a cluster it must say so when it
     is submitted."""
-    wish = request.policy.allow_drills
-    if wish or (wish is None and backend.on_this_machine):
+    allowed = request.policy.allow_drills
+    if allowed or (allowed is None and backend.on_this_machine):
         return
-    why = (
+    reason = (
         "forbids it (backend.allow_drills=false)"
-        if wish is False
+        if allowed is False
         else "is on a cluster and does not allow it"
     )
-    text = (
-        f"run {request.run_id} {why}: submit with backend.allow_drills=true what is to be drilled"
-    )
-    raise OrchError(text, Exit.SECURITY)
+    problem = f"run {request.run_id} {reason}: submit with backend.allow_drills=true what is to be drilled"
+    raise OrchError(problem, Exit.SECURITY)
 
 
 def session(
@@ -125,19 +123,19 @@ def _line(trial: Trial, style: Style) -> str:
     where = f"{trial.fault} rank {trial.rank} on {trial.node}"
     if not trial.ok:
         return f"{where}  {style.paint(trial.problem, RED)}"
-    parts = [style.paint("goes on", GREEN)]
-    parts += (
+    phrases = [style.paint("goes on", GREEN)]
+    phrases += (
         [f"noticed after {seconds(trial.noticed_s)}"]
         if trial.noticed_s is not None
         else ["not noticed"]
     )
-    parts += (
+    phrases += (
         [f"steps after {seconds(trial.stepping_s)}"]
         if trial.stepping_s is not None
         else ["in the same attempt"]
     )
-    parts += [f"{trial.lost_steps} done again"] if trial.lost_steps is not None else []
-    return f"{where}  {', '.join(parts)}"
+    phrases += [f"{trial.lost_steps} done again"] if trial.lost_steps is not None else []
+    return f"{where}  {', '.join(phrases)}"
 
 
 def _record(folder: RunFolder, trial: Trial) -> None:

@@ -93,12 +93,12 @@ class LocalTargets:
         """The agent, if it really descends from the run's supervisor."""
         record = self._record()
         pid = record.agents.get(node)
-        found = identity(pid) if pid is not None and node not in record.exit_codes else None
-        if found is None or pid not in descendants(record.supervisor[0]):
+        agent = identity(pid) if pid is not None and node not in record.exit_codes else None
+        if agent is None or pid not in descendants(record.supervisor[0]):
             raise OrchError(
                 f"node {node} of run {self._folder.run_id} has no agent here", Exit.CAPACITY
             )
-        return found
+        return agent
 
     def _partition(self, node: str) -> Callable[[], None]:
         record = self._record()
@@ -132,16 +132,18 @@ class ClusterTargets:
 
     def check(self, fault: str) -> None:
         """OrchError (64) for a fault that this run cannot have."""
-        if why := self._why_not(fault):
-            can = ", ".join(name for name in KINDS if not self._why_not(name))
-            raise OrchError(f"{fault} cannot be injected: {why}; what can be: {can}", Exit.USAGE)
+        if reason := self._why_not(fault):
+            possible = ", ".join(name for name in KINDS if not self._why_not(name))
+            raise OrchError(
+                f"{fault} cannot be injected: {reason}; what can be: {possible}", Exit.USAGE
+            )
         removal = self._backend if isinstance(self._backend, NodeRemoval) else None
         if (
             removal
             and fault in ("kill_node", "notice", "bit_flip")
-            and (why := removal.why_not_removed(self._request))
+            and (reason := removal.why_not_removed(self._request))
         ):
-            raise OrchError(f"{fault}: {why}", Exit.USAGE)
+            raise OrchError(f"{fault}: {reason}", Exit.USAGE)
 
     def _why_not(self, fault: str) -> str:
         removes = isinstance(self._backend, NodeRemoval) and fault in ("kill_node", "notice")

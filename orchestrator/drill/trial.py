@@ -109,20 +109,23 @@ class DrilledRun:
             ranks = {
                 name: node.ranks for name, node in state.nodes.items() if node.state == "running"
             }
-            mine = [step for step in self.steps(state) if step.epoch == state.epoch]
+            epoch_steps = [step for step in self.steps(state) if step.epoch == state.epoch]
             chosen = victim(injection, ranks, state.writer)
-            why = self._why_not(state, injection.fault)
+            obstacle = self._why_not(state, injection.fault)
             if chosen is None:
-                why = why or f"no node is {injection.position!r}: {', '.join(ranks) or 'none runs'}"
+                obstacle = (
+                    obstacle
+                    or f"no node is {injection.position!r}: {', '.join(ranks) or 'none runs'}"
+                )
             slows = KINDS[injection.fault].slows
-            steady = len(mine) >= (_USUAL_STEPS if slows else _STEADY_STEPS)
+            steady = len(epoch_steps) >= (_USUAL_STEPS if slows else _STEADY_STEPS)
             if slows and state.slow:  # what is slow already cannot be noticed anew
-                why = why or f"{', '.join(state.slow)} is slow without it"
-            if chosen is not None and state.state == "running" and steady and not why:
-                return state, mine[-1], chosen
-            if time.monotonic() > end or "used up" in why:
-                text = why or self.untold() or f"no steps, it is {state.state}"
-                raise OrchError(f"run {state.run_id}: {text}", Exit.CAPACITY)
+                obstacle = obstacle or f"{', '.join(state.slow)} is slow without it"
+            if chosen is not None and state.state == "running" and steady and not obstacle:
+                return state, epoch_steps[-1], chosen
+            if time.monotonic() > end or "used up" in obstacle:
+                problem = obstacle or self.untold() or f"no steps, it is {state.state}"
+                raise OrchError(f"run {state.run_id}: {problem}", Exit.CAPACITY)
             time.sleep(_POLL_S)
 
     def run_trial(self, injection: Injection, targets: Targets, for_s: float) -> Trial:
@@ -148,7 +151,7 @@ class DrilledRun:
             injected.undo()
         return trial
 
-    def _watch(self, trial: Trial, before: int, for_s: float, undo: Callable[[], None]) -> None:
+    def _watch(self, trial: Trial, last_step: int, for_s: float, undo: Callable[[], None]) -> None:
         """Wait for the end of the trial. Times of the run are compared with its own clocks; ours
         counts spans alone."""
         began = time.monotonic()
@@ -168,9 +171,9 @@ class DrilledRun:
             if state.is_final:
                 trial.problem = f"the run has ended: {state.state}, {state.reason}"
                 return
-            anew = [step for step in steps if step.epoch > trial.epoch and step.at > ended]
-            if len(anew) >= _STEADY_STEPS or any(
-                step.at > same_attempt and step.step > before for step in steps
+            new_steps = [step for step in steps if step.epoch > trial.epoch and step.at > ended]
+            if len(new_steps) >= _STEADY_STEPS or any(
+                step.at > same_attempt and step.step > last_step for step in steps
             ):
                 trial.ok = True
                 return
@@ -184,7 +187,7 @@ class DrilledRun:
         with_ranks = sum(
             1 for node in state.nodes.values() if node.state == "running" and node.ranks
         )
-        here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
+        present = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
         return refusal(
             fault,
             restarts_left=restarts_left(
@@ -193,7 +196,7 @@ class DrilledRun:
             elastic=self.survives_lost_nodes,
             spare_nodes=1
             if self.replaces_lost_nodes
-            else max(here, with_ranks) - min(self.request.sizes, default=0),
+            else max(present, with_ranks) - min(self.request.sizes, default=0),
         )
 
 
@@ -236,26 +239,26 @@ def score(trials: Iterable[Trial]) -> list[dict[str, Any]]:
     for trial in trials:
         rows.setdefault((trial.fault, trial.position), []).append(trial)
     return [
-        {"fault": fault, "position": position, **_row(mine)}
-        for (fault, position), mine in rows.items()
+        {"fault": fault, "position": position, **_row(trials_of_row)}
+        for (fault, position), trials_of_row in rows.items()
     ]
 
 
 def _row(trials: list[Trial]) -> dict[str, Any]:
-    good = [trial for trial in trials if trial.ok]
+    recovered = [trial for trial in trials if trial.ok]
     row: dict[str, Any] = {
         "trials": len(trials),
-        "recovered": len(good),
-        "rate": len(good) / len(trials),
+        "recovered": len(recovered),
+        "rate": len(recovered) / len(trials),
     }
     for name in ("noticed_s", "stepping_s"):
-        values = [value for trial in good if (value := getattr(trial, name)) is not None]
+        values = [value for trial in recovered if (value := getattr(trial, name)) is not None]
         row[name] = {
             "p50": quantile(values, 0.5),
             "p95": quantile(values, 0.95),
             "max": max(values, default=None),
         }
-    lost = [trial.lost_steps for trial in good if trial.lost_steps is not None]
+    lost = [trial.lost_steps for trial in recovered if trial.lost_steps is not None]
     row["lost_steps"] = {"p50": quantile(lost, 0.5), "max": max(lost, default=None)}
     row["problems"] = [trial.problem for trial in trials if trial.problem]
     return row

@@ -69,8 +69,8 @@ class NodeMemory:
         replaced = (bad.cluster, bad.node)
 
         def add_or_replace(entries: list[BadNode]) -> list[BadNode]:
-            others = [entry for entry in entries if (entry.cluster, entry.node) != replaced]
-            return [*others, bad]
+            unchanged = [entry for entry in entries if (entry.cluster, entry.node) != replaced]
+            return [*unchanged, bad]
 
         self._change(bad.at, add_or_replace)
 

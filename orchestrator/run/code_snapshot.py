@@ -129,7 +129,8 @@ def _git(cwd: Path, *arguments: str) -> str | None:
 def _listed_by_git(root: Path) -> list[str]:
     """Lists tracked files, and untracked ones that are not ignored, if they exist; submodules
     are entered."""
-    listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    kinds = ["--cached", "--others", "--exclude-standard"]
+    listing = _git(root, "ls-files", "-z", *kinds)
     if listing is None:
         raise OrchError(f"git cannot list the files of {root}", Exit.CONFIG)
     files = []

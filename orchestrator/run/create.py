@@ -120,12 +120,12 @@ def check_program(
         executable = shutil.which(name, path=environ.get("PATH", ""))
     if executable is None:
         if (cwd / name).is_file():
-            problem = "not executable"
+            problem = "is not executable"
         elif "/" not in name:
-            problem = "not on PATH"
+            problem = "is not on PATH"
         else:
-            problem = "not there"
-        raise OrchError(f"program {name!r} is {problem}{context}", Exit.USAGE)
+            problem = "does not exist"
+        raise OrchError(f"program {name!r} {problem}{context}", Exit.USAGE)
     if _PYTHON.fullmatch(Path(name).name) and len(argv) > 1:
         script = argv[1]
         if script.endswith(".py") and not script.startswith("-") and not (cwd / script).is_file():

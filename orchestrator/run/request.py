@@ -393,10 +393,11 @@ def check_variables(request: LaunchRequest, environ: Mapping[str, str]) -> None:
     silently be a different one."""
     missing = [name for name in request.environment.required if name not in environ]
     if missing:
+        options = f"--env {' --env '.join(missing)}"
+        pronoun = "it" if len(missing) == 1 else "them"
         raise OrchError(
-            f"run {request.run_id} was submitted with --env {' --env '.join(missing)}, not set in this"
-            f" shell: export {'it' if len(missing) == 1 else 'them'} as then ({missing[0]}= for an empty"
-            " value); values are never kept",
+            f"run {request.run_id} was submitted with {options}, not set in this shell: export"
+            f" {pronoun} as then ({missing[0]}= for an empty value); values are never stored",
             Exit.CONFIG,
         )
 

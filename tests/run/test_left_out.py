@@ -51,7 +51,7 @@ def fill(root: Path, git: bool) -> Path:
 
 
 def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
-    code = with_left_out(find_code(fill(tmp_path / "p", git=True), wanted=True))
+    code = with_left_out(find_code(fill(tmp_path / "p", git=True), runs_user_program=True))
     found = {one.name: one.bytes for one in code.left_out or []}
     assert list(found) == ["sub/w.pt", "data/", ".env", "build/", "sub/lib/"]
     assert found["data/"] == 4024
@@ -63,7 +63,7 @@ def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
 
 
 def test_without_git_the_names_decide(tmp_path):
-    code = with_left_out(find_code(fill(tmp_path / "p", git=False), wanted=True))
+    code = with_left_out(find_code(fill(tmp_path / "p", git=False), runs_user_program=True))
     assert [one.name for one in code.left_out or []] == [".env", "build/"]
     assert "by their names" in describe_left_out(code)[0]
     (tmp_path / "q").mkdir()
@@ -109,7 +109,7 @@ def test_a_missing_file_is_explained_where_the_copy_is_to_blame(tmp_path, line, 
     root = fill(tmp_path / "p", git=True)
     run = RunFolder(tmp_path / "run-1")
     run.create()
-    code = with_left_out(find_code(root, wanted=True))
+    code = with_left_out(find_code(root, runs_user_program=True))
     copy(code, run)
     (root / "later.txt").write_text("")
     at = {"code": run.code, "root": root}

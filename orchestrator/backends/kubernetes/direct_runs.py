@@ -103,9 +103,7 @@ class DirectRuns:
         record = read_record(folder, KubernetesRecord)
         if record and last and last.want == "end":  # `cancel` found no Job yet
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
-            raise OrchError(
-                f"run {folder.run_id} has received a newer request: {last.text}"
-            )
+            raise OrchError(f"run {folder.run_id} has received a newer request: {last.text}")
 
     def resume(
         self,

@@ -45,7 +45,7 @@ _MAKER = re.compile(
 _NO_HOST = re.compile(r"aggregation node|sharp", re.I)  # an adapter inside a switch
 
 
-def parse_ibnetdiscover(text: str) -> Topology:
+def parse_ibnetdiscover(content: str) -> Topology:
     """The tiers of a fabric, with rates and oversubscription where the links tell. OrchError (65)
     names the line.
 
@@ -57,34 +57,36 @@ def parse_ibnetdiscover(text: str) -> Topology:
     systems = {}  # adapter -> GUID of its system
     label: dict[str, str] = {}  # switch or adapter -> description
     links: dict[str, list[tuple[str, float]]] = {}
-    at = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if found := _HEAD.match(line):
-            at = found[2]
-            if at in links:
-                raise bad(WHERE, f"line {number}: {at} stands there twice")
-            label[at], links[at] = found[3], []
-            systems[at] = system.zfill(16) if system.strip("0") else at[2:]
-        elif found := _SYSTEM.match(line):
-            system = found[1]
+    device = ""
+    for number, line in enumerate(content.splitlines(), 1):
+        if match := _HEAD.match(line):
+            device = match[2]
+            if device in links:
+                raise bad(WHERE, f"line {number}: {device} stands there twice")
+            label[device], links[device] = match[3], []
+            systems[device] = system.zfill(16) if system.strip("0") else device[2:]
+        elif match := _SYSTEM.match(line):
+            system = match[1]
         elif line.startswith("["):
-            found = _LINK.match(line.rstrip())
-            if not found or not at:
+            match = _LINK.match(line.rstrip())
+            if not match or not device:
                 raise bad(
                     WHERE,
                     f"line {number}: {line[:60]!r} is not a link"
-                    + ("" if at else " of a switch or adapter"),
+                    + ("" if device else " of a switch or adapter"),
                 )
-            speed = _SPEED.search(found[2] or "")
-            links[at].append((found[1], int(speed[1]) * _LANE[speed[2]] if speed else 0.0))
+            speed = _SPEED.search(match[2] or "")
+            links[device].append((match[1], int(speed[1]) * _LANE[speed[2]] if speed else 0.0))
         elif not line.strip():
-            at = system = ""
+            device = system = ""
     for name, ends in links.items():
-        for other, _ in ends:
-            if other not in links:
-                raise bad(WHERE, f"{name} has a link to {other}, which is not in the text")
+        for peer, _ in ends:
+            if peer not in links:
+                raise bad(WHERE, f"{name} has a link to {peer}, which is not in the text")
     adapters = {
-        name: text for name, text in label.items() if name[0] == "H" and not _NO_HOST.search(text)
+        name: content
+        for name, content in label.items()
+        if name[0] == "H" and not _NO_HOST.search(content)
     }
     return _tiers(label, links, _hosts(adapters, systems))
 
@@ -93,23 +95,26 @@ def _hosts(adapters: dict[str, str], systems: dict[str, str]) -> dict[str, str]:
     """Adapter -> its node. Raises OrchError (65) where several hosts have one name and several
     adapters each."""
     named: dict[str, list[str]] = {}
-    for name, text in adapters.items():
-        of_maker = _MAKER.search(text) and not _device(text)
-        named.setdefault("" if of_maker else _first_word(text), []).append(name)
+    for name, description in adapters.items():
+        is_unnamed = _MAKER.search(description) and not _device(description)
+        named.setdefault("" if is_unnamed else _first_word(description), []).append(name)
     result = {}
     for host, group in named.items():
-        of_device: dict[str, set[str]] = {}
+        systems_by_device: dict[str, set[str]] = {}
         for name in group:
-            of_device.setdefault(_device(adapters[name]), set()).add(systems[name])
-        all_systems = set().union(*of_device.values())
-        apart = all(len(found) == 1 for found in of_device.values()) and "" not in of_device
+            systems_by_device.setdefault(_device(adapters[name]), set()).add(systems[name])
+        all_systems = set().union(*systems_by_device.values())
+        apart = (
+            all(len(systems_of_one) == 1 for systems_of_one in systems_by_device.values())
+            and "" not in systems_by_device
+        )
         if host and (len(all_systems) == 1 or apart):
             result.update(dict.fromkeys(group, host))
-        elif host and "" not in of_device and len(of_device) > 1:
-            device, found = max(of_device.items(), key=lambda item: len(item[1]))
+        elif host and "" not in systems_by_device and len(systems_by_device) > 1:
+            device, systems_of_one = max(systems_by_device.items(), key=lambda item: len(item[1]))
             raise bad(
                 WHERE,
-                f"{len(found)} adapters are described as '{host} {device}', and their hosts have"
+                f"{len(systems_of_one)} adapters are described as '{host} {device}', and their hosts have"
                 " further adapters: nobody can say which belong together; set the hosts' node"
                 " descriptions (rdma-ndd does)",
             )
@@ -140,24 +145,24 @@ def _tiers(
     parent: dict[str, str] = {}
     _join_leaves(parent, links, leaves, hosts)
     groups = _groups(parent, adapters)
-    found = [(_named(groups, parent, label, leaves), *_figures(links, height, hosts, 0))]
+    levels = [(_named(groups, parent, label, leaves), *_figures(links, height, hosts, 0))]
     depth = top + 1
     for level in range(depth):
         for name in (switch for switch, at in height.items() if at <= level):
-            for other, _ in links[name]:
-                if height.get(other, level + 1) <= level:
-                    _join(parent, name, other)
-        before = len(groups)
+            for peer, _ in links[name]:
+                if height.get(peer, level + 1) <= level:
+                    _join(parent, name, peer)
+        groups_before = len(groups)
         groups = _groups(parent, adapters)
         if level > 0:
             switches = _named(groups, parent, label, (s for s, h in height.items() if h == level))
-            found.append((switches, *_figures(links, height, hosts, level)))
-        elif len(groups) < before:  # leaves with cables between them
+            levels.append((switches, *_figures(links, height, hosts, level)))
+        elif len(groups) < groups_before:  # leaves with cables between them
             depth += 1
-            found.append((_named(groups, parent, label, leaves), 0.0, 0.0))
+            levels.append((_named(groups, parent, label, leaves), 0.0, 0.0))
         if len(groups) == 1:
             break
-    tiers = tuple(Tier(tier_name(level, depth), *figures) for level, figures in enumerate(found))
+    tiers = tuple(Tier(tier_name(level, depth), *figures) for level, figures in enumerate(levels))
     machines = {host: Machine(nics=count) for host, count in adapters.items()}
     return Topology("tree", tiers, machines=machines)
 
@@ -174,16 +179,16 @@ def _join_leaves(
     ends: dict[str, Counter[str]] = {}  # node -> leaf -> links
     for name, host in hosts.items():
         ends.setdefault(host, Counter()).update(end for end, _ in links[name] if end[0] == "S")
-    served = Counter(leaf for its in ends.values() for leaf in its)
-    shared = Counter(pair for its in ends.values() for pair in combinations(sorted(its), 2))
+    served = Counter(leaf for counts in ends.values() for leaf in counts)
+    shared = Counter(pair for counts in ends.values() for pair in combinations(sorted(counts), 2))
     for leaf in leaves:
         _root(parent, leaf)
-    for (one, other), count in shared.items():
-        if 2 * count > min(served[one], served[other]):
-            _join(parent, one, other)
-    for host, its in ends.items():
+    for (leaf_a, leaf_b), count in shared.items():
+        if 2 * count > min(served[leaf_a], served[leaf_b]):
+            _join(parent, leaf_a, leaf_b)
+    for host, counts in ends.items():
         groups: Counter[str] = Counter()
-        for leaf, count in its.items():
+        for leaf, count in counts.items():
             groups[_root(parent, leaf)] += count
         if groups:
             _join(parent, host, groups.most_common(1)[0][0])
@@ -205,16 +210,16 @@ def _heights(links: dict[str, list[tuple[str, float]]], hosts: dict[str, str]) -
     height: dict[str, int] = {}
     queue: deque[str] = deque()
     for name in hosts:
-        for other, _ in links[name]:
-            if other[0] == "S" and other not in height:
-                height[other] = 0
-                queue.append(other)
+        for peer, _ in links[name]:
+            if peer[0] == "S" and peer not in height:
+                height[peer] = 0
+                queue.append(peer)
     while queue:
         name = queue.popleft()
-        for other, _ in links[name]:
-            if other[0] == "S" and other not in height:
-                height[other] = height[name] + 1
-                queue.append(other)
+        for peer, _ in links[name]:
+            if peer[0] == "S" and peer not in height:
+                height[peer] = height[name] + 1
+                queue.append(peer)
     return height
 
 
@@ -265,13 +270,13 @@ def _figures(
     down = 0.0
     up = 0.0
     slowest = 0.0
-    for switch, its in height.items():
-        if its != level:
+    for switch, switch_height in height.items():
+        if switch_height != level:
             continue
-        for other, rate in links[switch]:
-            if other in hosts or height.get(other, level) < level:
+        for peer, rate in links[switch]:
+            if peer in hosts or height.get(peer, level) < level:
                 down += rate
                 slowest = min(slowest or rate, rate) if rate else slowest
-            elif height.get(other, level) > level:
+            elif height.get(peer, level) > level:
                 up += rate
     return slowest, round(down / up, 3) if up else 0.0

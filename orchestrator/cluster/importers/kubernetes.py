@@ -94,36 +94,36 @@ def profiles() -> dict[str, Profile]:
     return _yaml(path.read_text(encoding="utf-8"))
 
 
-def _yaml(text: str) -> dict[str, Profile]:
+def _yaml(content: str) -> dict[str, Profile]:
     import yaml
 
-    return msgspec.convert(yaml.safe_load(text), dict[str, Profile])
+    return msgspec.convert(yaml.safe_load(content), dict[str, Profile])
 
 
 def profile_of(levels: str) -> Profile:
     """A profile from the command line: `zone=topology.kubernetes.io/zone,rack=example.org/rack`,
     coarse to fine."""
-    found: dict[str, list[str]] = {}
-    for part in levels.split(","):
-        name, equals, label = part.partition("=")
-        if not equals or not name or not label or name in found:
+    labels: dict[str, list[str]] = {}
+    for assignment in levels.split(","):
+        name, equals, label = assignment.partition("=")
+        if not equals or not name or not label or name in labels:
             raise bad(
                 "--levels",
-                f"{part!r} is not NAME=LABEL with a new name; coarse to fine, as"
+                f"{assignment!r} is not NAME=LABEL with a new name; coarse to fine, as"
                 " zone=LABEL,rack=LABEL",
             )
-        found[name] = [label]
-    return Profile(levels=found, domain=["nvidia.com/gpu.clique"])
+        labels[name] = [label]
+    return Profile(levels=labels, domain=["nvidia.com/gpu.clique"])
 
 
-def parse_nodes(text: str, profile: str | Profile = "auto") -> Topology:
+def parse_nodes(content: str, profile: str | Profile = "auto") -> Topology:
     """`kubectl get nodes -o json` through a profile: a name, one of your own, or `auto` = the one
     that says most.
 
     Raises OrchError (65) naming the node where labels contradict each other.
     """
     try:
-        nodes = msgspec.json.decode(text.encode(), type=NodeList).items
+        nodes = msgspec.json.decode(content.encode(), type=NodeList).items
     except UNREADABLE as error:
         raise bad(WHERE, str(error)) from None
     return from_nodes(nodes, profile)
@@ -152,16 +152,18 @@ def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
 
     Regions and zones are no switches: whoever is kept in one may go anywhere.
     """
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for name, keys in profile.levels.items():
         if profile == profiles()["generic"]:
             continue
-        known = [node for node in nodes if _value(node, keys)]
+        labelled = [node for node in nodes if _value(node, keys)]
         for key in keys:
-            if known and all(node.metadata.labels.get(key) == _value(node, keys) for node in known):
-                found[name] = key
+            if labelled and all(
+                node.metadata.labels.get(key) == _value(node, keys) for node in labelled
+            ):
+                labels[name] = key
                 break
-    return found
+    return labels
 
 
 def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = "") -> Topology:
@@ -200,8 +202,10 @@ def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = ""
             domains.setdefault(value, []).append(node.metadata.name)
     kind, tiers = from_paths(paths, used)
     tiers = tuple(tier for tier in tiers if any(len(nodes) > 1 for nodes in tier.switches.values()))
-    kept = {name: tuple(members) for name, members in domains.items() if len(members) > 1}
-    return check(Topology(kind if tiers else "flat", tiers, domains=kept, machines=machines), WHERE)
+    shared_domains = {name: tuple(members) for name, members in domains.items() if len(members) > 1}
+    return check(
+        Topology(kind if tiers else "flat", tiers, domains=shared_domains, machines=machines), WHERE
+    )
 
 
 def _paths(
@@ -213,23 +217,23 @@ def _paths(
     NVLink domain, as other nodes know it. Else it is called by what is below it, with a `/`, which
     no label's value has.
     """
-    found = {
+    label_values = {
         node.metadata.name: [_value(node, keys) for keys in (*levels, domain)] for node in nodes
     }
     for depth in range(len(levels) - 1, -1, -1):
         above: dict[str, set[str]] = {}
-        for path in found.values():
+        for path in label_values.values():
             if path[depth] and path[depth + 1]:
                 above.setdefault(path[depth + 1], set()).add(path[depth])
-        for path in found.values():
-            if not path[depth] and len(known := above.get(path[depth + 1], set())) == 1:
-                path[depth] = next(iter(known))
+        for path in label_values.values():
+            if not path[depth] and len(candidates := above.get(path[depth + 1], set())) == 1:
+                path[depth] = next(iter(candidates))
     return {
         name: tuple(
             value or "/".join(("unknown", next(filter(None, path[depth + 1 :]), name)))
             for depth, value in enumerate(path[:-1])
         )
-        for name, path in found.items()
+        for name, path in label_values.items()
         if any(path[:-1])
     }
 
@@ -263,17 +267,19 @@ def _value(node: Node, keys: list[str]) -> str:
 def _annotated(nodes: list[Node], key: str, machines: dict[str, Machine]) -> Topology:
     """Slinky's annotation: `topology:switch[:switch...]`, several separated by commas. A tree, else
     blocks."""
-    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    paths_by_topology: dict[str, dict[str, tuple[str, ...]]] = {}
     for node in nodes:
-        for part in filter(None, node.metadata.annotations.get(key, "").split(",")):
-            name, *path = part.strip().split(":")
+        for address in filter(None, node.metadata.annotations.get(key, "").split(",")):
+            name, *path = address.strip().split(":")
             if not name or not path or not all(path):
                 raise bad(
-                    WHERE, f"node {node.metadata.name}: {key}={part!r} is not TOPOLOGY:SWITCH"
+                    WHERE, f"node {node.metadata.name}: {key}={address!r} is not TOPOLOGY:SWITCH"
                 )
-            found.setdefault(name, {})[node.metadata.name] = tuple(path)
+            paths_by_topology.setdefault(name, {})[node.metadata.name] = tuple(path)
     tiers: list[Tier] = []
-    for name, paths in sorted(found.items(), key=lambda item: -max(map(len, item[1].values()))):
+    for name, paths in sorted(
+        paths_by_topology.items(), key=lambda item: -max(map(len, item[1].values()))
+    ):
         depth = max(map(len, paths.values()))
         full = {node: (*path, *path[-1:] * (depth - len(path))) for node, path in paths.items()}
         labels = [name if depth == 1 else f"{name}{level}" for level in range(depth)]
@@ -301,7 +307,7 @@ def why_not_whole(node: Node) -> str:
     product = labels.get(PRODUCT, "").upper()
     if "-MIG-" in product or any(labels.get(key) for key in _SLICING):
         return MIG
-    shared = any(labels.get(key, "") not in ("", *whole) for key, whole in _SHARING.items())
+    shared = any(labels.get(key, "") not in ("", *unshared) for key, unshared in _SHARING.items())
     shared = shared or any(
         name.endswith("/gpu.shared") and _count(n) for name, n in node.status.allocatable.items()
     )
@@ -344,5 +350,5 @@ def _machine(node: Node, gpu: str) -> Machine:
 
 
 def _count(value: object) -> int:
-    text = str(value or 0)
-    return int(text) if text.isdigit() else 0
+    digits = str(value or 0)
+    return int(digits) if digits.isdigit() else 0

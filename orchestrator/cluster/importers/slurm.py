@@ -26,19 +26,19 @@ _KEYS = {
 }
 
 
-def parse_topology(text: str, name: str | None = None) -> Topology:
+def parse_topology(content: str, name: str | None = None) -> Topology:
     """Any of the three spellings. An empty text, or Slurm's "no topology" messages, is flat.
 
     Raises OrchError (65) with one line that names the line of the text.
     """
-    if re.search(r"^\s*-?\s*(topology|tree|block|flat)\s*:", text, re.M):
-        return parse_yaml(text, name)
-    found: dict[str, dict[str, tuple[int, dict[str, str]]]] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
+    if re.search(r"^\s*-?\s*(topology|tree|block|flat)\s*:", content, re.M):
+        return parse_yaml(content, name)
+    records: dict[str, dict[str, tuple[int, dict[str, str]]]] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
     sizes = ""
     names = 0
-    for line, record in _records(text):
+    for line, record in _records(content):
         sizes = sizes or record.get("BlockSizes", "") or record.get("BlockSize", "")
-        for kind, named in found.items():
+        for kind, named in records.items():
             if kind in record:
                 if record[kind] in named:
                     raise _bad(
@@ -46,14 +46,14 @@ def parse_topology(text: str, name: str | None = None) -> Topology:
                         f" {named[record[kind]][0]} already"
                     )
                 named[record[kind]] = line, record
-    used = [kind for kind, named in found.items() if named]
+    used = [kind for kind, named in records.items() if named]
     if len(used) > 1:
-        line = max(next(iter(found[kind].values()))[0] for kind in used)
+        line = max(next(iter(records[kind].values()))[0] for kind in used)
         raise _bad(f"line {line}: it mixes {used[0]} and {used[1]} lines")
     if not used:
         return FLAT
     lists = {}
-    for key, (line, record) in found[used[0]].items():
+    for key, (line, record) in records[used[0]].items():
         try:
             lists[key] = expand(record.get("Switches", "")), expand(record.get("Nodes", ""))
         except OrchError as error:
@@ -69,12 +69,12 @@ def parse_topology(text: str, name: str | None = None) -> Topology:
     )
 
 
-def parse_yaml(text: str, name: str | None = None) -> Topology:
+def parse_yaml(content: str, name: str | None = None) -> Topology:
     """`topology.yaml`: the topology called `name`, else the cluster's default, else the first."""
     import yaml
 
     try:
-        entries = bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
+        entries = bounded_yaml.load(content, bounded_yaml.MOST_VALUES)
     except OrchError as error:
         raise _bad(f"topology.yaml: {error.message}") from None
     except yaml.YAMLError as error:
@@ -127,8 +127,8 @@ def from_addresses(addresses: Mapping[str, str]) -> Topology:
         switches: dict[str, list[str]] = {}
         for node in sorted(paths, key=natural_key):
             path = paths[node]
-            kept = path[: max(len(path) - height, 1)] if path else [node]
-            switches.setdefault(".".join(kept), []).append(node)
+            switch_path = path[: max(len(path) - height, 1)] if path else [node]
+            switches.setdefault(".".join(switch_path), []).append(node)
         tiers.append(Tier(tier_name(height, depth), {k: tuple(v) for k, v in switches.items()}))
     return Topology("tree", tuple(tiers)) if tiers else FLAT
 
@@ -161,40 +161,40 @@ def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
     return Topology("block", tuple(tiers), base) if blocks else FLAT
 
 
-def _records(text: str) -> Iterator[tuple[int, dict[str, str]]]:
+def _records(content: str) -> Iterator[tuple[int, dict[str, str]]]:
     """(line, `Key=value` words) of each line; a value has no blanks. Comments and continuations as
     in slurm.conf."""
-    lines = iter(enumerate(text.splitlines(), 1))
+    lines = iter(enumerate(content.splitlines(), 1))
     for number, line in lines:
         while line.endswith("\\"):
             line = line[:-1] + " " + next(lines, (0, ""))[1]
-        words = (word.partition("=") for word in line.split("#", 1)[0].split())
-        record = {_KEYS.get(key.lower(), key): value for key, equals, value in words if equals}
+        pairs = (pair.partition("=") for pair in line.split("#", 1)[0].split())
+        record = {_KEYS.get(key.lower(), key): value for key, equals, value in pairs if equals}
         if record:
             yield number, record
 
 
-def _rows(part: Any, key: str, label: str) -> dict[str, dict[str, Any]]:
-    rows = part.get(key) if isinstance(part, dict) else None
+def _rows(section: Any, key: str, label: str) -> dict[str, dict[str, Any]]:
+    rows = section.get(key) if isinstance(section, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise _bad(f"topology.yaml lacks the list {key!r}")
-    found: dict[str, dict[str, Any]] = {}
+    rows_by_name: dict[str, dict[str, Any]] = {}
     for index, row in enumerate(rows):
         name = row.get(label)
         if not isinstance(name, str):
             raise _bad(f"topology.yaml: {key}[{index}] lacks {label!r}")
-        if name in found:
+        if name in rows_by_name:
             raise _bad(f"topology.yaml: {key}[{index}]: {name} stands there twice")
-        found[name] = row
-    return found
+        rows_by_name[name] = row
+    return rows_by_name
 
 
 def _hosts(row: Mapping[str, Any], key: str) -> list[str]:
-    text = row.get(key) or ""
-    if not isinstance(text, str):
-        raise _bad(f"topology.yaml: {key!r} is a host list, not {type(text).__name__}")
-    return expand(text)
+    hosts = row.get(key) or ""
+    if not isinstance(hosts, str):
+        raise _bad(f"topology.yaml: {key!r} is a host list, not {type(hosts).__name__}")
+    return expand(hosts)
 
 
-def _bad(why: str) -> OrchError:
-    return bad(WHERE, why)
+def _bad(reason: str) -> OrchError:
+    return bad(WHERE, reason)
