@@ -1,24 +1,24 @@
-"""What changed between two topologies of the same cluster, in words. Pure."""
+"""Describes what changed between two topologies of the same cluster. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from .hostlist import compress
-from .model import GpuCount, Topology
+from .model import GpuCount, Machine, Tier, Topology
 
 
 def diff(old: Topology, new: Topology) -> list[str]:
-    """One line a change: nodes come and gone, moved under another switch, out of service or back,
-    other hardware.
+    """Returns one line per change: nodes that were added or removed, that moved to another switch,
+    went out of service or came back, or have other hardware.
 
-    Switches are compared by their members, so a renamed switch is no change.
+    Switches are compared by their members, so a renamed switch is not a change.
     """
     old_nodes = old.nodes
     new_nodes = new.nodes
-    lines = _list("nodes gone", set(old_nodes) - set(new_nodes)) + _list(
-        "nodes new", set(new_nodes) - set(old_nodes)
-    )
+    lines = _list("nodes gone", set(old_nodes) - set(new_nodes))
+    lines += _list("nodes new", set(new_nodes) - set(old_nodes))
     both = set(old_nodes) & set(new_nodes)
     if len(old.tiers) != len(new.tiers):
         lines.append(f"tiers: {len(old.tiers)} before, {len(new.tiers)} now")
@@ -26,31 +26,40 @@ def diff(old: Topology, new: Topology) -> list[str]:
         lines.append(f"block sizes: {_sizes(old)} before, {_sizes(new)} now")
     for old_tier, new_tier in zip(old.tiers, new.tiers, strict=False):
         lines += _moved(old_tier.switches, new_tier.switches, both, old_tier.name)
-        for label, old_figure, new_figure in (
-            ("Gb/s", old_tier.gbit_per_s, new_tier.gbit_per_s),
-            ("oversubscription", old_tier.oversubscription, new_tier.oversubscription),
-        ):
-            if old_figure != new_figure:
-                lines.append(f"{old_tier.name}: {label} {old_figure:g} before, {new_figure:g} now")
+        lines += _changed_rates(old_tier, new_tier)
     lines += _moved(old.domains, new.domains, both, "domain")
-    shared_nodes = [node for node in both if node in old.machines and node in new.machines]
+    return lines + _machine_changes(old, new, both)
+
+
+def _changed_rates(old: Tier, new: Tier) -> Iterator[str]:
+    figures = {
+        "Gb/s": (old.gbit_per_s, new.gbit_per_s),
+        "oversubscription": (old.oversubscription, new.oversubscription),
+    }
+    for label, (before, after) in figures.items():
+        if before != after:
+            yield f"{old.name}: {label} {before:g} before, {after:g} now"
+
+
+def _machine_changes(old: Topology, new: Topology, nodes: set[str]) -> list[str]:
+    """Returns one line per change of hardware or service, with the nodes that it concerns."""
     groups: dict[str, list[str]] = {}
-    for node in shared_nodes:
-        old_machine = old.machines[node]
-        new_machine = new.machines[node]
-        if old_machine.free != new_machine.free:
-            groups.setdefault(
-                f"out of service ({new_machine.reason})" if old_machine.free else "back in service",
-                [],
-            ).append(node)
-        for key in ("gpus", "gpu", "other_gpus", "nics"):
-            old_nodes = getattr(old_machine, key)
-            new_nodes = getattr(new_machine, key)
-            if old_nodes != new_nodes:
-                groups.setdefault(
-                    f"{key}: {_shown(old_nodes)} before, {_shown(new_nodes)} now", []
-                ).append(node)
-    return lines + [f"{label}: {compress(nodes)}" for label, nodes in sorted(groups.items())]
+    for node in nodes & set(old.machines) & set(new.machines):
+        for change in _changes_of_machine(old.machines[node], new.machines[node]):
+            groups.setdefault(change, []).append(node)
+    return [f"{change}: {compress(nodes)}" for change, nodes in sorted(groups.items())]
+
+
+def _changes_of_machine(old: Machine, new: Machine) -> Iterator[str]:
+    if old.free and not new.free:
+        yield f"out of service ({new.reason})"
+    if new.free and not old.free:
+        yield "back in service"
+    for key in ("gpus", "gpu", "other_gpus", "nics"):
+        before = getattr(old, key)
+        after = getattr(new, key)
+        if before != after:
+            yield f"{key}: {_shown(before)} before, {_shown(after)} now"
 
 
 def _shown(value: int | str | tuple[GpuCount, ...]) -> str:
@@ -73,8 +82,8 @@ def _moved(
     both: set[str],
     tier: str,
 ) -> list[str]:
-    """Nodes that left their companions: each new switch continues the old one with which it shares
-    most nodes."""
+    """Lists the nodes that were separated from their neighbours: each new switch continues the
+    old one with which it shares most nodes."""
     old = {node: name for name, nodes in old_switches.items() for node in nodes if node in both}
     new = {node: name for name, nodes in new_switches.items() for node in nodes if node in both}
     shared = Counter((old[node], new[node]) for node in both if node in old and node in new)
@@ -88,10 +97,9 @@ def _moved(
     for node in both:
         old_switch = old.get(node)
         new_switch = new.get(node)
-        if (old_switch is None) != (new_switch is None) or (
-            old_switch is not None and successor.get(old_switch) != new_switch
-        ):
-            groups.setdefault(
-                f"{tier}: moved from {old_switch or 'nowhere'} to {new_switch or 'nowhere'}", []
-            ).append(node)
+        if old_switch is None and new_switch is None:
+            continue
+        if old_switch is None or new_switch is None or successor.get(old_switch) != new_switch:
+            move = f"{tier}: moved from {old_switch or 'nowhere'} to {new_switch or 'nowhere'}"
+            groups.setdefault(move, []).append(node)
     return [f"{label}: {compress(nodes)}" for label, nodes in sorted(groups.items())]

@@ -1,4 +1,4 @@
-"""Slurm's host lists: `n[0-3,7],gpu-[001-002]` <-> names. Pure; a job's nodes are learnt without
+"""Slurm's host lists: `n[0-3,7],gpu-[001-002]` <-> names. Pure; a job learns its nodes without
 calling scontrol."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NUMBERS = re.compile(r"([0-9]+)")
 
 
 def expand(hosts: str) -> list[str]:
-    """Names in the order written. Empty, `(null)` and `None` are no nodes. Anything else odd raises
-    OrchError (65)."""
+    """Returns the names in the order written. Empty, `(null)` and `None` are no nodes. Anything
+    else that is malformed raises OrchError (65)."""
     hosts = hosts.strip()
     if hosts in ("", "(null)", "None", "None assigned"):
         return []
@@ -37,11 +37,11 @@ def expand(hosts: str) -> list[str]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """The shortest-in-practice host list of a set of names: runs of the last number are folded,
-    width kept.
+    """Returns the shortest-in-practice host list of a set of names: runs of the last number are
+    folded, width kept.
 
-    For people and orch's own files; what goes to Slurm is written by `slurm_list`. Each name once,
-    in natural order (n2 before n10).
+    For people and orch's own files; lists for Slurm are written by `slurm_list`. Each name
+    appears once, in natural order (n2 before n10).
     """
     families: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
     elements: list[str] = []
@@ -52,8 +52,8 @@ def compress(names: Iterable[str]) -> str:
         if match is None:
             elements.append(name)
         else:
-            # width belongs to the key only where it is padding: n9 and n10 fold together, n09 and n9 do
-            # not
+            # The width belongs to the key only if the number is padded: n9 and n10 fold together,
+            # n09 and n9 do not.
             prefix, digits, suffix = match.groups()
             padding = len(digits) if digits[0] == "0" and len(digits) > 1 else 0
             families.setdefault((prefix, suffix, padding), []).append((int(digits), len(digits)))
@@ -65,8 +65,8 @@ def compress(names: Iterable[str]) -> str:
 
 
 def slurm_list(names: Iterable[str]) -> str:
-    """A host list that Slurm itself reads, which takes nothing behind a bracket: other names (n03d)
-    stand alone."""
+    """Returns a host list that Slurm itself reads, which allows nothing after a bracket: names
+    such as n03d are listed one by one."""
     distinct = set(names)
     alone = {name for name in distinct if not name[-1:].isdigit()}
     lists = [
@@ -78,16 +78,15 @@ def slurm_list(names: Iterable[str]) -> str:
 
 @lru_cache(maxsize=1 << 15)  # a cluster is sorted by each of its tiers
 def natural_key(name: str) -> tuple[tuple[tuple[int, int | str], ...], int]:
-    """Sort key under which n2 comes before n10, and n9 before n09."""
+    """Returns a sort key under which n2 comes before n10, and n9 before n09."""
     pieces = _NUMBERS.split(name)
-    return tuple(
-        [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces if piece]
-    ), len(name)
+    keys = [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces if piece]
+    return tuple(keys), len(name)
 
 
 def _adopt_full_width(families: dict[tuple[str, str, int], list[tuple[int, int]]]) -> None:
-    """n[001-099] and n100 are one run: an unpadded number as wide as a padded family belongs to
-    it."""
+    """Moves an unpadded number that is as wide as a padded family into that family: n[001-099]
+    and n100 are one run."""
     for prefix, suffix, padding in [key for key in families if key[2]]:
         unpadded = families.pop((prefix, suffix, 0), [])
         families[prefix, suffix, padding] += [item for item in unpadded if item[1] == padding]
@@ -107,7 +106,7 @@ def _fold(key: tuple[str, str, int], numbers: list[int]) -> str:
 
 
 def _split(hosts: str) -> Iterator[str]:
-    """At commas outside brackets."""
+    """Splits at commas outside brackets."""
     depth = 0
     start = 0
     for index, char in enumerate(hosts):

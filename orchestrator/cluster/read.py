@@ -1,4 +1,4 @@
-"""A file of any known format -> topology. The format is recognised by the content."""
+"""Reads a topology from a file of any known format, which is recognised by its content."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ FORMATS = ("orch", "slurm", "slurm-nodes", "kubernetes", "ibnetdiscover")
 
 
 def recognise(content: str) -> str | None:
-    """The format of a text, None when it is none of `FORMATS`."""
+    """Returns the format of a text, None if it is none of `FORMATS`."""
     start = content[: 1 << 16]
     if re.search(r'^\s*"?schema"?\s*:', start, re.M) or '"schema"' in start[:200]:
         return "orch"
-    if start.lstrip().startswith("{") and re.search(
-        r'"kind"\s*:\s*"(Node)?List"|"metadata"', start
-    ):
+    is_object = start.lstrip().startswith("{")
+    if is_object and re.search(r'"kind"\s*:\s*"(Node)?List"|"metadata"', start):
         return "kubernetes"
     if re.search(r"^NodeName=", start, re.M) or re.search(r'\A\s*\{.*"nodes"\s*:', start, re.S):
         return "slurm-nodes"
@@ -40,7 +39,8 @@ def recognise(content: str) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """A file's text. Raises OrchError (65) when it is not there, not text or too large."""
+    """Reads a file's text. Raises OrchError (65) if it does not exist, is not text or is too
+    large."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise OrchError(
@@ -59,14 +59,13 @@ def parse(
     name: str | None = None,
     profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
-    """Text of any of `FORMATS`. `name`: which of several topologies; `profile`: of Kubernetes
-    labels."""
+    """Parses text of any of `FORMATS`. `name`: which of several topologies; `profile`: the
+    profile of Kubernetes labels."""
     format = format or recognise(content)
     if format is None:
         formats = ", ".join(FORMATS)
-        raise OrchError(
-            f"not a topology of a known form ({formats}); `--format` says which it is", Exit.CONFIG
-        )
+        problem = f"not a topology of a known form ({formats})"
+        raise OrchError(f"{problem}; `--format` says which it is", Exit.CONFIG)
     if format not in FORMATS:
         raise OrchError(f"no format {format!r}; {did_you_mean(format, FORMATS)}", Exit.CONFIG)
     if format == "orch":
@@ -88,7 +87,7 @@ def read(
     name: str | None = None,
     profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
-    """A file. Raises OrchError (65) whose line begins with the file's name."""
+    """Reads a file. Raises OrchError (65) whose line begins with the file's name."""
     content = read_text(path)
     try:
         return parse(content, format, name, profile)
@@ -97,10 +96,10 @@ def read(
 
 
 def merge(views: list[Topology]) -> Topology:
-    """Several views of the same nodes: switches of one, machines of another. The later one wins on
-    a machine.
+    """Merges several views of the same nodes: switches of one, machines of another. For a machine
+    the later view wins.
 
-    Raises OrchError (65) when two of them name switches.
+    Raises OrchError (65) if two of them name switches.
     """
     switched = [view for view in views if view.tiers]
     if len(switched) > 1:

@@ -1,9 +1,9 @@
 """`python -m orchestrator.drill.node_command`: injects one fault on the node where it runs.
 
 `orch drill` starts it there by the means that a cluster gives the run's owner: a step of the job
-(Slurm), exec into the pod (Kubernetes). It prints one line, the time of the injection or why there
-was none, waits until its standard input is closed or `--limit-s` have passed, and undoes the fault.
-So nothing stays broken when whoever started it is gone.
+(Slurm), exec into the pod (Kubernetes). It prints one line, the time of the injection or why
+there was none, waits until its standard input is closed or `--limit-s` have passed, and undoes
+the fault. So nothing stays broken after its caller is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .node_faults import NodeProcesses, no_undo
 
 
 class Reply(Frozen):
-    """The line that it prints."""
+    """The line that the command prints."""
 
     exit: int = 0
     problem: str = ""
@@ -41,7 +41,7 @@ class Reply(Frozen):
 def arguments(
     folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float
 ) -> list[str]:
-    """Its command line after `python -P`."""
+    """Returns the command line after `python -P`."""
     options = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
     options |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
     return [
@@ -52,14 +52,12 @@ def arguments(
 
 
 def injected_at(line: bytes) -> float:
-    """Unix seconds of the injection, from the line that it prints. OrchError when there was
-    none."""
+    """Returns Unix seconds of the injection, from the printed line. OrchError if there was none."""
     try:
         answer = msgspec.json.decode(line, type=Reply)
     except UNREADABLE:
-        raise OrchError(
-            f"the node's answer cannot be read: {line[:200]!r}", Exit.CAPACITY
-        ) from None
+        problem = f"the node's answer cannot be read: {line[:200]!r}"
+        raise OrchError(problem, Exit.CAPACITY) from None
     if answer.problem:
         raise OrchError(answer.problem, Exit(answer.exit))
     return answer.at
@@ -88,26 +86,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_allowed(folder: RunFolder) -> None:
-    """OrchError (78) for a run that was not submitted to be drilled."""
+    """Raises OrchError (78) for a run that was submitted without permission for drills."""
     if not read_request(folder).policy.allow_drills:
         raise OrchError("the run was submitted without backend.allow_drills=true", Exit.SECURITY)
 
 
 def agent_of(folder: RunFolder, pid: int) -> Identity:
-    """The agent of this run that has that pid here. OrchError (76) when it has ended, or another
-    process has it."""
+    """Returns the agent of this run that has that pid here. OrchError (76) if it has ended, or
+    another process has the pid."""
     process = identity(pid)
     try:
         argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         argv = []
-    belongs_to_run = pid == 1 or os.fsencode(folder.path) in argv  # a pod is of one run
+    belongs_to_run = pid == 1 or os.fsencode(folder.path) in argv  # a pod runs one run only
     if (
         process is None
         or not belongs_to_run
         or not any(argument.startswith(b"orchestrator.") for argument in argv)
     ):
-        raise OrchError(f"process {pid} is no agent of run {folder.run_id}", Exit.CAPACITY)
+        raise OrchError(f"process {pid} is not an agent of run {folder.run_id}", Exit.CAPACITY)
     return process
 
 

@@ -1,7 +1,7 @@
-"""Faults of the processes of one node of a run: its agent, and what descends from that. On the
-machine where they are.
+"""Injects faults into the processes of one node of a run: its agent, and the agent's descendants.
+Runs on that node.
 
-Who may signal them may do this and nobody else, so it needs no door into the run.
+Only users who may signal these processes can do this, so the run needs no interface for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from orchestrator.run.folder import NO_ROOM, RunFolder
 from orchestrator.run.processes import Identity, descendants, identity, is_alive, send_signal
 
 _RANK_NAME = "orch-rank-"
-DUTY_S = (
-    0.02,
-    0.01,
-)  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four
-_SMALL_DISK = 1 << 30  # bytes; a larger one is not filled on purpose
+#: A slow worker's period, and how much of it the worker is stopped: short enough that every step
+#: is slow, not one of several.
+DUTY_S = (0.02, 0.01)
+_SMALL_DISK = 1 << 30  # bytes; a larger disk is never filled on purpose
 
 
 class NodeProcesses:
@@ -37,11 +36,12 @@ class NodeProcesses:
         self._agent = agent
 
     def inject(self, fault: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        """Inject it; returns what undoes it. A process that has ended meanwhile is no error."""
+        """Injects the fault and returns what undoes it. A process that has ended in the meantime
+        is not an error."""
         return getattr(self, f"_{fault}")(rank, for_s, pick)
 
     def _everything(self) -> list[Identity]:
-        """The agent first."""
+        """Returns the agent and its descendants, the agent first."""
         return [self._agent, *filter(None, map(identity, descendants(self._agent.pid)))]
 
     def _worker(self, rank: int) -> Identity:
@@ -51,8 +51,8 @@ class NodeProcesses:
         return worker
 
     def _workers(self) -> dict[int, Identity]:
-        """By rank. What a worker starts has its name or its variables too (compilers, loaders of
-        data): the eldest is the worker."""
+        """Returns the workers by rank. The processes that a worker starts (compilers, data
+        loaders) have its name or its variables too: the eldest is the worker."""
         workers: dict[int, Identity] = {}
         for process in sorted(self._everything()[1:], key=lambda process: process.started):
             rank = _rank_of(process.pid)
@@ -114,9 +114,9 @@ class NodeProcesses:
         return kill_rest
 
     def _disk_full(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        """Checkpoints on a small filesystem of their own: it is filled, for all that write there
-        (ENOSPC). Else no file of these workers may grow, and no other's (RLIMIT_FSIZE: EFBIG).
-        """
+        """Fills the disk of the checkpoints if it is a small filesystem of their own, for all
+        that write to it (ENOSPC). Else it stops the files of these workers, and of no others,
+        from growing (RLIMIT_FSIZE: EFBIG)."""
         folder = checkpoints_of(self._folder)
         if is_small_disk(folder, self._folder.path):
             return fill(folder)
@@ -149,23 +149,20 @@ def checkpoints_of(folder: RunFolder) -> Path:
 
 
 def saves(folder: RunFolder) -> list[Path]:
-    """Committed ones, oldest first."""
+    """Returns the committed checkpoints, oldest first."""
     folders = checkpoints_of(folder).glob("step-????????")
     return sorted(path for path in folders if (path / "manifest.json").is_file())
 
 
 def check_two_saves(folder: RunFolder) -> None:
-    """OrchError (64) where a damaged checkpoint would be the only one."""
+    """Raises OrchError (64) if a damaged checkpoint would be the only one."""
     if len(saves(folder)) < 2:
-        problem = (
-            "bit_flip damages the newest checkpoint, and there are not two yet: nothing could be"
-            " resumed"
-        )
-        raise OrchError(problem, Exit.USAGE)
+        problem = "bit_flip damages the newest checkpoint, and there are not two yet"
+        raise OrchError(f"{problem}: nothing could be resumed", Exit.USAGE)
 
 
 def flip_bit(checkpoint: Path, draw: random.Random) -> tuple[Path, int]:
-    """Turn over one bit of one file of a checkpoint; (file, number of the bit)."""
+    """Flips one bit of one file of a checkpoint and returns (file, number of the bit)."""
     path = draw.choice(sorted(checkpoint.glob("*.safetensors")))
     bit = draw.randrange(8 * path.stat().st_size)
     with path.open("r+b") as file:
@@ -179,19 +176,18 @@ def flip_bit(checkpoint: Path, draw: random.Random) -> tuple[Path, int]:
 
 
 def is_small_disk(folder: Path, run: Path) -> bool:
-    """Whether a folder lies on another filesystem than the run, one that may be filled."""
+    """Tells whether a folder is on another filesystem than the run, and on one that may be
+    filled."""
     with contextlib.suppress(OSError):
         filesystem = os.statvfs(folder)
-        return (
-            folder.stat().st_dev != run.stat().st_dev
-            and filesystem.f_blocks * filesystem.f_frsize <= _SMALL_DISK
-        )
+        is_small = filesystem.f_blocks * filesystem.f_frsize <= _SMALL_DISK
+        return folder.stat().st_dev != run.stat().st_dev and is_small
     return False
 
 
 def fill(folder: Path) -> Callable[[], None]:
-    """Take all room that is left on a folder's filesystem, with a file that has no name: it goes
-    with this process."""
+    """Takes all free space of a folder's filesystem, with an unnamed file: it disappears with
+    this process."""
     fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     size = 0
     piece = 1 << 24
@@ -218,8 +214,7 @@ def fill(folder: Path) -> Callable[[], None]:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank that a process says it is: by its name where it was forked, else by its
-    environment."""
+    """Returns the rank of a process: by its name if it was forked, else by its environment."""
     with contextlib.suppress(OSError, ValueError):
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         if name.startswith(_RANK_NAME):
@@ -227,11 +222,8 @@ def _rank_of(pid: int) -> int | None:
         variables = dict(_variables(Path(f"/proc/{pid}/environ").read_bytes()))
         parent = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         parent_variables = dict(_variables(Path(f"/proc/{parent}/environ").read_bytes()))
-        if (
-            b"RANK" in variables
-            and b"ORCH_EPOCH" in variables
-            and parent_variables.get(b"RANK") != variables[b"RANK"]
-        ):
+        is_worker = b"RANK" in variables and b"ORCH_EPOCH" in variables
+        if is_worker and parent_variables.get(b"RANK") != variables[b"RANK"]:
             return int(variables[b"RANK"])
     return None
 
@@ -254,4 +246,4 @@ def _continue(processes: list[Identity]) -> None:
 
 
 def no_undo() -> None:
-    """There is nothing to undo."""
+    """Does nothing: the fault needs no undoing."""

@@ -1,8 +1,8 @@
-"""Kubernetes nodes -> topology, through profiles of labels. Pure; `kubectl get nodes -o json` is
-the input.
+"""Reads a topology from Kubernetes nodes, through profiles of labels. Pure; the input is `kubectl
+get nodes -o json`.
 
 Profiles are data (`profiles.yaml` in this folder, or an ordered list of labels from the command
-line): vendors rename their labels, so none of them is known to the code.
+line): vendors rename their labels, so the code knows none of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GPU = "nvidia.com/gpu"
 NICS = ("rdma/ib", "rdma/hca_shared_devices_a", "nvidia.com/mlnxnics", "vpc.amazonaws.com/efa")
 PRODUCT = "nvidia.com/gpu.product"
 CARDS = "nvidia.com/gpu.count"
-#: Labels that say how a GPU is shared -> values with which it is not. Sources:
+#: Labels that describe how a GPU is shared -> values that mean that it is not. Sources:
 #: NVIDIA/k8s-device-plugin docs/gpu-feature-discovery ; GKE "Share GPUs with multiple workloads".
 _SHARING = {
     "nvidia.com/gpu.replicas": ("0", "1"),
@@ -89,7 +89,7 @@ class NodeList(Struct, frozen=True):
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """The shipped profiles, in the order in which they are tried."""
+    """Returns the shipped profiles, in the order in which they are tried."""
     path = Path(__file__).with_name("profiles.yaml")
     return _yaml(path.read_text(encoding="utf-8"))
 
@@ -101,8 +101,8 @@ def _yaml(content: str) -> dict[str, Profile]:
 
 
 def profile_of(levels: str) -> Profile:
-    """A profile from the command line: `zone=topology.kubernetes.io/zone,rack=example.org/rack`,
-    coarse to fine."""
+    """Parses a profile from the command line:
+    `zone=topology.kubernetes.io/zone,rack=example.org/rack`, coarse to fine."""
     labels: dict[str, list[str]] = {}
     for assignment in levels.split(","):
         name, equals, label = assignment.partition("=")
@@ -117,10 +117,10 @@ def profile_of(levels: str) -> Profile:
 
 
 def parse_nodes(content: str, profile: str | Profile = "auto") -> Topology:
-    """`kubectl get nodes -o json` through a profile: a name, one of your own, or `auto` = the one
-    that says most.
+    """Parses `kubectl get nodes -o json` through a profile: a name, one of your own, or `auto` =
+    the most specific one.
 
-    Raises OrchError (65) naming the node where labels contradict each other.
+    Raises OrchError (65) with the node whose labels contradict each other.
     """
     try:
         nodes = msgspec.json.decode(content.encode(), type=NodeList).items
@@ -130,14 +130,14 @@ def parse_nodes(content: str, profile: str | Profile = "auto") -> Topology:
 
 
 def gpu_nodes(nodes: Sequence[Node], gpu: str = "") -> list[Node]:
-    """Those that have the resource `gpu` ("": any that is called `.../gpu`); all of them where none
-    has it."""
+    """Returns the nodes that have the resource `gpu` ("": any that is called `.../gpu`); all of
+    them if none has it."""
     return [node for node in nodes if _gpus(node, gpu)] or list(nodes)
 
 
 def pick_profile(nodes: Sequence[Node], profile: str | Profile = "auto") -> Profile:
-    """The profile of that name; of `auto` the one that says most of these nodes. OrchError (65) for
-    an unknown name."""
+    """Returns the profile of that name; for `auto` the most specific one for these nodes.
+    OrchError (65) for an unknown name."""
     if not isinstance(profile, str):
         return profile
     shipped = profiles()
@@ -147,10 +147,10 @@ def pick_profile(nodes: Sequence[Node], profile: str | Profile = "auto") -> Prof
 
 
 def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
-    """Level -> the label by which pods can ask for its switches: one that all nodes that know the
-    level carry.
+    """Maps each level to the label by which pods can ask for its switches: one that all nodes with
+    a value for the level carry.
 
-    Regions and zones are no switches: whoever is kept in one may go anywhere.
+    Regions and zones are not switches: a pod that is kept in one may still run anywhere in it.
     """
     labels: dict[str, str] = {}
     for name, keys in profile.levels.items():
@@ -167,27 +167,16 @@ def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
 
 
 def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = "") -> Topology:
-    """As `parse_nodes`, of nodes that have been read. Only those with GPUs stand under switches, if
-    any has some.
+    """Builds the topology of nodes that have been read. Only those with GPUs are placed under
+    switches, if any has some.
 
-    A node that does not know its switch stands alone: nobody can say who is beside it.
+    A node without a label for its switch is a group of its own, because its neighbours are
+    unknown.
     """
-    names: set[str] = set()
-    for index, node in enumerate(nodes):
-        if node.metadata.name in names:
-            raise bad(WHERE, f"items[{index}]: node {node.metadata.name} stands there twice")
-        names.add(node.metadata.name)
-    if not nodes:
-        raise bad(WHERE, "there are none")
+    _check_names(nodes)
     workers = gpu_nodes(nodes, gpu)
     profile = pick_profile(workers, profile)
-    machines = {node.metadata.name: _machine(node, gpu) for node in nodes}
-    if any(machine.gpus for machine in machines.values()):
-        no_gpus = {"free": False, "reason": "no GPUs"}
-        machines = {
-            n: m if m.gpus or m.reason else structs.replace(m, **no_gpus)
-            for n, m in machines.items()
-        }
+    machines = _machines(nodes, gpu)
     if profile.annotation:
         return _annotated(workers, profile.annotation, machines)
     used = {
@@ -196,26 +185,53 @@ def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = ""
         if any(_value(node, keys) for node in workers)
     }
     paths = _paths(workers, list(used.values()), profile.domain)
+    kind, tiers = from_paths(paths, used)
+    tiers = tuple(tier for tier in tiers if any(len(nodes) > 1 for nodes in tier.switches.values()))
+    if not tiers:
+        kind = "flat"
+    domains = _shared_domains(nodes, profile)
+    return check(Topology(kind, tiers, domains=domains, machines=machines), WHERE)
+
+
+def _check_names(nodes: list[Node]) -> None:
+    """Raises OrchError (65) if there are no nodes, or two of one name."""
+    names: set[str] = set()
+    for index, node in enumerate(nodes):
+        if node.metadata.name in names:
+            raise bad(WHERE, f"items[{index}]: duplicate node {node.metadata.name}")
+        names.add(node.metadata.name)
+    if not nodes:
+        raise bad(WHERE, "there are none")
+
+
+def _machines(nodes: list[Node], gpu: str) -> dict[str, Machine]:
+    """Returns the machine of each node. If some have GPUs, those without any cannot take a job."""
+    machines = {node.metadata.name: _machine(node, gpu) for node in nodes}
+    if not any(machine.gpus for machine in machines.values()):
+        return machines
+    for name, machine in machines.items():
+        if not machine.gpus and not machine.reason:
+            machines[name] = structs.replace(machine, free=False, reason="no GPUs")
+    return machines
+
+
+def _shared_domains(nodes: list[Node], profile: Profile) -> dict[str, tuple[str, ...]]:
+    """Returns the NVLink domains that have several nodes."""
     domains: dict[str, list[str]] = {}
     for node in nodes:
         if value := _value(node, profile.domain):
             domains.setdefault(value, []).append(node.metadata.name)
-    kind, tiers = from_paths(paths, used)
-    tiers = tuple(tier for tier in tiers if any(len(nodes) > 1 for nodes in tier.switches.values()))
-    shared_domains = {name: tuple(members) for name, members in domains.items() if len(members) > 1}
-    return check(
-        Topology(kind if tiers else "flat", tiers, domains=shared_domains, machines=machines), WHERE
-    )
+    return {name: tuple(members) for name, members in domains.items() if len(members) > 1}
 
 
 def _paths(
     nodes: Sequence[Node], levels: Sequence[list[str]], domain: list[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Each node's switches, coarse to fine; nodes without any label have none.
+    """Returns each node's switches, coarse to fine; nodes without any label have none.
 
-    A switch that a node does not name is the one above its own next finer switch, or above its
-    NVLink domain, as other nodes know it. Else it is called by what is below it, with a `/`, which
-    no label's value has.
+    A switch that a node does not name is the one that other nodes have above the same next finer
+    switch, or above the same NVLink domain. Failing that, it is named after what is below it,
+    with a `/`, which no label's value contains.
     """
     label_values = {
         node.metadata.name: [_value(node, keys) for keys in (*levels, domain)] for node in nodes
@@ -239,9 +255,9 @@ def _paths(
 
 
 def _best(nodes: Sequence[Node]) -> str:
-    """The profile that says most: labels of a network before NVLink domains, and these before
-    zones, which every cloud has; then the one on most nodes, then the one with more levels; ties go
-    to the earlier one."""
+    """Returns the most specific profile: labels of a network before NVLink domains, and these
+    before zones, which every cloud has; then the one on most nodes, then the one with more
+    levels; ties go to the earlier one."""
 
     def score(item: tuple[str, Profile]) -> tuple[int, int, int]:
         name, profile = item
@@ -250,7 +266,10 @@ def _best(nodes: Sequence[Node]) -> str:
             return 2 * (count > 0), count, 1
         keys = list(profile.levels.values())
         count = sum(any(_value(node, key) for key in keys or [profile.domain]) for node in nodes)
-        kind = 0 if name == "generic" or not count else 2 if keys else 1
+        if name == "generic" or not count:
+            kind = 0
+        else:
+            kind = 2 if keys else 1
         return kind, count, sum(any(_value(node, key) for node in nodes) for key in keys)
 
     return max(profiles().items(), key=score)[0]
@@ -258,15 +277,15 @@ def _best(nodes: Sequence[Node]) -> str:
 
 def _value(node: Node, keys: list[str]) -> str:
     labels = node.metadata.labels
-    for key in keys:  # a thousand nodes are asked for each of their levels
+    for key in keys:  # a plain loop, because it runs for each level of thousands of nodes
         if value := labels.get(key):
             return value
     return ""
 
 
 def _annotated(nodes: list[Node], key: str, machines: dict[str, Machine]) -> Topology:
-    """Slinky's annotation: `topology:switch[:switch...]`, several separated by commas. A tree, else
-    blocks."""
+    """Reads Slinky's annotation: `topology:switch[:switch...]`, several separated by commas. A
+    tree, else blocks."""
     paths_by_topology: dict[str, dict[str, tuple[str, ...]]] = {}
     for node in nodes:
         for address in filter(None, node.metadata.annotations.get(key, "").split(",")):
@@ -298,8 +317,8 @@ def _gpus(node: Node, gpu: str) -> int:
 
 
 def why_not_whole(node: Node) -> str:
-    """Why what the node advertises as GPUs are not whole ones; "" when they are, or nobody says
-    otherwise.
+    """Returns why the GPUs that the node advertises are not whole ones; "" if they are, or nothing
+    indicates otherwise.
 
     Two ranks on one card end in NCCL's "duplicate GPU", or in half the speed and memory.
     """
@@ -317,7 +336,7 @@ def why_not_whole(node: Node) -> str:
 
 
 def _cards(node: Node, gpu: str) -> int:
-    """GPUs of a node as it advertises them, and no more than it has."""
+    """Returns the GPUs of a node as it advertises them, but no more than it has."""
     advertised = _gpus(node, gpu)
     cards = _count(node.metadata.labels.get(CARDS))
     return min(advertised, cards) if cards and why_not_whole(node) else advertised
@@ -335,8 +354,12 @@ def _machine(node: Node, gpu: str) -> Machine:
         for t in spec.taints
         if t.effect in ("NoSchedule", "NoExecute") and t.key not in gpu_taints
     ]
-    reason = "cordoned" if spec.unschedulable else "" if ready == "True" else "not ready"
-    reason = reason or why_not_whole(node)
+    if spec.unschedulable:
+        reason = "cordoned"
+    elif ready != "True":
+        reason = "not ready"
+    else:
+        reason = why_not_whole(node)
     return Machine(
         gpus=_cards(node, gpu),
         gpu=node.metadata.labels.get(PRODUCT, ""),

@@ -16,6 +16,7 @@ from orchestrator.config import bounded_yaml
 from orchestrator.errors import OrchError
 
 WHERE = "Slurm topology"
+_NamedRecords = dict[str, tuple[int, dict[str, str]]]  # name -> its line and `Key=value` pairs
 _SWITCH = "SwitchName"
 _BLOCK = "BlockName"
 _RING = "RingName"
@@ -27,24 +28,21 @@ _KEYS = {
 
 
 def parse_topology(content: str, name: str | None = None) -> Topology:
-    """Any of the three spellings. An empty text, or Slurm's "no topology" messages, is flat.
+    """Parses any of the three spellings. An empty text, or Slurm's "no topology" messages, is flat.
 
     Raises OrchError (65) with one line that names the line of the text.
     """
     if re.search(r"^\s*-?\s*(topology|tree|block|flat)\s*:", content, re.M):
         return parse_yaml(content, name)
-    records: dict[str, dict[str, tuple[int, dict[str, str]]]] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
+    records: dict[str, _NamedRecords] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
     sizes = ""
-    names = 0
     for line, record in _records(content):
         sizes = sizes or record.get("BlockSizes", "") or record.get("BlockSize", "")
         for kind, named in records.items():
             if kind in record:
                 if record[kind] in named:
-                    raise _bad(
-                        f"line {line}: {kind}={record[kind]} stands on line"
-                        f" {named[record[kind]][0]} already"
-                    )
+                    first = named[record[kind]][0]
+                    raise _bad(f"line {line}: {kind}={record[kind]} is already on line {first}")
                 named[record[kind]] = line, record
     used = [kind for kind, named in records.items() if named]
     if len(used) > 1:
@@ -52,25 +50,32 @@ def parse_topology(content: str, name: str | None = None) -> Topology:
         raise _bad(f"line {line}: it mixes {used[0]} and {used[1]} lines")
     if not used:
         return FLAT
-    lists = {}
-    for key, (line, record) in records[used[0]].items():
+    members = _expanded(records[used[0]])
+    if used[0] == _SWITCH:
+        return tree(members, WHERE)
+    blocks = {key: nodes for key, (_, nodes) in members.items()}
+    block_sizes = re.findall(r"[0-9]{1,9}", sizes) if used[0] == _BLOCK else []
+    return _blocks(blocks, [int(size) for size in block_sizes])
+
+
+def _expanded(records: _NamedRecords) -> dict[str, tuple[list[str], list[str]]]:
+    """Returns the child switches and the nodes of each record."""
+    members = {}
+    names = 0
+    for key, (line, record) in records.items():
         try:
-            lists[key] = expand(record.get("Switches", "")), expand(record.get("Nodes", ""))
+            members[key] = expand(record.get("Switches", "")), expand(record.get("Nodes", ""))
         except OrchError as error:
             raise _bad(f"line {line}: {error.message}") from None
-        names += len(lists[key][1])
+        names += len(members[key][1])
         if names > 16 * MAX_NAMES:  # scontrol repeats nodes on every level
             raise _bad(f"line {line}: more than {16 * MAX_NAMES} nodes")
-    if used[0] == _SWITCH:
-        return tree(lists, WHERE)
-    blocks = {key: nodes for key, (_, nodes) in lists.items()}
-    return _blocks(
-        blocks, [int(s) for s in re.findall(r"[0-9]{1,9}", sizes)] if used[0] == _BLOCK else []
-    )
+    return members
 
 
 def parse_yaml(content: str, name: str | None = None) -> Topology:
-    """`topology.yaml`: the topology called `name`, else the cluster's default, else the first."""
+    """Parses `topology.yaml`: the topology called `name`, else the cluster's default, else the
+    first."""
     import yaml
 
     try:
@@ -107,11 +112,11 @@ def parse_yaml(content: str, name: str | None = None) -> Topology:
 
 
 def from_addresses(addresses: Mapping[str, str]) -> Topology:
-    """From each node's own SLURM_TOPOLOGY_ADDR (`spine.leaf0.n2`, top first): what tasks know
-    without scontrol.
+    """Builds a topology from each node's own SLURM_TOPOLOGY_ADDR (`spine.leaf0.n2`, top first),
+    which tasks know without scontrol.
 
-    A node whose address is its bare name stands alone. Several names at one place (`leafA,leafB`,
-    multi-path trees) are one switch of that compound name.
+    A node whose address is its bare name is a group of its own. Several names at one place
+    (`leafA,leafB`, multi-path trees) are one switch of that compound name.
     """
     paths = {
         node: address.split(".")[:-1] if address != node else []
@@ -134,7 +139,7 @@ def from_addresses(addresses: Mapping[str, str]) -> Topology:
 
 
 def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
-    """Base blocks, and one tier for each further size of BlockSizes: that many nodes' worth of
+    """Returns base blocks, and one tier for each further size of BlockSizes: that many nodes of
     consecutive blocks."""
     owner: dict[str, str] = {}
     for name, nodes in blocks.items():
@@ -162,8 +167,8 @@ def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
 
 
 def _records(content: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, `Key=value` words) of each line; a value has no blanks. Comments and continuations as
-    in slurm.conf."""
+    """Yields (line, `Key=value` pairs) of each line; a value has no blanks. Comments and
+    continuations are those of slurm.conf."""
     lines = iter(enumerate(content.splitlines(), 1))
     for number, line in lines:
         while line.endswith("\\"):
@@ -184,7 +189,7 @@ def _rows(section: Any, key: str, label: str) -> dict[str, dict[str, Any]]:
         if not isinstance(name, str):
             raise _bad(f"topology.yaml: {key}[{index}] lacks {label!r}")
         if name in rows_by_name:
-            raise _bad(f"topology.yaml: {key}[{index}]: {name} stands there twice")
+            raise _bad(f"topology.yaml: {key}[{index}]: duplicate name {name}")
         rows_by_name[name] = row
     return rows_by_name
 

@@ -1,8 +1,8 @@
-"""What `scontrol show nodes` says of each node, and which nodes are really free. Pure.
+"""Reads the output of `scontrol show nodes`, and which nodes are really free. Pure.
 
-Text (`scontrol -o show nodes -d`, every Slurm since 22.05) and JSON (`scontrol show nodes --json`,
-23.02 and later) give the same values; the text form is the one asked for, because the JSON form
-changes between versions.
+Text (`scontrol -o show nodes -d`, every Slurm since 22.05) and JSON (`scontrol show nodes
+--json`, 23.02 and later) give the same values; orch asks for the text form, because the JSON
+form changes between versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.exits import Exit
 
-#: One character a flag, as `sinfo` and scontrol's short states write them behind the base state.
+#: One character per flag, as `sinfo` and scontrol's short states write them after the base state.
 _MARKS = {
     "*": "NOT_RESPONDING",
     "~": "POWERED_DOWN",
@@ -74,10 +74,10 @@ _AFTER_REASON = re.compile(r" (?:Comment|Extra)=")
 class Node(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     states: frozenset[str]  # Slurm's words: a base state and flags
-    gpus: int  # whole ones of the first type
-    gpus_used: int  # of all types, slices too
-    gpu_type: str  # "" where the site does not type its GPUs
-    other_gpus: tuple[GpuCount, ...] = ()  # whole ones of further types
+    gpus: int  # whole GPUs of the first type
+    gpus_used: int  # GPUs of all types, slices too
+    gpu_type: str  # "" if the site does not type its GPUs
+    other_gpus: tuple[GpuCount, ...] = ()  # whole GPUs of further types
     sliced: bool = False  # some of its GPUs are offered as slices only
     cpus: int
     memory_mib: int
@@ -87,27 +87,27 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def free(self) -> bool:
-        """Idle as a whole, and allowed to take a job."""
+        """Tells whether the node is idle as a whole, and allowed to take a job."""
         return "IDLE" in self.states and self.states <= _HARMLESS and not self.gpus_used
 
     @property
     def usable(self) -> bool:
-        """Not out of service; a busy node is usable later."""
+        """Tells whether the node is in service; a busy node is usable later."""
         base = {"IDLE", "MIXED", "ALLOCATED", "COMPLETING", "RESERVED"}
         return bool(self.states & base) and self.states <= _HARMLESS | base
 
     @property
     def state(self) -> str:
-        """One readable word group, base state first: `IDLE+DRAIN`."""
+        """Returns one readable group of words, base state first: `IDLE+DRAIN`."""
         bases = ("IDLE", "MIXED", "ALLOCATED", "DOWN", "ERROR", "FUTURE", "UNKNOWN")
         return "+".join(sorted(self.states, key=lambda state: (state not in bases, state)))
 
 
 def machines(nodes: Iterable[Node], idle: bool = False) -> dict[str, Machine]:
-    """What is known of the nodes. Free is one that is not out of service, with `idle` one that is
+    """Returns what is known of the nodes. A node is free if it is in service, with `idle` if it is
     idle as a whole.
 
-    Where some nodes have whole GPUs, those without any are not for a job.
+    If some nodes have whole GPUs, those without any cannot take a job.
     """
     nodes = list(nodes)
     some_have_gpus = any(node.gpus for node in nodes)
@@ -131,7 +131,7 @@ def _machine(node: Node, idle: bool, some_have_gpus: bool) -> Machine:
 
 
 def parse_state(states_word: str) -> frozenset[str]:
-    """`IDLE+DRAIN`, `idle*`, `mixed-` or `DOWN*+DRAIN` as a set of full words."""
+    """Parses `IDLE+DRAIN`, `idle*`, `mixed-` or `DOWN*+DRAIN` into a set of full words."""
     states: set[str] = set()
     for state in states_word.split("+"):
         bare = state.rstrip("".join(_MARKS))
@@ -142,9 +142,10 @@ def parse_state(states_word: str) -> frozenset[str]:
 
 
 def parse_nodes(content: str) -> list[Node]:
-    """Nodes of `scontrol show nodes` in any of its forms: one line a node, indented blocks, JSON.
+    """Parses nodes of `scontrol show nodes` in any of its forms: one line per node, indented
+    blocks, JSON.
 
-    Raises OrchError (65) when not one node is found, or when a node lacks its name or state.
+    Raises OrchError (65) if there is no node, or if a node lacks its name or state.
     """
     stripped = content.lstrip()
     nodes = (
@@ -160,7 +161,7 @@ def parse_nodes(content: str) -> list[Node]:
 def select(
     nodes: Iterable[Node], partition: str | None = None, constraint: str | None = None
 ) -> list[Node]:
-    """Nodes of a partition that have all features of a plain `a&b` constraint.
+    """Returns the nodes of a partition that have all features of a plain `a&b` constraint.
 
     A constraint with other operators is left to Slurm: it does not narrow the list here.
     """
@@ -175,15 +176,15 @@ def select(
 
 
 def _blocks(content: str) -> Iterable[str]:
-    """Each node's fields on one line, whatever the form."""
+    """Yields each node's fields on one line, whatever the form."""
     for block in re.split(r"(?:^|\n)(?=NodeName=)", content):
         if block.strip():
             yield " ".join(line.strip() for line in block.splitlines())
 
 
 def _fields(block: str) -> dict[str, str]:
-    """The wanted `Key=value` pairs. None of their values holds a blank; Reason, which is last, may
-    hold anything."""
+    """Returns the wanted `Key=value` pairs. None of their values contains a blank; Reason, which
+    is last, may contain anything."""
     block, _, reason = block.partition(" Reason=")
     fields = {"Reason": _AFTER_REASON.split(reason, 1)[0].strip()}
     for pair in block.split():
@@ -213,8 +214,8 @@ def _from_text(block: str) -> Node:
 
 
 class _JsonNode(msgspec.Struct):
-    """The keys that all versions with `--json` share; lists became lists in 23.11, so both
-    spellings are taken."""
+    """The keys that all versions with `--json` share; some became lists in 23.11, so both
+    spellings are accepted."""
 
     name: str
     state: list[str] | str
@@ -258,11 +259,11 @@ def _from_json(content: str) -> list[Node]:
 
 
 def parse_gres(gres: str) -> dict[str, int]:
-    """`gpu:h100:8(S:0-1),gpu:3090:2,nic:2` -> {"h100": 8, "3090": 2}; "" is the type of GPUs
-    without one.
+    """Parses `gpu:h100:8(S:0-1),gpu:3090:2,nic:2` into {"h100": 8, "3090": 2}; "" is the type of
+    GPUs without one.
 
-    A GRES is name[:type][:no_consume][:count][(...)]. The last number is the count, so a type may
-    be a number, too.
+    A GRES is name[:type][:no_consume][:count][(...)]. The last number is the count, so a type
+    may be a number, too.
     """
     counts: dict[str, int] = {}
     for entry in _IN_BRACKETS.sub("", gres).split(","):
@@ -276,7 +277,7 @@ def parse_gres(gres: str) -> dict[str, int]:
 
 
 def _node(gpus: dict[str, int], **values: Any) -> Node:
-    """A node with its whole GPUs told apart by type."""
+    """Returns a node with its whole GPUs separated by type."""
     whole_gpus = [GpuCount(count, kind) for kind, count in gpus.items() if not _SLICE.search(kind)]
     first = whole_gpus[0] if whole_gpus else GpuCount(0, "")
     sliced = len(whole_gpus) < len(gpus)
@@ -294,8 +295,8 @@ def _total(gpus: dict[str, int]) -> int:
 
 
 def _tres_gpus(tres: str) -> int:
-    """GPUs in use by `AllocTRES`: the total, else the sum over the types, as sites track the one or
-    the other."""
+    """Returns the GPUs in use by `AllocTRES`: the total, else the sum over the types, because
+    sites track one or the other."""
     match = re.search(r"(?:^|,)gres/gpu=([0-9]+)", tres)
     return (
         int(match[1])
