@@ -50,9 +50,8 @@ class Case:
     pods: int
     queue: str | None = None
     own_rates: bool = False
-    controlled: bool = (
-        False  # submitted to charts/orch-controller's controller, which runs here, too
-    )
+    # submitted to charts/orch-controller's controller, which runs here, too
+    controlled: bool = False
 
 
 CASES = (

@@ -69,9 +69,8 @@ FOR_S = {"notice": 2.0, "slow_worker": 4.0, "disk_full": 6.0}
 LASTS_S = 5.0
 SLOW_S = 20.0
 DISK = "size=256m"  # of the trainer's checkpoints
-WHOLE_S = (
-    600.0  # until a run is whole, which is not measured: a busy machine imports torch for minutes
-)
+# until a run is whole, which is not measured: a busy machine imports torch for minutes
+WHOLE_S = 600.0
 BACK_S = 0.2
 TRAINER_BACK_S = 5.0  # after which a lost node is there again, and, with the trainer, imports torch
 

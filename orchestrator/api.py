@@ -158,7 +158,7 @@ def submit_job(
     """
     import warnings
 
-    from orchestrator.run.left_out import said_of
+    from orchestrator.run.left_out import describe_left_out
     from orchestrator.submit.submission import names_model
 
     settings: dict[str, Any] = {
@@ -171,7 +171,7 @@ def submit_job(
     options = options_from_here(**settings, after=tuple(after), program=program)
     job = prepare_job(list(overrides), options, config_dir)
     run = job.send(options)
-    for line in [*said_of(job.candidate.bundle.request.code), *job.messages]:
+    for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
     return run
 

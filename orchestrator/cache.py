@@ -1,8 +1,8 @@
-"""Content-addressed cache of pure results: the key hashes every input, so nothing is invalidated.
+"""A content-addressed cache of pure results: the key hashes every input, so nothing is invalidated.
 
-Files are in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`): a dry run leaves no trace in
-the folder of runs. A file that cannot be read is computed again; where the folder cannot be
-written, nothing is kept.
+Files are in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`): a dry run leaves no trace
+in the folder of runs. The result of a file that cannot be read is recomputed; if the folder
+cannot be written, nothing is stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 T = TypeVar("T")
 
 MOST = 256  # results of one kind
-MOST_BYTES = 64 << 20  # of one kind together
+MOST_BYTES = 64 << 20  # all results of one kind together
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -30,11 +30,11 @@ def cached(
     encode: Callable[[T], bytes | None],
     decode: Callable[[bytes], T],
 ) -> T:
-    """What `compute` returns, or returned before for the same `inputs`: everything that the result
-    depends on.
+    """Returns what `compute` returns, or has returned for the same `inputs`: everything that the
+    result depends on.
 
-    `encode` returns None for a result that must not be written down. What `compute` raises is not
-    kept.
+    `encode` returns None for a result that must not be written down. Nothing is stored if
+    `compute` raises.
     """
     entry = Entry(kind, inputs)
     raw = entry.read()
@@ -49,22 +49,27 @@ def cached(
 
 
 def folder() -> str:
-    """Of this user; relative where there is no home, and then nothing is kept."""
+    """Returns the cache folder of this user; relative if there is no home, and then nothing is
+    stored."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(home, "orch")
 
 
 class Entry:
-    """The file of one result. Of a kind the newest stay: `most` of them, in `most_bytes`
-    together."""
+    """The file of one result. The newest results of a kind stay: `max_entries` of them, in
+    `max_bytes` together."""
 
     def __init__(
-        self, kind: str, inputs: Iterable[bytes], most: int = MOST, most_bytes: int = MOST_BYTES
+        self,
+        kind: str,
+        inputs: Iterable[bytes],
+        max_entries: int = MOST,
+        max_bytes: int = MOST_BYTES,
     ):
         self.folder = os.path.join(folder(), kind)
         self.file = os.path.join(self.folder, f"{_digest(inputs)}.json")
-        self._most = most
-        self._most_bytes = most_bytes
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
 
     def read(self) -> bytes | None:
         try:
@@ -74,7 +79,7 @@ class Entry:
             return None
 
     def write(self, content: bytes) -> None:
-        """The whole file or none."""
+        """Writes the whole file or nothing."""
         if not os.path.isabs(self.folder):  # the user has no home
             return
         with contextlib.suppress(OSError):
@@ -86,32 +91,32 @@ class Entry:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete the oldest, when there are too many, and with them what a crash has left half
-        written."""
+        """Deletes the oldest results if there are too many, and with them what a crash has left
+        incomplete."""
         newest = lambda entry: (entry.path == self.file, entry.stat().st_mtime_ns)  # noqa: E731
-        found = sorted(os.scandir(self.folder), key=newest, reverse=True)
+        entries = sorted(os.scandir(self.folder), key=newest, reverse=True)
         size = 0
-        for count, entry in enumerate(found):
+        for count, entry in enumerate(entries):
             size += entry.stat().st_size
-            if count and (count >= self._most or size > self._most_bytes):
+            if count and (count >= self._max_entries or size > self._max_bytes):
                 os.unlink(entry.path)
 
 
 def code(*rooms: str) -> Iterator[bytes]:
-    """Inputs that stand for the code of these rooms: the interpreter, and size and time of every
-    module, which tell Python itself whether it has changed."""
+    """Yields inputs that stand for the code of these rooms: the interpreter, and size and time
+    of every module, by which Python itself detects changes."""
     yield sys.version.encode()
     for room in rooms:
         yield from _stamps(os.path.join(_PACKAGE, room))
 
 
 def _stamps(folder: str) -> Iterator[bytes]:
-    """Name, size and time of every module below a folder, in order."""
+    """Yields name, size and time of every module below a folder, in order."""
     inside = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.endswith(".py"):
-            found = entry.stat()
-            yield f"{entry.name} {found.st_size} {found.st_mtime_ns}".encode()
+            status = entry.stat()
+            yield f"{entry.name} {status.st_size} {status.st_mtime_ns}".encode()
         elif entry.is_dir() and not entry.name.startswith(("_", ".")):
             inside.append(entry)
     for entry in inside:
@@ -120,17 +125,17 @@ def _stamps(folder: str) -> Iterator[bytes]:
 
 
 def content(path: str | os.PathLike[str]) -> bytes:
-    """A file that a result depends on, as an input."""
+    """Returns a file that a result depends on, as an input."""
     try:
         with open(path, "rb") as file:
             return file.read()
-    except OSError:  # a link to nowhere, a file that vanished: whoever needs it will say so
+    except OSError:  # a broken link, or a file that vanished: its reader will report it
         return b"unreadable"
 
 
 def _digest(inputs: Iterable[bytes]) -> str:
-    found = sha256()
-    for one in inputs:
-        found.update(len(one).to_bytes(8, "little"))
-        found.update(one)
-    return found.hexdigest()
+    digest = sha256()
+    for content in inputs:
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()

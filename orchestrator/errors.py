@@ -10,10 +10,10 @@ from orchestrator.plan.exits import Exit
 
 
 class OrchError(Exception):
-    """Something the user can act on.
+    """An error that the user can act on.
 
-    `message` is one line: what is wrong, where, the legal choices, a nearest match. `exit` is the
-    process exit code.
+    `message` is one line: what is wrong, where, the legal choices, a nearest match. `exit` is
+    the process exit code.
     """
 
     def __init__(self, message: str, exit: int = Exit.USAGE):
@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-#: Packages that not every install has -> the extra that brings them.
+#: Package that not every install has -> the extra that installs it.
 EXTRAS = {
     "torch": "trainer",
     "safetensors": "trainer",
@@ -42,67 +42,67 @@ EXTRAS = {
 }
 
 
-def not_installed(package: str, what: str = "this") -> OrchError:
-    """The refusal (65) of `what` where one of `EXTRAS` is missing. Told is how to install all that
-    its extra brings."""
-    whole = [name for name, extra in EXTRAS.items() if extra == EXTRAS[package]]
-    return OrchError(f"{what} needs {package}: {how_to_install(*whole)}", Exit.CONFIG)
+def not_installed(package: str, feature: str = "this") -> OrchError:
+    """Returns the refusal (65) of `feature` if one of `EXTRAS` is missing. It tells how to
+    install everything that the extra installs."""
+    packages = [name for name, extra in EXTRAS.items() if extra == EXTRAS[package]]
+    return OrchError(f"{feature} needs {package}: {how_to_install(*packages)}", Exit.CONFIG)
 
 
 def how_to_install(*packages: str) -> str:
-    """The command that installs these packages in the versions that orch asks for.
+    """Returns the command that installs these packages in the versions that orch requires.
 
-    It never names orch: an index that does not have ours may have a stranger's under that name. So
-    it is the same however orch itself was installed: from a checkout, a file or an index, or not at
+    It never names orch: an index without our package may have a stranger's of that name. So it
+    is the same however orch itself was installed: from a checkout, a file or an index, or not at
     all.
     """
-    from importlib.metadata import (
-        PackageNotFoundError,
-        requires,
-    )  # 20 ms, which only a refusal pays
+    # The import takes 20 ms, which only a refusal pays.
+    from importlib.metadata import PackageNotFoundError, requires
 
     try:
-        asked = requires("orch-train") or []
+        requirements = requires("orch-train") or []
     except PackageNotFoundError:
-        asked = []
-    lines = [line.partition(";")[0].strip() for line in asked]
+        requirements = []
+    lines = [line.partition(";")[0].strip() for line in requirements]
     bounded = {re.split(r"[^\w.-]", line)[0]: line for line in lines}
     return f"pip install {' '.join(repr(bounded.get(name, name)) for name in packages)}"
 
 
-def check_installed(package: str, what: str) -> None:
-    """OrchError (65) where one of `EXTRAS` that `what` needs is missing. Imports nothing."""
+def check_installed(package: str, feature: str) -> None:
+    """Raises OrchError (65) if one of `EXTRAS` that `feature` needs is missing. Imports nothing."""
     from importlib.util import find_spec
 
     if find_spec(package) is None:
-        raise not_installed(package, what)
+        raise not_installed(package, feature)
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word` (case ignored), or None when nothing is close."""
-    import difflib  # only a wrong word pays for this import
+def nearest(typed: str, choices: Iterable[str]) -> str | None:
+    """Returns the choice most like `typed` (case ignored), or None if nothing is close."""
+    import difflib  # only a misspelt word pays for this import
 
     by_folded = {choice.casefold(): choice for choice in choices}
-    folded = word.casefold()
-    found = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
-    if not found:  # a prefix or a part of a long name is close too: "llama3" for "llama3_70b"
-        found = sorted((c for c in by_folded if folded and (folded in c or c in folded)), key=len)[
-            :1
-        ]
-    return by_folded[found[0]] if found else None
+    folded = typed.casefold()
+    matches = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
+    if not matches:  # a prefix or a part of a long name is close too: "llama3" for "llama3_70b"
+        matches = sorted(
+            (c for c in by_folded if folded and (folded in c or c in folded)), key=len
+        )[:1]
+    return by_folded[matches[0]] if matches else None
 
 
-def did_you_mean(word: str, choices: Iterable[str], limit: int = 24) -> str:
-    """A phrase to end an error line with: `did you mean 'plan'? choices: list, plan, submit`.
+def did_you_mean(typed: str, choices: Iterable[str], limit: int = 24) -> str:
+    """Returns a phrase to end an error line with: `did you mean 'plan'? choices: list, plan,
+    submit`.
 
-    At most `limit` choices are listed, the rest are counted. Empty when there is nothing to choose
+    At most `limit` choices are listed, the rest are counted. Empty if there is nothing to choose
     from.
     """
     choices = list(choices)
     if not choices:
         return ""
-    best = nearest(word, choices)
-    listed = ", ".join(choices[:limit]) + (
-        f", ... ({len(choices) - limit} more)" if len(choices) > limit else ""
-    )
-    return (f"did you mean {best!r}? " if best else "") + f"choices: {listed}"
+    best = nearest(typed, choices)
+    listed = ", ".join(choices[:limit])
+    if len(choices) > limit:
+        listed += f", ... ({len(choices) - limit} more)"
+    suggestion = f"did you mean {best!r}? " if best else ""
+    return f"{suggestion}choices: {listed}"

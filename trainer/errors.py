@@ -25,9 +25,8 @@ class TrainerError(Exception):
     ends with."""
 
     exit: Exit = Exit.USER
-    cause: str = (
-        ""  # one of `orchestrator.run.state.WORKER_CAUSES`, if that says more than the exit code
-    )
+    #: one of `orchestrator.run.state.WORKER_CAUSES`, if that says more than the exit code
+    cause: str = ""
 
 
 class LayoutError(TrainerError):

@@ -1,5 +1,5 @@
-"""Measure a cluster: a run of `python -m trainer.bench` on all of it, under the usual agents of the
-usual backend."""
+"""Measures a cluster: a run of `python -m trainer.bench` on all of it, under the usual agents of
+the usual backend."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PROGRAM = "trainer.bench"
 _LOOK_S = 0.25
 _EVENTS_BYTES = 1 << 24
 
-Tell = Callable[[int, int, str], None]  # measurements done, in all, the last one in words
+Tell = Callable[[int, int, str], None]  # measurements done, their total, a description of the last
 
 
 def config_of(config: Config) -> Config:
-    """Every GPU of the cluster, as described, as a replica of its own: only the places of ranks
-    matter."""
+    """Returns a configuration in which every GPU of the described cluster is a replica of its
+    own: only the places of ranks matter."""
     cluster = config.cluster
     world = cluster.nodes * cluster.gpus_per_node
     parallel = with_defaults(ParallelSpec(dp=None if cluster.topology_file else world))
@@ -53,18 +53,21 @@ def config_of(config: Config) -> Config:
 
 
 def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[dict[str, Any]]:
-    """Every report of the run, telling about each as it comes. Raises OrchError with the run's code
-    if it fails."""
+    """Returns every report of the run, calling `tell` for each as it comes. Raises OrchError
+    with the run's code if it fails."""
     path = folder.events(plan.ranks[0].node)
     seen = 0
     while True:
-        state = backend.state(folder)  # before the file: what a final state says is then complete
+        # The state is read before the events, so the events of a final state are complete.
+        state = backend.state(folder)
         events = (
             event for event in last_events(path, _EVENTS_BYTES) if event.name.startswith("bench_")
         )
-        found: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
-        total = next((int(event["total"]) for event in found if event["name"] == "bench_total"), 0)
-        steps = [event for event in found if event["name"] != "bench_total"]
+        reports: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
+        total = next(
+            (int(event["total"]) for event in reports if event["name"] == "bench_total"), 0
+        )
+        steps = [event for event in reports if event["name"] != "bench_total"]
         for done in range(seen, len(steps)):
             tell(done + 1, total, _words(steps[done]))
         seen = len(steps)
@@ -96,7 +99,7 @@ _HOST |= {f"{what}_bytes_per_s": float for what in ("memory", "link", "disk")}
 
 
 def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Record:
-    """Fit what was measured, in the planner's formulas."""
+    """Fits the measurements with the planner's formulas."""
     rows = [
         Row(**{name: event[name] for name in Row.__struct_fields__})
         for event in events
@@ -116,7 +119,7 @@ def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Reco
         attention_flops={event["precision"]: event["attention_flops"] for event in compute},
         memory_bytes_per_s=main["memory_bytes_per_s"],
         launch_s=main["launch_s"],
-        stretch={level: found.stretch for level, found in links.items()},
+        stretch={level: link.stretch for level, link in links.items()},
     )
     return Record(
         schema=SCHEMA,
@@ -134,7 +137,7 @@ def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Reco
 
 
 def keep(config: Config, record: Record, home: Any) -> str:
-    """Write the record to where plans of this cluster find it; the path."""
+    """Writes the record to where plans of this cluster find it, and returns the path."""
     path = path_of(config.cluster, home)
     make_private_folder(path.parent)
     write_private(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")

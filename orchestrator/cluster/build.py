@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from orchestrator.config.schema import ClusterSpec, HostSpec, LevelSpec
 from orchestrator.errors import OrchError
@@ -17,9 +17,9 @@ GIB = 1 << 30
 
 
 def build_cluster(spec: ClusterSpec) -> Cluster:
-    """Unfold a regular (or ragged) description to explicit nodes and switches; SI units.
+    """Unfolds a regular (or ragged) description into explicit nodes and switches, in SI units.
 
-    Raises OrchError (exit 65) naming the level that does not add up.
+    Raises OrchError (exit 65) with the level that does not add up.
     """
     nodes = spec.nodes
     width = len(str(nodes - 1))
@@ -45,19 +45,17 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
         nics_per_node=spec.nic.per_node,
         rails=spec.nic.rails,
         levels=[_level(spec, level, nics_per_gpu) for level in spec.levels],
-        host=UNSET if spec.host is None else _host(spec.host),
+        host=_host(spec.host),
         direct_nvlink=UNSET if spec.nvlink.switched else True,
     )
-    problem = check_cluster(cluster)
-    if problem:
+    if problem := check_cluster(cluster):
         raise OrchError(f"cluster {spec.name}: {problem}", Exit.CONFIG)
     return cluster
 
 
 def _level(spec: ClusterSpec, level: LevelSpec, nics_per_gpu: float) -> SwitchLevel:
-    rate = min(
-        level.gbit_per_s, spec.nic.gbit_per_s
-    )  # a path is no faster than the NIC it starts from
+    # A path is no faster than the NIC that it starts from.
+    rate = min(level.gbit_per_s, spec.nic.gbit_per_s)
     return SwitchLevel(
         name=level.name,
         switches=_blocks(spec, f"levels.{level.name}.nodes_per_switch", level.nodes_per_switch),
@@ -68,7 +66,9 @@ def _level(spec: ClusterSpec, level: LevelSpec, nics_per_gpu: float) -> SwitchLe
     )
 
 
-def _host(spec: HostSpec) -> Host:
+def _host(spec: HostSpec | None) -> Host | UnsetType:
+    if spec is None:
+        return UNSET
     return Host(
         memory_bytes=int(spec.memory_gib * GIB),
         memory_bytes_per_s=spec.memory_gb_per_s * 1e9,
@@ -80,18 +80,15 @@ def _host(spec: HostSpec) -> Host:
 
 
 def _blocks(spec: ClusterSpec, key: str, sizes: int | list[int]) -> list[list[int]]:
-    """Consecutive blocks of node indices. One number repeats (the last block may be smaller); a
-    list is taken as is."""
+    """Returns consecutive blocks of node indices. A number is the size of every block (the last
+    may be smaller); a list gives the size of each."""
     if isinstance(sizes, int):
         return [
             list(range(start, min(start + sizes, spec.nodes)))
             for start in range(0, spec.nodes, sizes)
         ]
     if sum(sizes) != spec.nodes:
-        raise OrchError(
-            f"cluster {spec.name}: {key} {sizes} sums to {sum(sizes)}, the cluster has {spec.nodes}"
-            " nodes",
-            Exit.CONFIG,
-        )
+        sums = f"{key} {sizes} sums to {sum(sizes)}, the cluster has {spec.nodes} nodes"
+        raise OrchError(f"cluster {spec.name}: {sums}", Exit.CONFIG)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]

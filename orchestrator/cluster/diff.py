@@ -1,60 +1,70 @@
-"""What changed between two topologies of the same cluster, in words. Pure."""
+"""Describes what changed between two topologies of the same cluster. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from .hostlist import compress
-from .model import GpuCount, Topology
+from .model import GpuCount, Machine, Tier, Topology
 
 
 def diff(old: Topology, new: Topology) -> list[str]:
-    """One line a change: nodes come and gone, moved under another switch, out of service or back,
-    other hardware.
+    """Returns one line per change: nodes that were added or removed, that moved to another switch,
+    went out of service or came back, or have other hardware.
 
-    Switches are compared by their members, so a renamed switch is no change.
+    Switches are compared by their members, so a renamed switch is not a change.
     """
-    before = old.nodes
-    after = new.nodes
-    lines = _list("nodes gone", set(before) - set(after)) + _list(
-        "nodes new", set(after) - set(before)
-    )
-    both = set(before) & set(after)
+    old_nodes = old.nodes
+    new_nodes = new.nodes
+    lines = _list("nodes gone", set(old_nodes) - set(new_nodes))
+    lines += _list("nodes new", set(new_nodes) - set(old_nodes))
+    both = set(old_nodes) & set(new_nodes)
     if len(old.tiers) != len(new.tiers):
         lines.append(f"tiers: {len(old.tiers)} before, {len(new.tiers)} now")
     if old.block_sizes != new.block_sizes:
         lines.append(f"block sizes: {_sizes(old)} before, {_sizes(new)} now")
-    for a, b in zip(old.tiers, new.tiers, strict=False):
-        lines += _moved(a.switches, b.switches, both, a.name)
-        for what, x, y in (
-            ("Gb/s", a.gbit_per_s, b.gbit_per_s),
-            ("oversubscription", a.oversubscription, b.oversubscription),
-        ):
-            if x != y:
-                lines.append(f"{a.name}: {what} {x:g} before, {y:g} now")
+    for old_tier, new_tier in zip(old.tiers, new.tiers, strict=False):
+        lines += _moved(old_tier.switches, new_tier.switches, both, old_tier.name)
+        lines += _changed_rates(old_tier, new_tier)
     lines += _moved(old.domains, new.domains, both, "domain")
-    known = [node for node in both if node in old.machines and node in new.machines]
+    return lines + _machine_changes(old, new, both)
+
+
+def _changed_rates(old: Tier, new: Tier) -> Iterator[str]:
+    figures = {
+        "Gb/s": (old.gbit_per_s, new.gbit_per_s),
+        "oversubscription": (old.oversubscription, new.oversubscription),
+    }
+    for label, (before, after) in figures.items():
+        if before != after:
+            yield f"{old.name}: {label} {before:g} before, {after:g} now"
+
+
+def _machine_changes(old: Topology, new: Topology, nodes: set[str]) -> list[str]:
+    """Returns one line per change of hardware or service, with the nodes that it concerns."""
     groups: dict[str, list[str]] = {}
-    for node in known:
-        was = old.machines[node]
-        now = new.machines[node]
-        if was.free != now.free:
-            groups.setdefault(
-                f"out of service ({now.reason})" if was.free else "back in service", []
-            ).append(node)
-        for key in ("gpus", "gpu", "other_gpus", "nics"):
-            before = getattr(was, key)
-            after = getattr(now, key)
-            if before != after:
-                groups.setdefault(
-                    f"{key}: {_shown(before)} before, {_shown(after)} now", []
-                ).append(node)
-    return lines + [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
+    for node in nodes & set(old.machines) & set(new.machines):
+        for change in _changes_of_machine(old.machines[node], new.machines[node]):
+            groups.setdefault(change, []).append(node)
+    return [f"{change}: {compress(nodes)}" for change, nodes in sorted(groups.items())]
+
+
+def _changes_of_machine(old: Machine, new: Machine) -> Iterator[str]:
+    if old.free and not new.free:
+        yield f"out of service ({new.reason})"
+    if new.free and not old.free:
+        yield "back in service"
+    for key in ("gpus", "gpu", "other_gpus", "nics"):
+        before = getattr(old, key)
+        after = getattr(new, key)
+        if before != after:
+            yield f"{key}: {_shown(before)} before, {_shown(after)} now"
 
 
 def _shown(value: int | str | tuple[GpuCount, ...]) -> str:
     if isinstance(value, tuple):
-        return ", ".join(f"{one.gpus} {one.gpu}" for one in value) or "none"
+        return ", ".join(f"{count.gpus} {count.gpu}" for count in value) or "none"
     return str(value)
 
 
@@ -62,30 +72,34 @@ def _sizes(topology: Topology) -> str:
     return ",".join(map(str, topology.block_sizes)) or "none"
 
 
-def _list(what: str, nodes: set[str]) -> list[str]:
-    return [f"{what}: {compress(nodes)}"] if nodes else []
+def _list(label: str, nodes: set[str]) -> list[str]:
+    return [f"{label}: {compress(nodes)}"] if nodes else []
 
 
 def _moved(
-    a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]], both: set[str], tier: str
+    old_switches: dict[str, tuple[str, ...]],
+    new_switches: dict[str, tuple[str, ...]],
+    both: set[str],
+    tier: str,
 ) -> list[str]:
-    """Nodes that left their companions: each new switch continues the old one with which it shares
-    most nodes."""
-    old = {node: name for name, nodes in a.items() for node in nodes if node in both}
-    new = {node: name for name, nodes in b.items() for node in nodes if node in both}
+    """Lists the nodes that were separated from their neighbours: each new switch continues the
+    old one with which it shares most nodes."""
+    old = {node: name for name, nodes in old_switches.items() for node in nodes if node in both}
+    new = {node: name for name, nodes in new_switches.items() for node in nodes if node in both}
     shared = Counter((old[node], new[node]) for node in both if node in old and node in new)
-    heir: dict[str, str] = {}
-    taken: set[str] = set()
-    for (x, y), _ in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
-        if x not in heir and y not in taken:
-            heir[x] = y
-            taken.add(y)
+    successor: dict[str, str] = {}
+    claimed_switches: set[str] = set()
+    for (old_name, new_name), _ in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
+        if old_name not in successor and new_name not in claimed_switches:
+            successor[old_name] = new_name
+            claimed_switches.add(new_name)
     groups: dict[str, list[str]] = {}
     for node in both:
-        left = old.get(node)
-        joined = new.get(node)
-        if (left is None) != (joined is None) or (left is not None and heir.get(left) != joined):
-            groups.setdefault(
-                f"{tier}: moved from {left or 'nowhere'} to {joined or 'nowhere'}", []
-            ).append(node)
-    return [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
+        old_switch = old.get(node)
+        new_switch = new.get(node)
+        if old_switch is None and new_switch is None:
+            continue
+        if old_switch is None or new_switch is None or successor.get(old_switch) != new_switch:
+            move = f"{tier}: moved from {old_switch or 'nowhere'} to {new_switch or 'nowhere'}"
+            groups.setdefault(move, []).append(node)
+    return [f"{label}: {compress(nodes)}" for label, nodes in sorted(groups.items())]

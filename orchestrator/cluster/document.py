@@ -1,4 +1,4 @@
-"""The topology as our own file: what `orch topology import` writes and a cluster entry may name.
+"""The topology as orch's own file: what `orch topology import` writes and a cluster entry may name.
 
 ```yaml
 schema: orch.topology/1
@@ -8,7 +8,7 @@ clusters:
       - {name: leaf, switches: {leaf0: "n[0-3]", leaf1: "n[4-9]"}}
       - {name: spine, switches: {spine: "n[0-9]"}, gbit_per_s: 400, oversubscription: 2}
     domains: {}                 # NVLink domains of several nodes
-    machines:                   # optional; groups of like nodes
+    machines:                   # optional; groups of nodes with the same hardware
       - {nodes: "n[0-8]", gpus: 8, gpu: h100, nics: 8}
       - {nodes: "n9", gpus: 8, free: false, reason: "drained: ECC"}
       - {nodes: "n10", gpus: 4, gpu: a100, other_gpus: [{gpus: 8, gpu: 2080ti}]}
@@ -69,17 +69,17 @@ class FileText(Frozen):
     clusters: list[ClusterText]
 
 
-def parse_document(text: str, name: str | None = None) -> Topology:
-    """The cluster called `name`, or the only one. Raises OrchError (65) naming the key that is
-    wrong."""
+def parse_document(content: str, name: str | None = None) -> Topology:
+    """Returns the cluster called `name`, or the only one. Raises OrchError (65) with the key
+    that is wrong."""
     import yaml
 
     try:
-        is_json = text.lstrip().startswith("{")
+        is_json = content.lstrip().startswith("{")
         raw = (
-            msgspec.json.decode(text)
+            msgspec.json.decode(content)
             if is_json
-            else bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
+            else bounded_yaml.load(content, bounded_yaml.MOST_VALUES)
         )
         file = msgspec.convert(raw, FileText)
     except UNREADABLE as error:
@@ -92,10 +92,8 @@ def parse_document(text: str, name: str | None = None) -> Topology:
         raise bad("topology file", f"schema {file.schema!r} is not {SCHEMA!r}")
     named = {cluster.name: cluster for cluster in file.clusters}
     if len(named) != len(file.clusters) or not named:
-        raise bad(
-            "topology file",
-            "it names no cluster" if not named else "two clusters have the same name",
-        )
+        problem = "it names no cluster" if not named else "two clusters have the same name"
+        raise bad("topology file", problem)
     if name is None and len(named) > 1:
         raise bad("topology file", f"it holds {', '.join(named)}: say which one")
     if name is not None and name not in named:
@@ -103,44 +101,55 @@ def parse_document(text: str, name: str | None = None) -> Topology:
     return _read(named[name] if name is not None else file.clusters[0])
 
 
-def _read(text: ClusterText) -> Topology:
-    where = f"topology {text.name}"
+def _read(described: ClusterText) -> Topology:
+    source = f"topology {described.name}"
     machines: dict[str, Machine] = {}
-    for index, group in enumerate(text.machines):
+    for index, group in enumerate(described.machines):
         values = {key: getattr(group, key) for key in Machine.__struct_fields__}
-        for node in _nodes(group.nodes, where, f"machines[{index}]"):
+        for node in _nodes(group.nodes, source, f"machines[{index}]"):
             if node in machines:
-                raise bad(where, f"machines[{index}]: node {node} is in two groups")
+                raise bad(source, f"machines[{index}]: node {node} is in two groups")
             machines[node] = Machine(**values)
-    tiers = tuple(
-        Tier(
-            tier.name,
-            {
-                switch: tuple(_nodes(nodes, where, f"{tier.name} {switch}"))
-                for switch, nodes in tier.switches.items()
-            },
-            tier.gbit_per_s,
-            tier.oversubscription,
-        )
-        for tier in text.tiers
-    )
+    tiers = tuple(_tier(tier, source) for tier in described.tiers)
     domains = {
-        key: tuple(_nodes(nodes, where, f"domain {key}")) for key, nodes in text.domains.items()
+        key: tuple(_nodes(nodes, source, f"domain {key}"))
+        for key, nodes in described.domains.items()
     }
-    kind: Kind = text.kind if tiers else "flat"
-    return check(Topology(kind, tiers, text.block_size, text.name, domains, machines), where)
+    kind: Kind = described.kind if tiers else "flat"
+    topology = Topology(
+        kind=kind,
+        tiers=tiers,
+        block_size=described.block_size,
+        name=described.name,
+        domains=domains,
+        machines=machines,
+    )
+    return check(topology, source)
 
 
-def _nodes(text: str, where: str, place: str) -> list[str]:
+def _tier(described: TierText, source: str) -> Tier:
+    switches = {
+        switch: tuple(_nodes(nodes, source, f"{described.name} {switch}"))
+        for switch, nodes in described.switches.items()
+    }
+    return Tier(
+        name=described.name,
+        switches=switches,
+        gbit_per_s=described.gbit_per_s,
+        oversubscription=described.oversubscription,
+    )
+
+
+def _nodes(hosts: str, source: str, key: str) -> list[str]:
     try:
-        return expand(text)
+        return expand(hosts)
     except OrchError as error:
-        raise bad(where, f"{place}: {error.message}") from None
+        raise bad(source, f"{key}: {error.message}") from None
 
 
 def to_document(topologies: list[Topology]) -> str:
-    """The file's text, YAML; `parse_document` gives the same topologies back (node lists in natural
-    order)."""
+    """Returns the text of the file, YAML; `parse_document` reads the same topologies from it
+    (node lists in natural order)."""
     import yaml
 
     clusters = [msgspec.to_builtins(_written(topology)) for topology in topologies]

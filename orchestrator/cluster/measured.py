@@ -1,9 +1,9 @@
-"""`<home>/bench/<cluster>-<key>.json`: what `orch bench` found on one cluster, and where plans look
-for it; the site's profile of the cost model's parameters beside it, in `<home>/profiles`.
+"""The measurements of a cluster, `<home>/bench/<cluster>-<key>.json`: `orch bench` writes them and
+plans read them. The site's profile of the cost model's parameters is next to it, in
+`<home>/profiles`.
 
 The key is a hash of the cluster's description, so a cluster of other nodes or other links has a
-file of its own, and a changed description is never mixed with figures that were measured before the
-change.
+file of its own, and a changed description is never mixed with older measurements.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Row(Struct, frozen=True):
 
 
 class Fit(Struct, frozen=True):
-    """A tier as the planner's cost formulas see it. `error`: mean |predicted / measured - 1| over
-    the rows."""
+    """A tier as the planner's cost formulas see it. `error`: mean |predicted / measured - 1|
+    over the rows."""
 
-    bytes_per_s: float  # of one GPU's share, for the operation that gets most out of it
-    latency_s: float  # of one hop
+    bytes_per_s: float  # one GPU's share, for the fastest operation
+    latency_s: float  # per hop
     stretch: dict[str, float]  # operation -> how much longer its bytes take
     error: float
 
 
 class Record(Frozen):
-    """One file."""
+    """The content of one file."""
 
     schema: str
     cluster: str
@@ -59,8 +59,8 @@ class Record(Frozen):
     measured: Measured
     rows: list[Row]
     compute: list[dict[str, Any]]  # as the workers reported it
-    load: float  # of the first node's machine while measuring, one-minute average
-    host: Host | None = None  # of a node beside its GPUs; None in records of before it was measured
+    load: float  # load of the first node's machine while measuring, one-minute average
+    host: Host | None = None  # memory and disk of a node; None in older records
 
 
 def key_of(spec: ClusterSpec) -> str:
@@ -75,22 +75,19 @@ def path_of(spec: ClusterSpec, home: Path) -> Path:
 
 
 def site_profile_path(spec: ClusterSpec, home: Path) -> Path:
-    """Where the site's own parameters for this cluster are kept (`orch calibrate --from`).
+    """Returns the path of the site's own parameters for this cluster (`orch calibrate --from`).
 
-    They are shares of what its GPUs and links could do, so a job on fewer of its nodes has the same
-    file.
+    They are shares of what its GPUs and links could do, so a job on fewer of its nodes uses the
+    same file.
     """
     levels = [structs.replace(level, nodes_per_switch=1) for level in spec.levels]
-    return (
-        home
-        / "profiles"
-        / f"{spec.name}-{key_of(structs.replace(spec, nodes=1, levels=levels))}.json"
-    )
+    key = key_of(structs.replace(spec, nodes=1, levels=levels))
+    return home / "profiles" / f"{spec.name}-{key}.json"
 
 
 def read(spec: ClusterSpec, home: Path) -> Record | None:
-    """What was measured on this cluster, None if nothing was. Raises OrchError (65) for a damaged
-    file."""
+    """Returns what was measured on this cluster, None if nothing was. Raises OrchError (65) for
+    a damaged file."""
     path = path_of(spec, home)
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
@@ -103,20 +100,19 @@ def read(spec: ClusterSpec, home: Path) -> Record | None:
 
 
 def with_measured(cluster: Cluster, record: Record) -> Cluster:
-    """The cluster with the links and cores that were found in the place of those that were
-    described."""
+    """Returns the cluster with measured links and cores in place of the described ones."""
     links = record.links
     source = record.measured.source
 
-    def found(tier: str, described: Described) -> Described:
+    def measured_tier(tier: str, described: Described) -> Described:
         if not (fit := links.get(tier)):
             return described
         return structs.replace(
             described, bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s, source=source
         )
 
-    nvlink = found(NVLINK, cluster.nvlink)
-    levels = [found(level.name, level) for level in cluster.levels]
+    nvlink = measured_tier(NVLINK, cluster.nvlink)
+    levels = [measured_tier(level.name, level) for level in cluster.levels]
     host = cluster.host if record.host is None else record.host
     return structs.replace(
         cluster, nvlink=nvlink, levels=levels, measured=record.measured, host=host

@@ -1,8 +1,8 @@
-"""From names and switches to the cluster that a plan is placed on. Pure.
+"""Builds the cluster that a plan is placed on, from names and switches. Pure.
 
-A topology knows names, states and who is under which switch, and seldom rates. Those come from the
-cluster entry that the user planned with (`cluster=h100x64`): its innermost level gives the figures
-of the innermost switches, and so on.
+A topology knows names, states and which nodes are under which switch, and seldom rates. Those
+come from the cluster entry that the user planned with (`cluster=h100x64`): its innermost level
+gives the figures of the innermost switches, and so on.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ from orchestrator.plan.exits import Exit
 
 from .model import Tier, Topology
 
-FABRIC = "fabric"  # the level on which nodes meet that nobody puts under a common switch
+FABRIC = "fabric"  # the level that joins nodes which share no switch of the topology
 
 
 def with_nodes(
     base: Cluster, names: Iterable[str], topology: Topology, name: str | None = None
 ) -> Cluster:
-    """`base` with these nodes, in topology order, under the switches of the topology.
+    """Returns `base` with these nodes, in topology order, under the switches of the topology.
 
-    Raises OrchError (65) when the description contradicts itself.
+    Raises OrchError (65) if the description contradicts itself.
     """
     order = topology.order(names)
     index = {node: i for i, node in enumerate(order)}
     levels: list[SwitchLevel] = []
     for height, tier in enumerate(topology.tiers):
         switches = _grouped(tier.switches.values(), index)
-        figures = base.levels[
-            -1
-            if height and height == len(topology.tiers) - 1
-            else min(height, len(base.levels) - 1)
-        ]
+        is_top = height > 0 and height == len(topology.tiers) - 1
+        figures = base.levels[-1 if is_top else min(height, len(base.levels) - 1)]
         levels.append(
             _measured(tier, base, figures, name=_free_name(tier.name, levels), switches=switches)
         )
@@ -59,7 +56,7 @@ def with_nodes(
 
 
 def _measured(tier: Tier, base: Cluster, figures: SwitchLevel, **values: object) -> SwitchLevel:
-    """The base's figures, replaced by what the network said of itself."""
+    """Returns the base's figures, replaced by those that the network reports about itself."""
     if tier.gbit_per_s:
         values["bytes_per_s"] = tier.gbit_per_s * 1e9 / 8 * base.nics_per_node / base.gpus_per_node
         values["source"] = "link width and speed as discovered"
@@ -69,35 +66,34 @@ def _measured(tier: Tier, base: Cluster, figures: SwitchLevel, **values: object)
 
 
 def _grouped(groups: Iterable[Sequence[str]], index: dict[str, int]) -> list[list[int]]:
-    """Index lists of the chosen nodes, in node order; nodes that the topology leaves out are a
-    group of their own."""
-    found = [sorted(index[node] for node in group if node in index) for group in groups]
-    listed = {node for group in found for node in group}
+    """Returns index lists of the chosen nodes, in node order; nodes that the topology leaves out
+    form a group of their own."""
+    indices = [sorted(index[node] for node in group if node in index) for group in groups]
+    listed = {node for group in indices for node in group}
     rest = [i for i in index.values() if i not in listed]
-    return sorted(group for group in (*found, rest) if group)
+    return sorted(group for group in (*indices, rest) if group)
 
 
-def _free_name(wanted: str, levels: Sequence[SwitchLevel]) -> str:
-    taken = {NVLINK, SELF, *(level.name for level in levels)}
-    while wanted in taken:
-        wanted += "_"
-    return wanted
+def _free_name(name: str, levels: Sequence[SwitchLevel]) -> str:
+    used = {NVLINK, SELF, *(level.name for level in levels)}
+    while name in used:
+        name += "_"
+    return name
 
 
 def _domains(
     base: Cluster, topology: Topology, index: dict[str, int], inner: SwitchLevel
 ) -> list[list[int]]:
-    """NVLink domains: those that the topology names; else single nodes; else, on rack-scale
-    systems, Slurm's blocks or runs of nodes under one switch."""
+    """Returns the NVLink domains: those that the topology names; else single nodes; else, on
+    rack-scale systems, Slurm's blocks or runs of nodes under one switch."""
     if topology.domains:
-        found = [
+        domains = [
             sorted(index[node] for node in nodes if node in index)
             for nodes in topology.domains.values()
         ]
-        inside = {node for group in found for node in group}
-        return sorted(
-            group for group in (*found, *([i] for i in index.values() if i not in inside)) if group
-        )
+        inside = {node for group in domains for node in group}
+        single_nodes = [[i] for i in index.values() if i not in inside]
+        return sorted(group for group in [*domains, *single_nodes] if group)
     size = max(len(domain) for domain in base.nvlink_domains)
     if size == 1:
         return [[i] for i in range(len(index))]
@@ -107,47 +103,47 @@ def _domains(
 
 
 def choose_nodes(free: Iterable[str], topology: Topology, count: int) -> list[str]:
-    """The `count` free nodes that lie closest together: the tightest switch that has enough,
-    fullest parts first.
+    """Chooses the `count` free nodes that are closest together: the lowest switch that has enough
+    of them, fullest parts first.
 
-    Slurm decides in the end; its tree plugin prefers the fewest leaf switches too. Raises OrchError
-    (76) when too few are free.
+    Slurm decides in the end; its tree plugin prefers the fewest leaf switches too. Raises
+    OrchError (76) if too few are free.
     """
     free = topology.order(free)
     if count > len(free):
         raise OrchError(f"{count} nodes are wanted, {len(free)} are free", Exit.CAPACITY)
     pool = set(free)
     for height, tier in enumerate(topology.tiers):
-        parts = [[n for n in nodes if n in pool] for nodes in tier.switches.values()]
-        enough = [part for part in parts if len(part) >= count]
-        if enough:
-            return topology.order(_fill(topology, height, min(enough, key=len), count))
+        groups = [[n for n in nodes if n in pool] for nodes in tier.switches.values()]
+        sufficient = [group for group in groups if len(group) >= count]
+        if sufficient:
+            return topology.order(_fill(topology, height, min(sufficient, key=len), count))
     return topology.order(_fill(topology, len(topology.tiers), free, count))
 
 
 def _fill(topology: Topology, height: int, pool: Sequence[str], count: int) -> list[str]:
-    """`count` of the nodes of one switch at `height`, taking whole sub-switches first, the largest
-    first."""
+    """Chooses `count` of the nodes of one switch at `height`, taking whole sub-switches first,
+    the largest first."""
     if height == 0 or count == len(pool):
         return list(pool)[:count]
     inside = set(pool)
-    parts = [
+    groups = [
         [n for n in nodes if n in inside] for nodes in topology.tiers[height - 1].switches.values()
     ]
-    listed = {node for part in parts for node in part}
-    parts.append([node for node in pool if node not in listed])
-    taken: list[str] = []
-    for part in sorted(filter(None, parts), key=len, reverse=True):
-        room = count - len(taken)
-        if len(part) <= room:
-            taken += part
-    # What is still missing comes from the smallest part that can give all of it, else from several.
-    while len(taken) < count:
-        room = count - len(taken)
-        had = set(taken)
-        rest = [[n for n in part if n not in had] for part in parts]
-        rest = [part for part in rest if part]
-        enough = [part for part in rest if len(part) >= room]
-        part = min(enough, key=len) if enough else max(rest, key=len)
-        taken += _fill(topology, height - 1, part, min(room, len(part)))
-    return taken
+    listed = {node for group in groups for node in group}
+    groups.append([node for node in pool if node not in listed])
+    chosen: list[str] = []
+    for group in sorted(filter(None, groups), key=len, reverse=True):
+        room = count - len(chosen)
+        if len(group) <= room:
+            chosen += group
+    # The remaining nodes come from the smallest group that has enough of them, else from several.
+    while len(chosen) < count:
+        room = count - len(chosen)
+        chosen_set = set(chosen)
+        remaining = [[n for n in group if n not in chosen_set] for group in groups]
+        remaining = [group for group in remaining if group]
+        sufficient = [group for group in remaining if len(group) >= room]
+        group = min(sufficient, key=len) if sufficient else max(remaining, key=len)
+        chosen += _fill(topology, height - 1, group, min(room, len(group)))
+    return chosen

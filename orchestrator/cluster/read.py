@@ -1,4 +1,4 @@
-"""A file of any known format -> topology. The format is recognised by the content."""
+"""Reads a topology from a file of any known format, which is recognised by its content."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ MAX_BYTES = 1 << 28
 FORMATS = ("orch", "slurm", "slurm-nodes", "kubernetes", "ibnetdiscover")
 
 
-def recognise(text: str) -> str | None:
-    """The format of a text, None when it is none of `FORMATS`."""
-    start = text[: 1 << 16]
+def recognise(content: str) -> str | None:
+    """Returns the format of a text, None if it is none of `FORMATS`."""
+    start = content[: 1 << 16]
     if re.search(r'^\s*"?schema"?\s*:', start, re.M) or '"schema"' in start[:200]:
         return "orch"
-    if start.lstrip().startswith("{") and re.search(
-        r'"kind"\s*:\s*"(Node)?List"|"metadata"', start
-    ):
+    is_object = start.lstrip().startswith("{")
+    if is_object and re.search(r'"kind"\s*:\s*"(Node)?List"|"metadata"', start):
         return "kubernetes"
     if re.search(r"^NodeName=", start, re.M) or re.search(r'\A\s*\{.*"nodes"\s*:', start, re.S):
         return "slurm-nodes"
@@ -40,7 +39,8 @@ def recognise(text: str) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """A file's text. Raises OrchError (65) when it is not there, not text or too large."""
+    """Reads a file's text. Raises OrchError (65) if it does not exist, is not text or is too
+    large."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise OrchError(
@@ -54,32 +54,31 @@ def read_text(path: Path) -> str:
 
 
 def parse(
-    text: str,
+    content: str,
     format: str | None = None,
     name: str | None = None,
     profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
-    """Text of any of `FORMATS`. `name`: which of several topologies; `profile`: of Kubernetes
-    labels."""
-    format = format or recognise(text)
+    """Parses text of any of `FORMATS`. `name`: which of several topologies; `profile`: the
+    profile of Kubernetes labels."""
+    format = format or recognise(content)
     if format is None:
-        known = ", ".join(FORMATS)
-        raise OrchError(
-            f"not a topology of a known form ({known}); `--format` says which it is", Exit.CONFIG
-        )
+        formats = ", ".join(FORMATS)
+        problem = f"not a topology of a known form ({formats})"
+        raise OrchError(f"{problem}; `--format` says which it is", Exit.CONFIG)
     if format not in FORMATS:
         raise OrchError(f"no format {format!r}; {did_you_mean(format, FORMATS)}", Exit.CONFIG)
     if format == "orch":
-        return document.parse_document(text, name)
+        return document.parse_document(content, name)
     if format == "slurm":
-        found = slurm.parse_topology(text, name)
+        topology = slurm.parse_topology(content, name)
     elif format == "slurm-nodes":
-        found = Topology("flat", (), machines=machines(parse_nodes(text)))
+        topology = Topology("flat", (), machines=machines(parse_nodes(content)))
     elif format == "kubernetes":
-        found = kubernetes.parse_nodes(text, profile)
+        topology = kubernetes.parse_nodes(content, profile)
     else:
-        found = infiniband.parse_ibnetdiscover(text)
-    return structs.replace(found, name=name or "cluster")
+        topology = infiniband.parse_ibnetdiscover(content)
+    return structs.replace(topology, name=name or "cluster")
 
 
 def read(
@@ -88,27 +87,27 @@ def read(
     name: str | None = None,
     profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
-    """A file. Raises OrchError (65) whose line begins with the file's name."""
-    text = read_text(path)
+    """Reads a file. Raises OrchError (65) whose line begins with the file's name."""
+    content = read_text(path)
     try:
-        return parse(text, format, name, profile)
+        return parse(content, format, name, profile)
     except OrchError as error:
         raise OrchError(f"{path}: {error.message}", error.exit) from None
 
 
-def merge(parts: list[Topology]) -> Topology:
-    """Several views of the same nodes: switches of one, machines of another. The later one wins on
-    a machine.
+def merge(views: list[Topology]) -> Topology:
+    """Merges several views of the same nodes: switches of one, machines of another. For a machine
+    the later view wins.
 
-    Raises OrchError (65) when two of them name switches.
+    Raises OrchError (65) if two of them name switches.
     """
-    switched = [part for part in parts if part.tiers]
+    switched = [view for view in views if view.tiers]
     if len(switched) > 1:
         raise OrchError("two of the files name switches; give one of them", Exit.CONFIG)
-    base = switched[0] if switched else parts[0]
-    known: dict[str, Machine] = {}
+    base = switched[0] if switched else views[0]
+    machines: dict[str, Machine] = {}
     domains: dict[str, tuple[str, ...]] = {}
-    for part in parts:
-        known |= part.machines
-        domains |= part.domains
-    return structs.replace(base, machines=known, domains=domains)
+    for view in views:
+        machines |= view.machines
+        domains |= view.domains
+    return structs.replace(base, machines=machines, domains=domains)

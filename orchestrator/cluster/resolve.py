@@ -1,7 +1,7 @@
-"""Cluster entry -> the cluster that a plan is placed on. Everything outside the entry is read
-through `Sources`.
+"""Resolves a cluster entry to the cluster that a plan is placed on. Everything outside the entry is
+read through `Sources`.
 
-The caller says where measured records and running clusters are read, so nothing here knows a
+The caller decides where measured records and running clusters are read, so nothing here knows a
 backend or a home folder.
 """
 
@@ -27,27 +27,25 @@ if TYPE_CHECKING:
     from .measured import Record
     from .model import Machine, Topology
 
-MOST_GPUS = 64  # of one node; a larger number is no count of GPUs
+MOST_GPUS = 64  # GPUs of one node; a larger number does not count GPUs
 
 
 class Sources(Struct, frozen=True):
-    """What `resolve` may ask. With the defaults: no measured figures, no running cluster, no bad
-    nodes."""
+    """The sources that `resolve` may read. With the defaults: no measured figures, no running
+    cluster, no bad nodes."""
 
     measured: Callable[[ClusterSpec], Record | None] = lambda spec: None
-    live: Callable[[str, str], Topology] | None = (
-        None  # (backend, partition or label profile) -> its nodes as they are
-    )
-    bad_nodes: Callable[[str], Collection[str]] = (
-        lambda cluster: ()
-    )  # cluster name -> nodes that live ones leave out
+    #: (backend, partition or label profile) -> the running cluster's nodes as they are
+    live: Callable[[str, str], Topology] | None = None
+    #: cluster name -> nodes that are left out of the running cluster
+    bad_nodes: Callable[[str], Collection[str]] = lambda cluster: ()
 
 
 def resolve(spec: ClusterSpec, sources: Sources = Sources()) -> Cluster:  # noqa: B008
-    """The cluster with the nodes of the topology that the entry names, and with measured figures,
-    where there are any.
+    """Returns the cluster with the nodes of the topology that the entry names, and with measured
+    figures, if there are any.
 
-    Raises OrchError: 65 for an entry or file that contradicts itself, 76 when too few nodes are
+    Raises OrchError: 65 for an entry or file that contradicts itself, 76 if too few nodes are
     free.
     """
     cluster = build_cluster(spec)
@@ -62,12 +60,12 @@ def resolve(spec: ClusterSpec, sources: Sources = Sources()) -> Cluster:  # noqa
 
 
 def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluster:
-    """The free nodes of `topology_file` that have what a node of `base` has, with the figures of
-    `base`.
+    """Returns the free nodes of `topology_file` that have what a node of `base` has, with the
+    figures of `base`.
 
-    Of a file they are all taken, or the `topology_nodes` of them that lie closest together.
+    From a file all of them are taken, or the `topology_nodes` that are closest together.
     `slurm:[partition]` and `kubernetes:[label profile]` ask the running cluster, and take the
-    `nodes` idle ones that lie closest together, without those that earlier runs have found bad.
+    `nodes` idle ones that are closest together, without those that earlier runs have found bad.
     """
     from .nodes import choose_nodes, with_nodes
 
@@ -80,40 +78,40 @@ def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluste
         topology = read(Path(file), name=spec.topology_name)
     else:
         assert sources.live is not None
-        backend, _, which = file.partition(":")
-        topology = sources.live(backend, which)
+        backend, _, selector = file.partition(":")
+        topology = sources.live(backend, selector)
         bad = sources.bad_nodes(spec.name)
     nodes = topology.nodes
-    why = {
+    reasons = {
         node: reason
         for node in nodes
         if (reason := _unfit(spec, topology.machines.get(node), node in bad))
     }
-    fitting = [node for node in nodes if node not in why]
-    left_out = dict(sorted(Counter(why.values()).items()))
+    fitting = [node for node in nodes if node not in reasons]
+    left_out = dict(sorted(Counter(reasons.values()).items()))
+    kinds = ", ".join(f"{number} {kind}" for kind, number in left_out.items())
     if not fitting:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+        shape = f"{spec.gpus_per_node} {spec.gpu.name}"
         raise OrchError(
-            f"{file}: of {len(nodes)} nodes none is free with {spec.gpus_per_node} {spec.gpu.name};"
+            f"{file}: of {len(nodes)} nodes none is free with {shape};"
             f" there are: {kinds}. Another entry of cluster= may describe them",
             Exit.CAPACITY,
         )
     count = spec.nodes if live else spec.topology_nodes
     if count is not UNSET:
         if count > len(fitting):
-            kinds = ", ".join(f"{many} {kind}" for kind, many in left_out.items())
-            few = f"{count} nodes are wanted, {len(fitting)} " + (
-                "are free" if live else "are there that fit"
-            )
-            raise OrchError(f"{file}: {few}; left out: {kinds or 'none'}", Exit.CAPACITY)
+            supply = f"{len(fitting)} are free" if live else f"{len(fitting)} fit"
+            shortage = f"{count} nodes are wanted, {supply}"
+            raise OrchError(f"{file}: {shortage}; left out: {kinds or 'none'}", Exit.CAPACITY)
         fitting = choose_nodes(fitting, topology, count)
     return structs.replace(with_nodes(base, fitting, topology, name=spec.name), left_out=left_out)
 
 
 def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
-    """Why a node cannot stand for one of the entry's, or None. Ranks are the same everywhere, so a
-    job runs on nodes of one kind. What is not known of a node is taken to fit; of more GPUs than
-    the entry has, the first ones are used.
+    """Returns why a node cannot serve as one of the entry's nodes, or None if it can.
+
+    Ranks are the same everywhere, so a job runs on nodes of one kind. What is unknown about a
+    node is assumed to fit; of more GPUs than the entry has, the first ones are used.
     """
     if bad:
         return "found bad by earlier runs"
@@ -123,9 +121,11 @@ def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
         return GPU_REASONS.get(machine.reason, "out of service")
     if machine.reason in GPU_REASONS:
         return None
-    found = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
-    for one in found:
-        enough = not one.gpus or spec.gpus_per_node <= one.gpus <= MOST_GPUS
-        if enough and (not one.gpu or same_model(spec.gpu.name, one.gpu)):
+    offers = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
+    for offer in offers:
+        has_enough = not offer.gpus or spec.gpus_per_node <= offer.gpus <= MOST_GPUS
+        if has_enough and (not offer.gpu or same_model(spec.gpu.name, offer.gpu)):
             return None
-    return "with " + " and ".join(f"{one.gpus or 'some'} {one.gpu or 'GPUs'}" for one in found)
+    return "with " + " and ".join(
+        f"{offer.gpus or 'some'} {offer.gpu or 'GPUs'}" for offer in offers
+    )

@@ -1,6 +1,5 @@
-"""YAML that is as large as its text: aliases which repeat parts of it without end, and nesting
-without end, are refused before anything is made of them.
-"""
+"""Reads YAML whose value is no larger than its text: aliases that repeat parts without limit,
+and nesting without limit, are refused before any value is built."""
 
 from __future__ import annotations
 
@@ -12,93 +11,96 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     import yaml
 
-#: Of a description of a cluster with tens of thousands of nodes.
+#: Values in the description of a cluster with tens of thousands of nodes.
 MOST_VALUES = 1_000_000
-_MOST_OPEN = 50
-_DEEP = "it is nested too deeply"
+_MAX_DEPTH = 50
+_TOO_DEEP = "it is nested too deeply"
 
 
-def load(text: str | bytes, most: int, loader: Any = None) -> Any:
-    """The one document of a text, with at most so many values where aliases repeat them. `loader`:
-    a safe one of yaml's. OrchError (65) in words that a file's name can stand before;
-    yaml.YAMLError for what is no YAML."""
+def load(document: str | bytes, max_values: int, loader: Any = None) -> Any:
+    """Reads the only document of a text, with at most `max_values` values where aliases repeat
+    them. `loader`: one of yaml's safe loaders.
+
+    OrchError (65) with a message that a file's name can precede; yaml.YAMLError for a text that
+    is not YAML.
+    """
     import yaml
 
-    if loader and is_deep(text, loader):  # libyaml's would end the process
-        raise OrchError(_DEEP, Exit.CONFIG)
-    reader = (loader or yaml.SafeLoader)(text)
+    if loader and is_deep(document, loader):  # libyaml's own check would end the process
+        raise OrchError(_TOO_DEEP, Exit.CONFIG)
+    reader = (loader or yaml.SafeLoader)(document)
     try:
         node = reader.get_single_node()
         if node is None:
             return None
-        _check(node, most)
+        _check(node, max_values)
         return reader.construct_document(node)
     except RecursionError:
-        raise OrchError(_DEEP, Exit.CONFIG) from None
-    except ValueError as error:  # a date of no calendar
+        raise OrchError(_TOO_DEEP, Exit.CONFIG) from None
+    except ValueError as error:  # a date that is in no calendar
         raise OrchError(str(error), Exit.CONFIG) from None
     finally:
         reader.dispose()
 
 
-def check(text: str, most: int) -> None:
-    """OrchError (65) where `load` raises it; what is no YAML passes. Costs nothing without
-    aliases."""
+def check(document: str, max_values: int) -> None:
+    """Raises OrchError (65) where `load` does; a text that is not YAML passes. Costs nothing
+    without aliases."""
     import yaml
 
-    if "&" not in text or "*" not in text:
+    if "&" not in document or "*" not in document:
         return
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
+        node = yaml.compose(document, yaml.SafeLoader)
     except RecursionError:
-        raise OrchError(_DEEP, Exit.CONFIG) from None
+        raise OrchError(_TOO_DEEP, Exit.CONFIG) from None
     except yaml.YAMLError:
         return
     if node is not None:
-        _check(node, most)
+        _check(node, max_values)
 
 
-def is_deep(text: str | bytes, loader: Any = None) -> bool:
-    """Whether more brackets and blocks of a text are open at once than anybody writes."""
+def is_deep(document: str | bytes, loader: Any = None) -> bool:
+    """Tells whether more brackets and blocks of a text are open at once than anybody writes."""
     import yaml
 
     depth = 0
     try:
-        for event in yaml.parse(text, loader or yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
-            if depth > _MOST_OPEN:
+        for event in yaml.parse(document, loader or yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
                 return True
     except yaml.YAMLError:
         pass
     return False
 
 
-def _check(top: yaml.Node, most: int) -> None:
-    """The values below each node, parts that several aliases name counted as often, without walking
-    them twice."""
+def _check(top: yaml.Node, max_values: int) -> None:
+    """Counts the values below each node without walking a part twice; a part that several
+    aliases name counts as often. OrchError (65) if there are too many, or a part contains
+    itself."""
     counts: dict[int, int] = {}
-    open_: set[int] = set()
+    ancestors: set[int] = set()
 
     def count(node: yaml.Node) -> int:
-        known = counts.get(id(node))
-        if known is not None:
-            return known
-        if id(node) in open_:
-            raise OrchError("an alias in it holds itself", Exit.CONFIG)
-        open_.add(id(node))
+        counted = counts.get(id(node))
+        if counted is not None:
+            return counted
+        if id(node) in ancestors:
+            raise OrchError("an alias in it contains itself", Exit.CONFIG)
+        ancestors.add(id(node))
         children = [] if isinstance(node.value, str) else node.value
-        flat = [
-            part for child in children for part in (child if isinstance(child, tuple) else (child,))
-        ]
-        found = 1 + sum(map(count, flat))
-        if found > most:
+        elements: list[yaml.Node] = []
+        for child in children:
+            elements += child if isinstance(child, tuple) else [child]
+        total = 1 + sum(map(count, elements))
+        if total > max_values:
             raise OrchError(
-                f"its aliases repeat what they name to more than {most:,} values", Exit.CONFIG
+                f"its aliases expand it to more than {max_values:,} values", Exit.CONFIG
             )
-        open_.discard(id(node))
-        counts[id(node)] = found
-        return found
+        ancestors.discard(id(node))
+        counts[id(node)] = total
+        return total
 
     count(top)

@@ -1,5 +1,5 @@
-"""From command-line words and YAML files to one typed, frozen `Config`: `load`, which every verb
-calls."""
+"""Composes one typed, frozen `Config` from the words of the command line and YAML files: `load`,
+which every verb calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .schema import Config
 def load(
     overrides: list[str], config_dir: str | Path | None = None, ranges: bool = False
 ) -> Config:
-    """Compose, resolve and check. Raises OrchError: 64 for the command line, 65 for a file, 78 for
-    code or secrets.
+    """Composes, resolves and checks a configuration. OrchError: 64 for the command line, 65 for a
+    file, 78 for code or secrets.
 
-    `config_dir` is searched before the shipped files; without it `./conf` is, when it exists.
-    `ranges`: the caller takes a range of sizes (`nodes=4..8`), which most have no use for. A
+    `config_dir` is searched before the shipped files; without it `./conf` is, if it exists.
+    `ranges`: the caller accepts a range of sizes (`nodes=4..8`); most callers do not. A
     configuration of the same words and files is read from the cache, without importing Hydra (a
-    third of a second). Not for use from several threads at once: Hydra keeps its state in the
-    process.
+    third of a second). Do not call this from several threads at once: Hydra keeps its state in
+    the process.
     """
     library = Library(folders(config_dir))
 
@@ -47,14 +47,16 @@ def load(
 
 
 def _encoded(config: Config) -> bytes | None:
-    """None for a configuration with an environment, which may hold what nobody should read."""
+    """Returns None for a configuration with an environment, which may hold what nobody should
+    read."""
     return None if config.backend.env else msgspec.json.encode(config)
 
 
 def _inputs(library: Library, overrides: Sequence[str]) -> Iterator[bytes]:
-    """Everything that a configuration depends on: words, files, and the code that reads them."""
-    for word in overrides:
-        yield word.encode(errors="surrogatepass")
+    """Yields everything that a configuration depends on: words, files, and the code that reads
+    them."""
+    for override in overrides:
+        yield override.encode(errors="surrogatepass")
     for folder in library.folders:
         yield b"folder"
         for path, name in sorted(_yaml(str(folder), "")):
@@ -64,13 +66,13 @@ def _inputs(library: Library, overrides: Sequence[str]) -> Iterator[bytes]:
 
 
 def _yaml(folder: str, above: str) -> Iterator[tuple[str, str]]:
-    """(path, name) of every YAML file below a folder."""
+    """Yields (path, name) of every YAML file below a folder."""
     try:
         entries = list(os.scandir(folder))
-    except OSError:  # not ours to read
+    except OSError:  # this user may not read it
         return
     for entry in entries:
         if entry.name.endswith(".yaml"):
             yield entry.path, above + entry.name
-        if entry.is_dir(follow_symlinks=not above):  # a group may lie elsewhere
+        if entry.is_dir(follow_symlinks=not above):  # a group may be a link to another folder
             yield from _yaml(entry.path, f"{above}{entry.name}/")

@@ -1,5 +1,5 @@
-"""What configuration may hold: printable text, finite numbers, `${a.key}`; no code and no
-environment."""
+"""Restricts what configuration may hold: printable text, finite numbers, `${a.key}`; no code and
+no environment."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ from orchestrator.plan.exits import Exit
 
 from .config_errors import Origin
 
-#: Resolvers that configuration may use. `oc.env` is not one: a resolved value is written into the
-#: run folder.
+#: Resolvers that configuration may use. `oc.env` is not among them: a resolved value is written
+#: into the run folder.
 RESOLVERS = frozenset({"oc.select"})
 
 
 def check_interpolations(tree: Any, origin: Origin, key: str = "") -> None:
-    """Refuse resolvers outside `RESOLVERS`, nested and built-up names included."""
+    """Refuses resolvers outside `RESOLVERS`, also where names are nested or built up."""
     if isinstance(tree, dict | list):
         pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for name, value in pairs:
             check_interpolations(value, origin, f"{key}.{name}" if key else str(name))
         return
-    text = tree if isinstance(tree, str) else ""
-    while match := re.search(r"\$\{([^${}]*)\}", text):
+    remainder = tree if isinstance(tree, str) else ""
+    while match := re.search(r"\$\{([^${}]*)\}", remainder):
         name, colon, _ = match[1].partition(":")
         if colon and name.strip() not in RESOLVERS:
-            why = "what it finds would be frozen into the run folder; ${a.key} is what there is"
-            raise origin.error(
-                key, f"the resolver {name.strip()!r} is not allowed: {why}", Exit.SECURITY
-            )
-        text = f"{text[: match.start()]}x{text[match.end() :]}"
-    if "${" in text:
+            reason = "its value would be frozen into the run folder; ${a.key} is what there is"
+            problem = f"the resolver {name.strip()!r} is not allowed: {reason}"
+            raise origin.error(key, problem, Exit.SECURITY)
+        remainder = f"{remainder[: match.start()]}x{remainder[match.end() :]}"
+    if "${" in remainder:
         raise origin.error(key, "an interpolation that cannot be read; ${a.key} is what there is")
 
 
 def check_leaves(tree: Any, origin: Origin, key: str = "") -> None:
-    """Every text printable, every number finite and exact in JSON, no `_target_`, nothing but
-    JSON's kinds."""
+    """Requires that every text is printable, every number finite and exact in JSON, and every
+    value of a kind that JSON has, and refuses `_target_`."""
     if isinstance(tree, dict | list):
         pairs = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
         for name, value in pairs:
-            at = f"{key}.{name}" if key else str(name)
+            path = f"{key}.{name}" if key else str(name)
             if name == "_target_":
                 raise origin.error(
                     key,
@@ -50,12 +49,13 @@ def check_leaves(tree: Any, origin: Origin, key: str = "") -> None:
                 )
             if isinstance(tree, dict) and not (isinstance(name, str) and name.isprintable()):
                 raise origin.error(key, f"the key {name!a} is not printable text")
-            check_leaves(value, origin, at)
+            check_leaves(value, origin, path)
     elif isinstance(tree, str):
         if not tree.isprintable():
-            bad = next(c for c in tree if not c.isprintable())
+            character = next(c for c in tree if not c.isprintable())
             raise origin.error(
-                key, f"holds the unprintable character {bad!a}: text is printable and on one line"
+                key,
+                f"holds the unprintable character {character!a}: text is printable and on one line",
             )
     elif isinstance(tree, float):
         if tree != tree or tree in (float("inf"), float("-inf")):

@@ -1,7 +1,7 @@
-"""Hydra's part: from words and the files of groups to a checked `Config`.
+"""Composes a checked `Config` from words and group files with Hydra.
 
-Hydra's Compose API puts the files together; this module resolves `${...}` once and makes the result
-a value. `overrides` reads the words before Hydra, `content` keeps code and secrets out;
+Hydra's Compose API merges the files; this module resolves `${...}` once and makes the outcome a
+value. `overrides` reads the words before Hydra, `content` keeps code and secrets out;
 `hydra_errors` and `config_errors` turn every failure into one line with an exit code.
 """
 
@@ -23,9 +23,9 @@ from .schema import Config
 from .structured import config_dataclass, optional, register, struct_of
 from .validate import validate
 
-_MOST_VALUES = 20_000  # of a file that repeats parts of itself by aliases
-#: Parts of Hydra's own configuration that nothing here reads: files that need not be composed.
-_PARTS = (
+_MAX_VALUES = 20_000  # values of a file that repeats parts of itself by aliases
+#: Groups of Hydra's own configuration that nothing here reads, so they need not be composed.
+_UNUSED_GROUPS = (
     "job_logging",
     "hydra_logging",
     "help",
@@ -35,105 +35,107 @@ _PARTS = (
     "sweeper",
     "env",
 )
-_UNUSED = [f"~hydra/{part}" for part in _PARTS]
+_REMOVALS = [f"~hydra/{group}" for group in _UNUSED_GROUPS]
 
 
 def compose(overrides: list[str], library: Library) -> Config:
-    """Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets."""
+    """Composes, resolves and checks a configuration. OrchError: 64 for the command line, 65 for
+    a file, 78 for code or secrets."""
     _check_aliases(library)
-    given = read(list(overrides), library)
-    tree, choices = _compose(library, given)
-    return _typed(tree, Origin(library, given, choices))
+    parsed = read(list(overrides), library)
+    tree, choices = _compose(library, parsed)
+    return _typed(tree, Origin(library, parsed, choices))
 
 
 def _check_aliases(library: Library) -> None:
-    """OrchError (65) for a group file of the user's whose aliases would take OmegaConf minutes, or
-    for ever."""
+    """Raises OrchError (65) for one of the user's group files whose aliases would occupy
+    OmegaConf for minutes, or forever."""
     for folder in library.folders[:-1]:
         for path in [
             *folder.glob(f"{PRIMARY}.yaml"),
             *(p for group in GROUPS for p in (folder / group).rglob("*.yaml")),
         ]:
             try:
-                bounded_yaml.check(path.read_text(encoding="utf-8", errors="replace"), _MOST_VALUES)
+                bounded_yaml.check(path.read_text(encoding="utf-8", errors="replace"), _MAX_VALUES)
             except OrchError as error:
                 raise OrchError(f"{library.show(path)}: {error.message}", error.exit) from None
 
 
-def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, str]]:
-    """(OmegaConf tree with interpolations, chosen file or word of every group)."""
+def _compose(library: Library, parsed: list[Override]) -> tuple[Any, dict[str, str]]:
+    """Returns the OmegaConf tree with interpolations, and the chosen file or spec of every
+    group."""
     register()
-    for override in given:
+    for override in parsed:
         if (
             override.group
             and override.key == "parallel"
             and not library.path("parallel", override.text)
         ):
             _register_spec(override.text)
-    words = [
+    hydra_overrides = [
         f"{'+' if override.key == OPTIONAL else ''}{override.key}={override.text}"
-        for override in given
+        for override in parsed
         if override.group
     ]
-    words += _UNUSED
+    hydra_overrides += _REMOVALS
     primary = PRIMARY
     if len(library.folders) > 1:
         if not (library.folders[0] / f"{PRIMARY}.yaml").is_file():
             primary = _lend_primary(library)
-        words.append(
+        hydra_overrides.append(
             f"hydra.searchpath=[{','.join(quote(f'file://{f}') for f in library.folders[1:])}]"
         )
     try:
-        tree, choices = _call_hydra(library, primary, words)
-    except SpecNeeded as need:  # a file of the user's chose a parallelism spec; known only now
-        _register_spec(need.word)
-        tree, choices = _call_hydra(library, primary, words)
-    for override in given:
+        tree, choices = _call_hydra(library, primary, hydra_overrides)
+    except SpecNeeded as need:  # Hydra has found that a file of the user's chose a spec
+        _register_spec(need.spec)
+        tree, choices = _call_hydra(library, primary, hydra_overrides)
+    for override in parsed:
         if not override.group:
             _put(tree, override)
     return tree, choices
 
 
 def _put(tree: Any, override: Override) -> None:
-    """Set one key of the composed tree, as Hydra would: mappings are merged, everything else is
+    """Sets one key of the composed tree as Hydra would: mappings are merged, everything else is
     replaced."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    parts = override.key.split(".")
-    for depth in range(1, len(parts)):  # OmegaConf would make a hole here, or fail obscurely
-        above = ".".join(parts[:depth])
-        if optional(annotation_at(parts[:depth])) and OmegaConf.select(tree, above) is None:
+    path = override.key.split(".")
+    for depth in range(1, len(path)):  # OmegaConf would leave keys unset here, or fail obscurely
+        above = ".".join(path[:depth])
+        if optional(annotation_at(path[:depth])) and OmegaConf.select(tree, above) is None:
             raise OrchError(
                 f"{override.show()}: {above} is null in this model; set it whole: {above}={{...}}"
             )
     try:
-        whole = struct_of(annotation_at(parts))
+        struct = struct_of(annotation_at(path))
         if (
-            whole
+            struct
             and isinstance(override.value, dict)
             and OmegaConf.select(tree, override.key) is None
         ):
             OmegaConf.update(
-                tree, override.key, OmegaConf.structured(config_dataclass(whole)), merge=False
+                tree, override.key, OmegaConf.structured(config_dataclass(struct)), merge=False
             )
-        OmegaConf.update(tree, override.key, override.value, force_add=open_at(parts))
+        OmegaConf.update(tree, override.key, override.value, force_add=open_at(path))
     except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
         raise OrchError(f"{override.show()}: {reason(error)}") from None
 
 
-def _register_spec(word: str) -> None:
-    """Make a parallelism spec a choice of its group, as a file of that name would be."""
+def _register_spec(spec: str) -> None:
+    """Makes a parallelism spec a choice of its group, like a file of that name."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(
-        group="parallel", name=word, node=grammar.parse(word), provider="word"
+        group="parallel", name=spec, node=grammar.parse(spec), provider="word"
     )
 
 
 def _lend_primary(library: Library) -> str:
-    """Hydra looks for the primary file before it reads the search path, but always in its store:
-    put it there."""
+    """Puts the primary file into Hydra's store and returns its name there: Hydra looks for the
+    primary file before it reads the search path, but always in its store."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -144,16 +146,17 @@ def _lend_primary(library: Library) -> str:
     return name
 
 
-def _call_hydra(library: Library, primary: str, words: list[str]) -> tuple[Any, dict[str, str]]:
+def _call_hydra(
+    library: Library, primary: str, hydra_overrides: list[str]
+) -> tuple[Any, dict[str, str]]:
     import yaml
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    # what is raised by Hydra for files that are not what they should be: assertions and built-in
-    # errors among them
-    wrong = (
+    # Hydra raises these for malformed files, assertions and built-in errors among them.
+    refusals = (
         HydraException,
         OmegaConfBaseException,
         yaml.YAMLError,
@@ -164,9 +167,9 @@ def _call_hydra(library: Library, primary: str, words: list[str]) -> tuple[Any, 
     )
     try:
         with initialize_config_dir(str(library.folders[0]), version_base="1.3"):
-            tree = compose(primary, overrides=words, return_hydra_config=True)
-    except wrong as error:
-        raise refuse(error, library, words) from None
+            tree = compose(primary, overrides=hydra_overrides, return_hydra_config=True)
+    except refusals as error:
+        raise refuse(error, library, hydra_overrides) from None
     chosen = {
         group: str(name)
         for group, name in tree.hydra.runtime.choices.items()
@@ -194,9 +197,7 @@ def _typed(tree: Any, origin: Origin) -> Config:
     check_leaves(plain, origin)
     plain["choices"] = origin.choices
     if plain["cluster"]["topology_nodes"] is None:
-        del plain["cluster"][
-            "topology_nodes"
-        ]  # unset, so that it is written down only where it says something
+        del plain["cluster"]["topology_nodes"]  # an unset field is not written into plans
     try:
         config = msgspec.convert(plain, Config)
     except msgspec.ValidationError as error:

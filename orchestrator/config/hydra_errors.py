@@ -1,5 +1,5 @@
-"""What Hydra, OmegaConf and YAML raise while files are put together, each as one line naming the
-file or the word."""
+"""Turns what Hydra, OmegaConf and YAML raise while files are composed into one line that names
+the file or the override."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .bounded_yaml import is_deep
 from .groups import PRIMARY, Library
 from .overrides import show
 
-#: What OmegaConf says -> what it means to whoever wrote the file.
+#: A message of OmegaConf -> what it means to the author of the file.
 PLAIN = {
     r"^Invalid type assigned: dict": "there is no such item in the list",
     r"is not a ListConfig": "must be a list",
@@ -26,16 +26,16 @@ PLAIN = {
 
 
 class SpecNeeded(Exception):
-    """A file's defaults list chose a parallelism spec, which has to be made known to Hydra
-    first."""
+    """The defaults list of a file chose a parallelism spec, which has to be registered with
+    Hydra first."""
 
-    def __init__(self, word: str):
-        super().__init__(word)
-        self.word = word
+    def __init__(self, spec: str):
+        super().__init__(spec)
+        self.spec = spec
 
 
-def refuse(error: Exception, library: Library, words: list[str]) -> Exception:
-    """The OrchError to raise for a failure of `hydra.compose`, or `SpecNeeded`."""
+def refuse(error: Exception, library: Library, hydra_overrides: list[str]) -> Exception:
+    """Returns the OrchError to raise for a failure of `hydra.compose`, or `SpecNeeded`."""
     import yaml
     from hydra.errors import MissingConfigException
 
@@ -44,33 +44,33 @@ def refuse(error: Exception, library: Library, words: list[str]) -> Exception:
     if isinstance(error, yaml.YAMLError):
         return OrchError(_yaml_line(error, library), Exit.CONFIG)
     if isinstance(error, RecursionError):
-        where = _file_with(library, lambda raw: is_deep(raw))
-        return OrchError(f"{where}: it is nested too deeply", Exit.CONFIG)
+        file = _file_with(library, lambda raw: is_deep(raw))
+        return OrchError(f"{file}: it is nested too deeply", Exit.CONFIG)
     if isinstance(error, UnicodeDecodeError):
-        where = _file_with(library, lambda raw: not _is_utf8(raw))
-        return OrchError(f"{where}: not UTF-8: {error.reason}", Exit.CONFIG)
-    return _composition(error, library, words)
+        file = _file_with(library, lambda raw: not _is_utf8(raw))
+        return OrchError(f"{file}: not UTF-8: {error.reason}", Exit.CONFIG)
+    return _composition(error, library, hydra_overrides)
 
 
 def _missing_file(error: Any, library: Library) -> Exception:
-    """A defaults list asks for a file that is not there, or for a parallelism spec."""
+    """Returns the error for a defaults list that asks for a file that does not exist, or for a
+    spec."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
-    by = re.match(r"In '([^']+)'", str(error))
-    where = _file(by[1], library) if by else "configuration"
-    if by and by[1].endswith(
-        PRIMARY
-    ):  # Hydra names the primary file for what another file overrode
-        where = _file_with(
+    include = re.match(r"In '([^']+)'", str(error))
+    file = _file(include[1], library) if include else "configuration"
+    # Hydra names the primary file even if another file has overridden the choice.
+    if include and include[1].endswith(PRIMARY):
+        file = _file_with(
             library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None
         )
     if group == "parallel" and grammar.looks_like_spec(name):
         try:
             grammar.parse(name)
         except OrchError as refused:
-            return OrchError(f"{where}: {refused.message}", Exit.CONFIG)
+            return OrchError(f"{file}: {refused.message}", Exit.CONFIG)
         return SpecNeeded(name)
     hint = did_you_mean(name, library.files(group)) + library.unread(group, name)
-    return OrchError(f"{where}: there is no {group or 'file'} {show(name)}; {hint}", Exit.CONFIG)
+    return OrchError(f"{file}: there is no {group or 'file'} {show(name)}; {hint}", Exit.CONFIG)
 
 
 def _file(config: str, library: Library) -> str:
@@ -79,11 +79,12 @@ def _file(config: str, library: Library) -> str:
     return library.show(path) if path else config
 
 
-def _file_with(library: Library, wanted: Callable[[bytes], bool]) -> str:
-    """The first file that holds what Hydra or Python refused without saying where."""
+def _file_with(library: Library, matches: Callable[[bytes], bool]) -> str:
+    """Returns the first file with the content that Hydra or Python refused without naming the
+    file."""
     for folder in library.folders:
         for path in sorted(folder.rglob("*.yaml")):
-            if wanted(path.read_bytes()):
+            if matches(path.read_bytes()):
                 return library.show(path)
     return "configuration"
 
@@ -106,12 +107,13 @@ def _yaml_line(error: Any, library: Library) -> str:
     return f"{where}: not YAML: {getattr(error, 'problem', None) or error}"
 
 
-def _composition(error: Exception, library: Library, words: list[str]) -> OrchError:
-    """What Hydra or OmegaConf refused in a file: the file, the key, the reason."""
+def _composition(error: Exception, library: Library, hydra_overrides: list[str]) -> OrchError:
+    """Returns the error for what Hydra or OmegaConf refused in a file: the file, the key, the
+    reason."""
     from omegaconf.errors import GrammarParseError
 
     unused = re.search(r"Could not override '([^']+)'", str(error))
-    if unused and any(word.startswith(f"{unused[1]}=") for word in words):
+    if unused and any(override.startswith(f"{unused[1]}=") for override in hydra_overrides):
         parent = unused[1].rpartition("/")[0]
         return OrchError(
             f"{unused[1]}=...: the chosen {parent or 'configuration'} has no such choice",
@@ -119,19 +121,19 @@ def _composition(error: Exception, library: Library, words: list[str]) -> OrchEr
         )
     inner = _innermost(error)
     key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(inner, "full_key", None) or ""))
-    by = re.match(r"In '([^']+)'", str(error))
-    where = _file(by[1], library) if by else "configuration"
+    include = re.match(r"In '([^']+)'", str(error))
+    file = _file(include[1], library) if include else "configuration"
     if isinstance(inner, GrammarParseError) and (seen := re.search(r"'(\$\{[^']*)'", str(inner))):
-        where = _file_with(library, lambda raw: seen[1].encode() in raw)
+        file = _file_with(library, lambda raw: seen[1].encode() in raw)
     if "_target_" in key or "_target_" in str(inner):
         return OrchError(
-            f"{where}: _target_ would run code from configuration; orch never does", Exit.SECURITY
+            f"{file}: _target_ would run code from configuration; orch never does", Exit.SECURITY
         )
-    return OrchError(f"{where}: {f'{key}: ' if key else ''}{reason(error)}", Exit.CONFIG)
+    return OrchError(f"{file}: {f'{key}: ' if key else ''}{reason(error)}", Exit.CONFIG)
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The OmegaConf error that a Hydra error stands on, else the error itself."""
+    """Returns the OmegaConf error that caused a Hydra error, else the error itself."""
     from omegaconf.errors import OmegaConfBaseException
 
     inner: BaseException | None = error
@@ -141,21 +143,22 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def reason(error: BaseException) -> str:
-    """Why OmegaConf refused a value, without its class names; unknown keys with a did-you-mean."""
+    """Returns why OmegaConf refused a value, without its class names; unknown keys get a
+    did-you-mean."""
     from omegaconf.errors import GrammarParseError
 
     inner = _innermost(error)
-    text = " ".join(str(getattr(inner, "msg", None) or inner).split("\n")[0].split())
+    message = " ".join(str(getattr(inner, "msg", None) or inner).split("\n")[0].split())
     if isinstance(inner, GrammarParseError):
         return "an interpolation that cannot be read; ${a.key} is what there is"
-    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", message):
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
         return f"must be {kinds.get(match[2], match[2])}, not {show(match[1])}"
-    if match := re.match(r"Key '([^']*)' (?:is )?not in", text):
-        known = getattr(getattr(inner, "object_type", None), "__annotations__", ())
-        legal = [name for name in known if name != "choices"]
+    if match := re.match(r"Key '([^']*)' (?:is )?not in", message):
+        annotations = getattr(getattr(inner, "object_type", None), "__annotations__", ())
+        legal = [name for name in annotations if name != "choices"]
         return f"unknown key; {did_you_mean(match[1], legal)}" if legal else "unknown key"
     for pattern, plain in PLAIN.items():
-        if re.search(pattern, text):
+        if re.search(pattern, message):
             return plain
-    return text
+    return message

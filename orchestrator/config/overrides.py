@@ -1,10 +1,10 @@
-"""Parses and checks command-line words before Hydra gets them.
+"""Parses and checks the overrides on the command line before Hydra gets them.
 
-Hydra's override grammar has traps for the people who type it: add against override (`+x=` or `x=`),
-unquoted text that is a syntax error or changes its type, commas that mean a sweep. Each word is
-parsed here against the schema, so that unknown keys get a did-you-mean, `+x=` equals `x=`, and text
-reaches the configuration byte-exact. What leaves this module are choices of files, which Hydra
-takes, and values, which are put into what Hydra has composed.
+Hydra's override grammar has traps for the people who type it: add against override (`+x=` or
+`x=`), unquoted text that is a syntax error or changes its type, commas that mean a sweep. Each
+override is parsed here against the schema, so that unknown keys get a did-you-mean, `+x=` equals
+`x=`, and text reaches the configuration byte-exact. This module returns choices of files, which
+Hydra takes, and values, which are put into what Hydra has composed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from .groups import GROUPS, Library
 from .schema import Config
 from .structured import bare, fields, is_open, is_text, optional, struct_of
 
-#: A later one of these replaces an earlier other one: nobody means both.
+#: Pairs of keys of which nobody means both: a later one replaces an earlier other one.
 EXCLUSIVE = (("train.global_batch_samples", "train.global_batch_tokens"),)
 _WORD = re.compile(r"(~|\+{0,2})([^=]*?)(?:=(.*))?", re.DOTALL)
 
 
 class Override(NamedTuple):
+    """One `key=value` of the command line."""
+
     key: str  # "train.steps", or a group: "cluster", "cluster/node"
     text: str  # as typed, after the first "="
-    # a choice of a file, which is Hydra's; else a value, which is put into what Hydra composed
+    #: true: the choice of a file, which Hydra takes; false: a value for the composed tree
     group: bool
     value: Any = None
 
@@ -36,139 +38,135 @@ class Override(NamedTuple):
         return show(f"{self.key}={self.text}")
 
 
-def read(words: list[str], library: Library) -> list[Override]:
-    """Overrides in the order typed; of several choices for one group the last. Raises OrchError
-    (64, or 78)."""
-    found = [_read_one(word, library) for word in words]
-    last = {override.key: index for index, override in enumerate(found)}
-    found = [o for index, o in enumerate(found) if not o.group or last[o.key] == index]
-    keys = [override.key for override in found]
+def read(arguments: list[str], library: Library) -> list[Override]:
+    """Parses overrides in the order typed; of several choices for one group the last counts.
+    Raises OrchError (64, or 78)."""
+    overrides = [_read_one(argument, library) for argument in arguments]
+    last = {override.key: index for index, override in enumerate(overrides)}
+    overrides = [
+        override
+        for index, override in enumerate(overrides)
+        if not override.group or last[override.key] == index
+    ]
+    keys = [override.key for override in overrides]
     for pair in EXCLUSIVE:
-        for given, other in (pair, pair[::-1]):
-            if given in keys and other not in keys:
-                found.append(Override(other, "null", False, None))
-    return found
+        for key, exclusive in (pair, pair[::-1]):
+            if key in keys and exclusive not in keys:
+                overrides.append(Override(exclusive, "null", False, None))
+    return overrides
 
 
-def _read_one(word: str, library: Library) -> Override:
-    shown = show(word)
-    if not word.isprintable():
-        bad = next(c for c in word if not c.isprintable())
-        what = (
-            "bytes that are not UTF-8"
-            if "\ud800" <= bad <= "\udfff"
-            else f"the unprintable character {bad!a}"
-        )
-        raise OrchError(
-            f"{shown} holds {what}: configuration text is printable and on one line", Exit.USAGE
-        )
-    if "_target_" in word:
+def _read_one(argument: str, library: Library) -> Override:
+    shown = show(argument)
+    if not argument.isprintable():
+        character = next(c for c in argument if not c.isprintable())
+        problem = f"the unprintable character {character!a}"
+        if "\ud800" <= character <= "\udfff":
+            problem = "bytes that are not UTF-8"
+        rule = "configuration text is printable and on one line"
+        raise OrchError(f"{shown} holds {problem}: {rule}", Exit.USAGE)
+    if "_target_" in argument:
         raise OrchError(
             f"{shown}: _target_ would run code from configuration; orch never does", Exit.SECURITY
         )
-    match = _WORD.fullmatch(word)
-    assert match, "it matches any printable line"
+    match = _WORD.fullmatch(argument)
+    assert match, "the pattern matches any printable line"
     prefix = match[1]
     key = match[2].strip()
-    text = match[3]
+    value = match[3]
     if prefix == "~":
-        raise OrchError(
-            f"{shown}: keys cannot be deleted, every one is needed; set it to null where that is"
-            " legal"
-        )
-    if text is None or not key:
+        advice = "set it to null where that is legal"
+        raise OrchError(f"{shown}: keys cannot be deleted, every one is needed; {advice}")
+    if value is None or not key:
         raise OrchError(f"{shown} is not key=value")
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         raise OrchError(
             f"{shown}: Hydra's own settings are not used; --config-dir adds a folder of group files"
         )
     if "@" in key or ":" in key:
-        raise OrchError(
-            f"{shown}: groups have fixed places, write {key.split('@')[0].split(':')[0]}=<file>"
-        )
+        group = key.split("@")[0].split(":")[0]
+        raise OrchError(f"{shown}: groups have fixed places, write {group}=<file>")
     key = key.removeprefix("/")
     if key.split("/")[0] in GROUPS and "." not in key:
-        return _choice(key, text.strip(), library)
-    return _value(key, text, shown)
+        return _choice(key, value.strip(), library)
+    return _value(key, value, shown)
 
 
 # ------------------------------------------------------------------------------------------- groups
 
 
-def _choice(group: str, text: str, library: Library) -> Override:
+def _choice(group: str, choice: str, library: Library) -> Override:
     if group not in library.groups():
         raise OrchError(f"unknown group {group!r}; {did_you_mean(group, library.groups())}")
-    name = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    name = choice
+    if len(choice) > 1 and choice[0] == choice[-1] and choice[0] in "'\"":
+        name = choice[1:-1]
     files = library.files(group)
     if name in files:
         return Override(group, name, True)
     if name.startswith("{"):
-        raise OrchError(
-            f"{group}={show(name)}: it names a file; keys are set one by one, as {group}.KEY=VALUE"
-        )
+        advice = f"keys are set one by one, as {group}.KEY=VALUE"
+        raise OrchError(f"{group}={show(name)}: it names a file; {advice}")
     if "," in name or name.startswith("["):
-        raise OrchError(
-            f"{group}={show(name)}: one at a time; a sweep is orch submit --multirun {group}=a,b"
-        )
+        advice = f"a sweep is orch submit --multirun {group}=a,b"
+        raise OrchError(f"{group}={show(name)}: one at a time; {advice}")
     if group == "parallel" and grammar.looks_like_spec(name):
-        grammar.parse(name)  # refuses what is not a word
+        grammar.parse(name)  # refuses a malformed spec
         return Override(group, name, True)
-    what = f"there is no {group} {show(name)}" if name else f"{group}= needs the name of a file"
-    tail = f"; or a spec: {grammar.RULE}" if group == "parallel" else ""
-    raise OrchError(f"{what}; {did_you_mean(name, files)}{tail}{library.unread(group, name)}")
+    problem = f"there is no {group} {show(name)}" if name else f"{group}= needs the name of a file"
+    spec_rule = f"; or a spec: {grammar.RULE}" if group == "parallel" else ""
+    raise OrchError(
+        f"{problem}; {did_you_mean(name, files)}{spec_rule}{library.unread(group, name)}"
+    )
 
 
 # ------------------------------------------------------------------------------------------- values
 
 
-def _value(key: str, text: str, shown: str) -> Override:
+def _value(key: str, typed: str, shown: str) -> Override:
     annotation = find(key, shown)
-    raw = text.strip()
+    raw = typed.strip()
     if raw == "null" and annotation is not Any:
         if not optional(annotation):
             raise OrchError(f"{shown}: {key} cannot be null")
-        return Override(key, text, False, None)
+        return Override(key, typed, False, None)
     if struct_of(annotation) is not None and not raw.startswith("{"):
         example = next(iter(fields(struct_of(annotation))))
         raise OrchError(f"{shown}: {key} holds keys of its own; set one, like {key}.{example}=...")
     if is_text(annotation):
         if len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "'\"":
             raise OrchError(f"{shown}: text is taken as it is, without quotes around it")
-        return Override(key, text, False, text)
-    return Override(key, text, False, _parse(key, raw, shown, annotation))
+        return Override(key, typed, False, typed)
+    return Override(key, typed, False, _parse(key, raw, shown, annotation))
 
 
-def find(key: str, shown: str) -> Any:
-    """The type of the value at a dotted key; `Any` below a part whose keys are the user's. Raises
-    OrchError."""
+def find(key: str, typed: str) -> Any:
+    """Returns the type of the value at a dotted key; `Any` below a part whose keys are the
+    user's. Raises OrchError."""
     struct: Any = Config
     annotation: Any = None
-    parts = key.split(".")
-    for index, part in enumerate(parts):
+    path = key.split(".")
+    for index, name in enumerate(path):
         if struct is not None:
-            legal = {
-                name: field.type
-                for name, field in fields(struct).items()
-                if not (index == 0 and name == "choices")
-            }
-            if part not in legal:
-                where = ".".join(parts[:index])
-                raise OrchError(
-                    f"{shown}: unknown {'key' if where else 'group or key'} {part!r}"
-                    f"{f' in {where}' if where else ''}; {did_you_mean(part, legal)}"
-                )
-            annotation = legal[part]
+            legal = {field_name: field.type for field_name, field in fields(struct).items()}
+            if index == 0:
+                legal.pop("choices", None)
+            if name not in legal:
+                parent = ".".join(path[:index])
+                unknown = f"key {name!r} in {parent}" if parent else f"group or key {name!r}"
+                raise OrchError(f"{typed}: unknown {unknown}; {did_you_mean(name, legal)}")
+            annotation = legal[name]
         elif is_open(annotation):
             annotation = get_args(bare(annotation))[1]
-            if index < len(parts) - 1:
+            if index < len(path) - 1:
                 return Any
         elif annotation is Any:
             return Any
-        elif part.isdigit() and _list_item(annotation) is not None:
+        elif name.isdigit() and _list_item(annotation) is not None:
             annotation = _list_item(annotation)
         else:
-            where = ".".join(parts[:index])
-            raise OrchError(f"{shown}: {where} is a single value, it has no key {part!r}")
+            parent = ".".join(path[:index])
+            raise OrchError(f"{typed}: {parent} is a single value, it has no key {name!r}")
         struct = struct_of(annotation)
     return annotation
 
@@ -179,7 +177,8 @@ def _list_item(annotation: Any) -> Any:
 
 
 def _parse(key: str, raw: str, shown: str, annotation: Any) -> Any:
-    """A number, truth value, list or mapping in Hydra's override grammar. Sweeps are refused."""
+    """Parses a number, truth value, list or mapping in Hydra's override grammar. Sweeps are
+    refused."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -199,7 +198,7 @@ def _parse(key: str, raw: str, shown: str, annotation: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Hydra's quoted strings as text, inside lists and mappings too."""
+    """Returns Hydra's quoted strings as text, inside lists and mappings too."""
     from hydra.core.override_parser.types import QuotedString
 
     if isinstance(value, QuotedString):
@@ -211,15 +210,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def quote(text: str) -> str:
-    """Text as a quoted string of Hydra's grammar: backslashes count only before a quote, where they
-    are doubled."""
-    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
+def quote(string: str) -> str:
+    """Returns text as a quoted string of Hydra's grammar: backslashes count only before a quote,
+    where they are doubled."""
+    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", string)
     tail = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}{chr(92) * tail}'"
 
 
-def show(word: str, limit: int = 80) -> str:
-    """A word as it can be printed on one line."""
-    text = ascii(word) if not word.isprintable() else f"'{word}'"
-    return text if len(text) <= limit else f"{text[: limit - 4]}...'"
+def show(string: str, limit: int = 80) -> str:
+    """Formats text so that it can be printed on one line."""
+    shown = ascii(string) if not string.isprintable() else f"'{string}'"
+    return shown if len(shown) <= limit else f"{shown[: limit - 4]}...'"

@@ -120,9 +120,8 @@ class NvlinkSpec(Frozen):
     gb_per_s: Positive  # to all others of the domain together
     latency_us: NonNegative
     source: Source
-    switched: bool = (
-        True  # false: no NVSwitch, each pair of a node's GPUs has an equal part of their links
-    )
+    #: false: no NVSwitch, each pair of a node's GPUs has an equal part of their links
+    switched: bool = True
 
 
 class NicSpec(Frozen):
@@ -140,13 +139,12 @@ class LevelSpec(Frozen):
     nodes_per_switch: (
         Degree | list[Degree]
     )  # a list is ragged: one entry a switch, in node order, summing to `nodes`
-    # of one NIC's path between two nodes that meet on this level, before oversubscription
+    #: of one NIC's path between two nodes that meet on this level, before oversubscription
     gbit_per_s: Positive
     latency_us: NonNegative
     source: Source
-    oversubscription: Annotated[float, Meta(ge=1)] = (
-        1.0  # of the links from this level's switches upwards; 1 = none
-    )
+    #: of the links from this level's switches upwards; 1 = none
+    oversubscription: Annotated[float, Meta(ge=1)] = 1.0
 
 
 class HostSpec(Frozen):
@@ -175,13 +173,11 @@ class ClusterSpec(Frozen):
     nvlink: NvlinkSpec
     nic: NicSpec
     levels: list[LevelSpec]  # innermost first
-    topology_file: Path | None = (
-        None  # the real nodes and switches, any form `orch topology` reads; figures stay
-    )
+    #: the real nodes and switches, any form `orch topology` reads; figures stay
+    topology_file: Path | None = None
     topology_name: Name | None = None  # which of a file that holds several
-    topology_nodes: Degree | UnsetType = (
-        UNSET  # so many of the file's; unset: cluster.nodes where typed, else all
-    )
+    #: so many of the file's; unset: cluster.nodes where typed, else all
+    topology_nodes: Degree | UnsetType = UNSET
     host: HostSpec | None = None  # None: predictions of train.offload assume one, and say so
     measured: bool = True  # plan with what `orch bench` has found on this cluster, where it was run
 
@@ -260,38 +256,31 @@ class ParallelSpec(Frozen):
     tp: Degree | None = None  # None: 1, as the next three
     cp: Degree | None = None
     ep: Degree | None = None
-    etp: Degree | None = (
-        # ranks of tp that each expert is cut over; None: all. The others hold different experts
-        None
-    )
+    #: ranks of tp that each expert is cut over; None: all. The others hold different experts
+    etp: Degree | None = None
     fold_cp: bool | None = None  # ranks of cp hold different experts; None: they do not
-    expert_all_to_all: AllToAll | None = (
-        None  # None: direct; hierarchical: a token goes once to each NVLink domain
-    )
+    #: None: direct; hierarchical: a token goes once to each NVLink domain
+    expert_all_to_all: AllToAll | None = None
     pp: Degree | None = None
     dp: Degree | None = None  # None: what the cluster leaves
     zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # None: 0
     vpp: Degree | None = None  # virtual stages a pipeline rank; None: 1
     sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
     schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
-    schedule_file: Path | None = (
-        None  # a table of your own, CSV or JSON: one row of actions a pipeline rank
-    )
+    #: a table of your own, CSV or JSON: one row of actions a pipeline rank
+    schedule_file: Path | None = None
     cp_method: CpMethod | None = None  # None: zigzag
-    # ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
+    #: ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
     zero_group: Natural = 0
     micro_batch_size: Degree | None = None  # samples; None: 1 on GPUs, up to 8 on CPUs
-    # where the global batch does not divide, some replicas take a micro-batch more than others
+    #: where the global batch does not divide, some replicas take a micro-batch more than others
     uneven: bool = False
-    stage_layers: list[Natural] | None = (
-        None  # layers of each of the pp * vpp stages; None: balanced by cost
-    )
-    order: list[Axis] | None = (
-        None  # nesting of the axes, innermost first; None: the planner chooses by bytes
-    )
-    allow_tp_across_nvlink: bool = (
-        False  # tensor- and expert-parallel groups may leave their NVLink domain
-    )
+    #: layers of each of the pp * vpp stages; None: balanced by cost
+    stage_layers: list[Natural] | None = None
+    #: nesting of the axes, innermost first; None: the planner chooses by bytes
+    order: list[Axis] | None = None
+    #: tensor- and expert-parallel groups may leave their NVLink domain
+    allow_tp_across_nvlink: bool = False
     bucket_mib: Positive = 25.0  # gradient bucket, MiB of the reduce dtype
 
 
@@ -307,12 +296,10 @@ class DataSpec(Frozen):
     tokenizer: Path = "bytes"  # or the path of a tokenizers JSON file
     seed: Natural | None = None  # of the order of samples; None: train.seed
     cache_dir: Path | None = None  # of token files; None: <home>/data
-    isolate_documents: bool = (
-        False  # attention and positions stop where a document ends inside a sample
-    )
-    demo: bool = (
-        False  # a corpus to show the machinery with, not to learn language from: the plan warns
-    )
+    #: attention and positions stop where a document ends inside a sample
+    isolate_documents: bool = False
+    #: a corpus to show the machinery with, not to learn language from: the plan warns
+    demo: bool = False
 
 
 class OptimSpec(Frozen):
@@ -320,9 +307,8 @@ class OptimSpec(Frozen):
 
     lr: Positive  # peak
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    state: Literal["wide", "bf16", "8bit"] = (
-        "wide"  # of moments; bf16 is rounded stochastically, 8bit has blocks
-    )
+    #: of moments; bf16 is rounded stochastically, 8bit has blocks
+    state: Literal["wide", "bf16", "8bit"] = "wide"
     min_lr_ratio: Ratio = 0.1
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: Natural = 0
@@ -352,40 +338,30 @@ class TrainSpec(Frozen):
     precision: Precision = "bf16"
     matmul: Matmul = ""  # of the layers' matrix products, by fp8 or fp4 recipe; "": precision
     grad_dtype: Precision = "fp32"  # of accumulation and reduction
-    recompute: Recompute | Literal["budget"] | None = (
-        None  # budget: by layer, as little as fits; None: none, or searched
-    )
-    recompute_budget_gib: Positive | None = (
-        None  # for activations on a rank; None: what the GPU's memory leaves
-    )
-    partition_activations: bool = (
-        False  # tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
-    )
-    recompute_latents: bool = (
-        False  # of recompute=selective: latent attention's queries, keys and values as well
-    )
-    offload: Literal["none", "host", "disk"] = (
-        "none"  # where master weights and moments are, if not on the device
-    )
-    # of offload=host: updates run beside the next step, which computes with older weights
+    #: budget: by layer, as little as fits; None: none, or searched
+    recompute: Recompute | Literal["budget"] | None = None
+    #: for activations on a rank; None: what the GPU's memory leaves
+    recompute_budget_gib: Positive | None = None
+    #: tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
+    partition_activations: bool = False
+    #: of recompute=selective: latent attention's queries, keys and values as well
+    recompute_latents: bool = False
+    #: where master weights and moments are, if not on the device
+    offload: Literal["none", "host", "disk"] = "none"
+    #: of offload=host: updates run beside the next step, which computes with older weights
     offload_delayed: bool = False
-    offload_activations: Literal["none", "host", "disk"] = (
-        "none"  # where inputs of recomputed layers are until backward
-    )
-    offload_weights: bool = (
-        False  # of offload=disk on CPUs: weights and gradients in mapped pages of the disk too
-    )
-    offload_dir: Path | None = (
-        None  # of offload=disk: a folder of a disk of each node; None: in the run folder
-    )
-    offload_buffer_mib: Positive = (
-        256.0  # of offload=disk: host memory through which the state passes, on each rank
-    )
+    #: where inputs of recomputed layers are until backward
+    offload_activations: Literal["none", "host", "disk"] = "none"
+    #: of offload=disk on CPUs: weights and gradients in mapped pages of the disk too
+    offload_weights: bool = False
+    #: of offload=disk: a folder of a disk of each node; None: in the run folder
+    offload_dir: Path | None = None
+    #: of offload=disk: host memory through which the state passes, on each rank
+    offload_buffer_mib: Positive = 256.0
     batch_ramp: BatchRampSpec | None = None
     clip_grad_norm: NonNegative = 1.0  # 0: off
-    skip_non_finite_steps: Natural = (
-        0  # in a row, whose gradient is inf or nan and not applied, before the run stops
-    )
+    #: in a row, whose gradient is inf or nan and not applied, before the run stops
+    skip_non_finite_steps: Natural = 0
     log_every_steps: Count = 1
     compile: bool | None = None  # blocks, one by one; None: on GPUs
     deterministic: bool = False  # on GPUs: kernels that give the same bits every time
@@ -394,11 +370,10 @@ class TrainSpec(Frozen):
 class CostSpec(Frozen):
     """What predictions assume; it changes no run."""
 
-    # whose kernels, overlap and memory: a family of orchestrator/cost/software.py
+    #: whose kernels, overlap and memory: a family of orchestrator/cost/software.py
     software: Text = "orch"
-    profile: Path | None = (
-        None  # fitted parameters (orch calibrate); None: the site's, else the shipped ones
-    )
+    #: fitted parameters (orch calibrate); None: the site's, else the shipped ones
+    profile: Path | None = None
     #: Load of the fullest of the ranks that share experts over the mean; 1: even; None: as the
     #: profile says.
     expert_imbalance: Annotated[float, Meta(ge=1)] | None = None
@@ -417,9 +392,8 @@ class CheckpointSpec(Frozen):
     every_steps: Natural = 0  # 0: only at the end and on a notice
     keep_last: Count = 2
     dir: Path | None = None  # None: <run folder>/checkpoints
-    memory_every_steps: Natural = (
-        0  # copies in the memory of two nodes each, between checkpoints; 0: none
-    )
+    #: copies in the memory of two nodes each, between checkpoints; 0: none
+    memory_every_steps: Natural = 0
 
 
 class MetricsSpec(Frozen):
@@ -428,12 +402,10 @@ class MetricsSpec(Frozen):
     ] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the first node's agent; 0: any free port
     memory_every_steps: Count = 10
-    trace_steps: Annotated[int, Meta(ge=0, le=100)] = (
-        0  # the first steps' timeline and memory, a file a rank; 0: none
-    )
-    pattern: Text | None = (
-        None  # of a program's printed lines, with a group (?P<step>...): its steps; None: not read
-    )
+    #: the first steps' timeline and memory, a file a rank; 0: none
+    trace_steps: Annotated[int, Meta(ge=0, le=100)] = 0
+    #: of a program's printed lines, with a group (?P<step>...): its steps; None: not read
+    pattern: Text | None = None
 
 
 class BackendSpec(Frozen):
@@ -447,28 +419,21 @@ class BackendSpec(Frozen):
     hang_after_s: Positive = 30.0  # a run is hung that has not moved for so long, and for
     hang_after_steps: Positive = 10.0  # so many times its median step
     start_hang_after_s: Positive = 1800.0  # instead: before an epoch's second step, and in saves
-    straggler_ratio: Annotated[float, Meta(gt=1)] = (
-        1.5  # own compute time over the peers' median: slow
-    )
-    on_straggler: Literal["name", "exclude"] = (
-        "name"  # exclude: go on with a spare in its place, where there is one
-    )
-    bad_node_after: Natural = (
-        3  # failures in a row on one node of several, at different steps: leave it out; 0: never
-    )
-    remember_bad_nodes_h: NonNegative = (
-        24.0  # nodes that were left out, for the next runs of this user; 0: not
-    )
-    min_nodes_grace_s: NonNegative = (
-        30.0  # an elastic run waits so long for nodes to come back before it ends with 76
-    )
-    allow_drills: bool | None = (
-        None  # `orch drill` may break parts of the run; None: on the local backend alone
-    )
-    store_filter: bool = (
-        True  # rank 0's store answers the run's nodes alone; false: for a NAT between nodes
-    )
-    # each worker runs on the cores of its GPU's NUMA domain, docs/programs.md; false: on all
+    #: own compute time over the peers' median: slow
+    straggler_ratio: Annotated[float, Meta(gt=1)] = 1.5
+    #: exclude: go on with a spare in its place, where there is one
+    on_straggler: Literal["name", "exclude"] = "name"
+    #: failures in a row on one node of several, at different steps: leave it out; 0: never
+    bad_node_after: Natural = 3
+    #: nodes that were left out, for the next runs of this user; 0: not
+    remember_bad_nodes_h: NonNegative = 24.0
+    #: an elastic run waits so long for nodes to come back before it ends with 76
+    min_nodes_grace_s: NonNegative = 30.0
+    #: `orch drill` may break parts of the run; None: on the local backend alone
+    allow_drills: bool | None = None
+    #: rank 0's store answers the run's nodes alone; false: for a NAT between nodes
+    store_filter: bool = True
+    #: each worker runs on the cores of its GPU's NUMA domain, docs/programs.md; false: on all
     numa_binding: bool = True
     env: dict[
         EnvName, Text
@@ -504,10 +469,8 @@ class Config(Frozen):
     run: RunSpec = RunSpec()
     cost: CostSpec = CostSpec()
     experiment: ExperimentSpec | None = None
-    nodes: NodeRange | None = (
-        None  # sizes that the job may be started at, in place of cluster.nodes
-    )
-    nproc: Degree | None = (
-        None  # ranks of a user's program; None: what parallel gives, else all of the cluster's
-    )
+    #: sizes that the job may be started at, in place of cluster.nodes
+    nodes: NodeRange | None = None
+    #: ranks of a user's program; None: what parallel gives, else all of the cluster's
+    nproc: Degree | None = None
     choices: dict[str, str] = {}

@@ -1,10 +1,10 @@
-"""Hydra's structured config, derived from `schema.py` so that every key is written down once.
+"""Derives Hydra's structured config from `schema.py`, so that every key is defined once.
 
-Hydra wants mutable dataclasses of OmegaConf types. The derived classes carry the structure (which
-keys exist, what nests in what), the defaults and the plain numeric types; msgspec checks the rest
-(ranges, literals, names, unions) when the composed tree becomes a `Config`. Strings stay untyped
-here: OmegaConf would turn a number into text in its own spelling (1e5 -> "100000.0"), and strings
-must pass byte-exact or not at all.
+Hydra wants mutable dataclasses of OmegaConf types. The derived classes carry the structure
+(which keys exist, what nests in what), the defaults and the plain numeric types; msgspec checks
+the rest (ranges, literals, names, unions) when the composed tree becomes a `Config`. Strings
+stay untyped here: OmegaConf would turn a number into text in its own spelling (1e5 ->
+"100000.0"), and strings must pass byte-exact or not at all.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .schema import Config
 
 @cache
 def fields(struct: type[msgspec.Struct]) -> dict[str, FieldInfo]:
-    """Fields of one part of the schema, by name."""
+    """Returns the fields of one part of the schema, by name."""
     return {field.name: field for field in msgspec.structs.fields(struct)}
 
 
 def bare(annotation: Any) -> Any:
-    """The type without `Annotated`, and without `| None`."""
+    """Returns the type without `Annotated`, and without `| None`."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (types.UnionType, Union):
@@ -41,38 +41,38 @@ def optional(annotation: Any) -> bool:
 
 
 def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
-    """The schema class that a field nests, None for a leaf."""
+    """Returns the schema class that a field nests, None for a leaf."""
     kind = bare(annotation)
     return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
 
 
 def is_open(annotation: Any) -> bool:
-    """Whether a field takes keys of the user's choosing."""
+    """Tells whether a field takes keys of the user's choosing."""
     return get_origin(bare(annotation)) is dict
 
 
 def is_text(annotation: Any) -> bool:
     kind = bare(annotation)
-    return kind is str or (
-        get_origin(kind) is Literal and all(isinstance(word, str) for word in get_args(kind))
-    )
+    if get_origin(kind) is Literal:
+        return all(isinstance(choice, str) for choice in get_args(kind))
+    return kind is str
 
 
 def _omega_type(annotation: Any) -> Any:
     kind = bare(annotation)
     nested = struct_of(annotation)
     if nested is not None:
-        result: Any = config_dataclass(nested)
+        omega: Any = config_dataclass(nested)
     elif get_origin(kind) is list:
         item = struct_of(get_args(kind)[0])
-        result = list[config_dataclass(item)] if item else list[Any]  # type: ignore[misc]
+        omega = list[config_dataclass(item)] if item else list[Any]  # type: ignore[misc]
     elif get_origin(kind) is dict:
-        result = dict[str, Any]
+        omega = dict[str, Any]
     elif kind in (int, float, bool):
-        result = kind
+        omega = kind
     else:
         return Any
-    return result | None if optional(annotation) else result
+    return omega | None if optional(annotation) else omega
 
 
 def _default(field: FieldInfo) -> Any:
@@ -89,17 +89,17 @@ def _default(field: FieldInfo) -> Any:
 
 @cache
 def config_dataclass(struct: type[msgspec.Struct]) -> type:
-    """The dataclass that OmegaConf sees for one part of the schema."""
+    """Builds the dataclass that OmegaConf sees for one part of the schema."""
     body: dict[str, Any] = {name: _default(field) for name, field in fields(struct).items()}
     body["__annotations__"] = {
         name: _omega_type(field.type) for name, field in fields(struct).items()
     }
-    # OmegaConf reads fields and calls no methods, each of which Python would have to compile
+    # OmegaConf reads fields and calls no methods, so Python need not compile any.
     return dataclasses.dataclass(type(struct.__name__, (), body), init=False, eq=False, repr=False)
 
 
 def register() -> None:
-    """Put the schema where `defaults: [schema]` of conf/orch.yaml finds it."""
+    """Registers the schema where `defaults: [schema]` of conf/orch.yaml finds it."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def validate(config: Config, origin: Origin) -> Config:
-    """The config with `run.name` filled in. Raises OrchError naming the rule."""
+    """Returns the config with `run.name` filled in. Raises OrchError with the rule that is
+    broken."""
     train = config.train
     if (train.global_batch_samples is None) == (train.global_batch_tokens is None):
         both = "both are" if train.global_batch_tokens is not None else "neither is"
@@ -46,7 +47,7 @@ def validate(config: Config, origin: Origin) -> Config:
     _check_pattern(config.metrics.pattern, origin)
     config = msgspec.structs.replace(config, cluster=_with_topology_nodes(config.cluster, origin))
     config = msgspec.structs.replace(
-        config, parallel=with_defaults(config.parallel), train=_said(config)
+        config, parallel=with_defaults(config.parallel), train=_with_recompute(config)
     )
     if config.run.name is not None:
         return config
@@ -55,35 +56,30 @@ def validate(config: Config, origin: Origin) -> Config:
 
 
 def _with_topology_nodes(cluster: ClusterSpec, origin: Origin) -> ClusterSpec:
-    """The entry with the number of nodes to take of its topology file: `cluster.nodes`, where that
-    was typed.
+    """Returns the cluster with the number of nodes to take from its topology file: `cluster.nodes`,
+    if that was typed.
 
-    An entry's own number describes the entry's cluster, not the file's. Raises OrchError for a key
+    A shipped number describes the shipped cluster, not the file's. Raises OrchError for a key
     without its file.
     """
     file = cluster.topology_file
+    has_file = file is not None and not file.startswith(LIVE)
     for key in ("topology_name", "topology_nodes"):
-        if getattr(cluster, key) not in (None, msgspec.UNSET) and (
-            file is None or file.startswith(LIVE)
-        ):
+        if getattr(cluster, key) not in (None, msgspec.UNSET) and not has_file:
             hint = "; cluster.nodes says how many" if key == "topology_nodes" else ""
             raise origin.error(
-                f"cluster.{key}", f"is of a file that cluster.topology_file names{hint}"
+                f"cluster.{key}", f"needs a file that cluster.topology_file names{hint}"
             )
-    typed = any(override.key == "cluster.nodes" and not override.group for override in origin.given)
-    if (
-        not typed
-        or file is None
-        or file.startswith(LIVE)
-        or cluster.topology_nodes is not msgspec.UNSET
-    ):
+    typed_keys = {override.key for override in origin.overrides if not override.group}
+    is_typed = "cluster.nodes" in typed_keys
+    if not is_typed or not has_file or cluster.topology_nodes is not msgspec.UNSET:
         return cluster
     return msgspec.structs.replace(cluster, topology_nodes=cluster.nodes)
 
 
 def _check_parts(model: ModelSpec, origin: Origin) -> None:
-    """Raise OrchError for experts, latent attention, stretched positions or further predictions
-    that cannot be."""
+    """Raises OrchError for experts, latent attention, stretched positions or further predictions
+    that cannot work."""
     may_be_zero = [
         "shared_ffn_hidden",
         "first_dense_layers",
@@ -93,14 +89,14 @@ def _check_parts(model: ModelSpec, origin: Origin) -> None:
         "z_loss",
     ]
     may_be_zero += ["depth", "weight", "bias_update", "jitter"]
-    for part in ("moe", "mla", "yarn", "mtp"):
-        spec = getattr(model, part)
+    for group in ("moe", "mla", "yarn", "mtp"):
+        spec = getattr(model, group)
         for name, value in msgspec.structs.asdict(spec).items() if spec else ():
             zero = "0 or " if name in may_be_zero else ""
             if isinstance(value, int | float) and not (
                 value > 0 or (value == 0 and name in may_be_zero)
             ):
-                raise origin.error(f"model.{part}.{name}", f"must be {zero}positive, not {value}")
+                raise origin.error(f"model.{group}.{name}", f"must be {zero}positive, not {value}")
     if (moe := model.moe) is None:
         return
     if moe.jitter is not None and moe.jitter >= 1:
@@ -108,39 +104,37 @@ def _check_parts(model: ModelSpec, origin: Origin) -> None:
             "model.moe.jitter", f"must be below 1, not {moe.jitter}; Switch takes 0.01"
         )
     if moe.top_k > moe.experts:
-        raise origin.error(
-            "model.moe.top_k",
-            f"{moe.top_k} is more than the {moe.experts} experts; legal: up to that",
-        )
+        problem = f"{moe.top_k} is more than the {moe.experts} experts; legal: up to that"
+        raise origin.error("model.moe.top_k", problem)
     if moe.first_dense_layers >= model.layers:
-        text = (
+        problem = (
             f"leaves no layer for the experts: the model has {model.layers}; legal: 0 to"
             f" {model.layers - 1}"
         )
-        raise origin.error("model.moe.first_dense_layers", text)
+        raise origin.error("model.moe.first_dense_layers", problem)
     if moe.experts % moe.groups:
         legal = " or ".join(map(str, nearest_divisors(moe.experts, moe.groups)))
-        text = f"{moe.groups} groups do not divide {moe.experts} experts; nearest: {legal}"
-        raise origin.error("model.moe.groups", text)
+        problem = f"{moe.groups} groups do not divide {moe.experts} experts; nearest: {legal}"
+        raise origin.error("model.moe.groups", problem)
     if moe.top_groups > moe.groups:
-        text = f"{moe.top_groups} is more than the {moe.groups} groups; legal: up to that"
-        raise origin.error("model.moe.top_groups", text)
-    if moe.top_k > (within := moe.experts // moe.groups * moe.top_groups):
-        text = (
-            f"{moe.top_k} is more than the {within} experts of {moe.top_groups} groups; legal: up"
-            " to that"
-        )
-        raise origin.error("model.moe.top_k", text)
+        problem = f"{moe.top_groups} is more than the {moe.groups} groups; legal: up to that"
+        raise origin.error("model.moe.top_groups", problem)
+    eligible = moe.experts // moe.groups * moe.top_groups
+    if moe.top_k > eligible:
+        choices = f"the {eligible} experts of {moe.top_groups} groups"
+        problem = f"{moe.top_k} is more than {choices}; legal: up to that"
+        raise origin.error("model.moe.top_k", problem)
 
 
 def _check_pattern(pattern: str | None, origin: Origin) -> None:
-    """Raise OrchError for one that is no regular expression, or names no step."""
+    """Raises OrchError for a pattern that is not a regular expression, or has no group for the
+    step."""
     if pattern is None:
         return
     try:
         groups = re.compile(pattern).groupindex
     except (re.error, OverflowError, RecursionError) as error:
-        raise origin.error("metrics.pattern", f"is no regular expression: {error}") from None
+        raise origin.error("metrics.pattern", f"is not a regular expression: {error}") from None
     if "step" not in groups:
         raise origin.error(
             "metrics.pattern", r"needs a group for the step, as in step (?P<step>\d+)"
@@ -152,20 +146,23 @@ def _check_pattern(pattern: str | None, origin: Origin) -> None:
 
 
 def with_defaults(parallel: ParallelSpec) -> ParallelSpec:
-    """The degrees that nobody gave, unless they are to be searched: 1, and no ZeRO."""
+    """Fills in the degrees that nobody set, unless they are to be searched: 1, and no ZeRO."""
     if parallel.auto:
         return parallel
-    ones = {name: 1 for name in ("tp", "cp", "ep", "pp", "vpp") if getattr(parallel, name) is None}
-    return msgspec.structs.replace(parallel, **ones, zero=parallel.zero or 0)
+    degrees = {
+        name: 1 for name in ("tp", "cp", "ep", "pp", "vpp") if getattr(parallel, name) is None
+    }
+    return msgspec.structs.replace(parallel, **degrees, zero=parallel.zero or 0)
 
 
-def _said(config: Config) -> TrainSpec:
+def _with_recompute(config: Config) -> TrainSpec:
+    """Returns `train` with `recompute` filled in, unless the planner searches it."""
     if config.train.recompute is not None or config.parallel.auto:
         return config.train
     return msgspec.structs.replace(config.train, recompute="none")
 
 
 def default_name(config: Config) -> str:
-    """`<model>-<parallel choice>` within the rule for run names."""
-    text = f"{config.model.name}-{config.choices.get('parallel', 'custom')}".lower()
-    return re.sub(r"[^a-z0-9]+", "-", text)[:40].strip("-") or "run"
+    """Returns `<model>-<parallel choice>` within the rule for run names."""
+    stem = f"{config.model.name}-{config.choices.get('parallel', 'custom')}".lower()
+    return re.sub(r"[^a-z0-9]+", "-", stem)[:40].strip("-") or "run"

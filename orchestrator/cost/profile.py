@@ -88,7 +88,7 @@ class FittedOn(Frozen):
     sha256: str = ""  # of the table
     date: str = ""
     rows: dict[str, int] = {}  # by source
-    # label of the profile that was updated; of the first one, where several updates followed
+    #: label of the profile that was updated; of the first one, where several updates followed
     base: str = ""
     runs: list[
         str

@@ -16,9 +16,8 @@ from .dual import Number
 from .parameters import generation_of
 from .software import Software
 
-CPU_LAUNCHES = (
-    14  # operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
-)
+# operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
+CPU_LAUNCHES = 14
 
 
 #: Elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x 256
@@ -76,9 +75,8 @@ class Rates(Struct, frozen=True):
     nodes: Number
     family: Number
     full_recompute: Number  # of a forward, that full recomputation repeats
-    expert_spread: Number = (
-        1.0  # of experts' loads, over what the plan's `expert_imbalance` was made of
-    )
+    #: of experts' loads, over what the plan's `expert_imbalance` was made of
+    expert_spread: Number = 1.0
 
 
 def _fp64_of(peak_flops: Mapping[str, float]) -> str:

@@ -36,30 +36,25 @@ class Software(Struct, frozen=True, kw_only=True):
     name: str
     attention: Attention = "flash"
     elementwise: Elementwise = "eager"
-    accumulate: Literal["fused", "separate"] = (
-        "fused"  # how weight gradients are summed over micro-batches
-    )
+    #: how weight gradients are summed over micro-batches
+    accumulate: Literal["fused", "separate"] = "fused"
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
-    overlapped_steps: bool = (
-        False  # zero-bubble schedules begin a step before all ranks have ended the last one
-    )
+    #: zero-bubble schedules begin a step before all ranks have ended the last one
+    overlapped_steps: bool = False
     ep_overlap: bool = False  # the all-to-all of experts overlaps
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
-    growing_buckets: bool = (
-        False  # gradients are summed in Megatron-Core's buckets, which grow with the replicas
-    )
+    #: gradients are summed in Megatron-Core's buckets, which grow with the replicas
+    growing_buckets: bool = False
     #: ZeRO-2 sums gradients after the micro-batches that a virtual stage runs in a row, not after
     #: each.
     reduces_by_round: bool = False
-    keeps_tables: bool = (
-        False  # ZeRO-3 without a pipeline gathers tables and last norm once, not again for backward
-    )
+    #: ZeRO-3 without a pipeline gathers tables and last norm once, not again for backward
+    keeps_tables: bool = False
     selective: Selective = "ops"
-    host: Literal["eager", "modern"] = (
-        "eager"  # CPU time of launching a layer; modern: CUDA graphs or fewer launches
-    )
+    #: CPU time of launching a layer; modern: CUDA graphs or fewer launches
+    host: Literal["eager", "modern"] = "eager"
     memory: str = "orch"  # recipe of model states and activations: `cost.memory.recipe`
     known: bool = True  # False: assumed for software that nobody named
 

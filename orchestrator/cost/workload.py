@@ -1,4 +1,5 @@
-"""What a step has to do, wherever it runs: a model, its layout, how it is trained, by what software.
+"""What a step has to do, wherever it runs: a model, its layout, how it is trained, by what
+software.
 
 Every cost function takes one `Workload`, and the sizes that many of them need are its properties.
 """

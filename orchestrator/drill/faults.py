@@ -1,4 +1,4 @@
-"""Which faults there are, what each does, and what a run must be able to spare for it. Pure."""
+"""Defines the faults, what each does, and what a run must be able to spare for it. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ POSITIONS: tuple[str, ...] = get_args(Position)
 
 
 class Kind(NamedTuple):
+    """A fault and its effect on a run."""
+
     help: str
-    takes: Literal[
-        "restart", "node", "nothing"
-    ]  # what it may cost the run: one of its restarts, a node, or time only
-    lasts: bool = False  # for some seconds, then it is undone
-    restarts: bool = True  # steps go on in another attempt; without it, also in the same one
-    slows: bool = False  # noticed by how long its steps take: that must have been as usual before
+    #: what the fault may cost the run: one of its restarts, a node, or time only
+    takes: Literal["restart", "node", "nothing"]
+    lasts: bool = False  # it lasts for some seconds and is then undone
+    restarts: bool = True  # steps continue in another attempt; false: also in the same one
+    slows: bool = False  # detected by slow steps, so usual steps must have been measured before
 
 
 KINDS: dict[str, Kind] = {
     "kill_worker": Kind("SIGKILL to one worker", "restart"),
-    "stop_worker": Kind("SIGSTOP to one worker: it is there and does nothing", "restart"),
+    "stop_worker": Kind("SIGSTOP to one worker: it exists and does nothing", "restart"),
     "slow_worker": Kind(
         "one worker runs half of the time", "nothing", lasts=True, restarts=False, slows=True
     ),
@@ -54,7 +55,7 @@ KINDS: dict[str, Kind] = {
 
 
 def check_kinds(names: Sequence[str]) -> list[str]:
-    """OrchError (64) for one that is none."""
+    """Returns the names. OrchError (64) for a name that is not a fault."""
     for name in names:
         if name not in KINDS:
             raise OrchError(f"no fault {name!r}; {did_you_mean(name, KINDS)}", Exit.USAGE)
@@ -62,7 +63,7 @@ def check_kinds(names: Sequence[str]) -> list[str]:
 
 
 class Injection(NamedTuple):
-    """A planned injection. `pick` (0 to 1) chooses among the victims that fit when its time has
+    """A planned injection. `pick` (0 to 1) chooses among the eligible victims when its time has
     come."""
 
     fault: str
@@ -73,7 +74,7 @@ class Injection(NamedTuple):
 def plan_injections(
     faults: Sequence[str], position: str, trials: int, seed: int, at_random: bool
 ) -> list[Injection]:
-    """`trials` of each fault in turn; at random: `trials` altogether, drawn by the seed."""
+    """Plans `trials` of each fault in turn; at random: `trials` altogether, drawn by the seed."""
     draw = random.Random(seed)
     if at_random:
         return [
@@ -85,10 +86,10 @@ def plan_injections(
 def victim(
     injection: Injection, ranks: Mapping[str, Sequence[int]], coordinator: str
 ) -> tuple[str, int] | None:
-    """(node, rank) to be hit, of nodes with the ranks they hold; None where no node fits the
-    position."""
+    """Chooses the (node, rank) to be hit among nodes with the ranks they hold; None if no node
+    fits the position."""
     with_ranks = {node: sorted(held) for node, held in sorted(ranks.items()) if held}
-    fits = {
+    nodes_by_position = {
         "rank0": [node for node, held in with_ranks.items() if held[0] == 0],
         "coordinator": [node for node in with_ranks if node == coordinator],
         "other": [
@@ -96,14 +97,16 @@ def victim(
         ],
         "any": list(with_ranks),
     }.get(injection.position, [node for node in with_ranks if node == injection.position])
-    places = [(node, rank) for node in fits for rank in with_ranks[node]]
+    candidates = [(node, rank) for node in nodes_by_position for rank in with_ranks[node]]
     if injection.position == "rank0":
-        places = [(node, rank) for node, rank in places if rank == 0]
-    return places[min(int(injection.pick * len(places)), len(places) - 1)] if places else None
+        candidates = [(node, rank) for node, rank in candidates if rank == 0]
+    if not candidates:
+        return None
+    return candidates[min(int(injection.pick * len(candidates)), len(candidates) - 1)]
 
 
 def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) -> str:
-    """Why this run would end of it, "" when it need not."""
+    """Returns why the fault would end this run, "" if the run can survive it."""
     takes = KINDS[fault].takes
     if takes == "restart" and restarts_left < 1:
         return f"{fault} takes a restart, and backend.max_restarts is used up"
@@ -115,11 +118,11 @@ def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) 
 
 
 def restarts_left(
-    fault: str, most: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]
+    fault: str, max_restarts: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]
 ) -> int:
-    """Of the budget that the fault will be charged to: its cause's own, else the shared one
-    (docs/protocol.md)."""
+    """Returns what is left of the budget that the fault is charged to: its cause's own, else the
+    shared one (docs/protocol.md)."""
     cause = "worker_frozen" if fault == "stop_worker" else "worker_exit"
     if cause in limits:
         return limits[cause] - by_cause.get(cause, 0)
-    return most - (used - sum(by_cause.get(kind, 0) for kind in limits))
+    return max_restarts - (used - sum(by_cause.get(kind, 0) for kind in limits))

@@ -1,9 +1,9 @@
 """`python -m orchestrator.drill.node_command`: injects one fault on the node where it runs.
 
 `orch drill` starts it there by the means that a cluster gives the run's owner: a step of the job
-(Slurm), exec into the pod (Kubernetes). It prints one line, the time of the injection or why there
-was none, waits until its standard input is closed or `--limit-s` have passed, and undoes the fault.
-So nothing stays broken when whoever started it is gone.
+(Slurm), exec into the pod (Kubernetes). It prints one line, the time of the injection or why
+there was none, waits until its standard input is closed or `--limit-s` have passed, and undoes
+the fault. So nothing stays broken after its caller is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .node_faults import NodeProcesses, no_undo
 
 
 class Reply(Frozen):
-    """The line that it prints."""
+    """The line that the command prints."""
 
     exit: int = 0
     problem: str = ""
@@ -41,25 +41,23 @@ class Reply(Frozen):
 def arguments(
     folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float
 ) -> list[str]:
-    """Its command line after `python -P`."""
-    about = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
-    about |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
+    """Returns the command line after `python -P`."""
+    options = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
+    options |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
     return [
         *start.BY_NAME,
         "orchestrator.drill.node_command",
-        *(f"--{name}={value}" for name, value in about.items()),
+        *(f"--{name}={value}" for name, value in options.items()),
     ]
 
 
 def injected_at(line: bytes) -> float:
-    """Unix seconds of the injection, from the line that it prints. OrchError when there was
-    none."""
+    """Returns Unix seconds of the injection, from the printed line. OrchError if there was none."""
     try:
         answer = msgspec.json.decode(line, type=Reply)
     except UNREADABLE:
-        raise OrchError(
-            f"the node's answer cannot be read: {line[:200]!r}", Exit.CAPACITY
-        ) from None
+        problem = f"the node's answer cannot be read: {line[:200]!r}"
+        raise OrchError(problem, Exit.CAPACITY) from None
     if answer.problem:
         raise OrchError(answer.problem, Exit(answer.exit))
     return answer.at
@@ -88,23 +86,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_allowed(folder: RunFolder) -> None:
-    """OrchError (78) for a run that was not submitted to be drilled."""
+    """Raises OrchError (78) for a run that was submitted without permission for drills."""
     if not read_request(folder).policy.allow_drills:
         raise OrchError("the run was submitted without backend.allow_drills=true", Exit.SECURITY)
 
 
 def agent_of(folder: RunFolder, pid: int) -> Identity:
-    """The agent of this run that has that pid here. OrchError (76) when it has ended, or another
-    process has it."""
-    found = identity(pid)
+    """Returns the agent of this run that has that pid here. OrchError (76) if it has ended, or
+    another process has the pid."""
+    process = identity(pid)
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
-        words = []
-    ours = pid == 1 or os.fsencode(folder.path) in words  # a pod is of one run
-    if found is None or not ours or not any(word.startswith(b"orchestrator.") for word in words):
-        raise OrchError(f"process {pid} is no agent of run {folder.run_id}", Exit.CAPACITY)
-    return found
+        argv = []
+    belongs_to_run = pid == 1 or os.fsencode(folder.path) in argv  # a pod runs one run only
+    if (
+        process is None
+        or not belongs_to_run
+        or not any(argument.startswith(b"orchestrator.") for argument in argv)
+    ):
+        raise OrchError(f"process {pid} is not an agent of run {folder.run_id}", Exit.CAPACITY)
+    return process
 
 
 def _print(answer: Reply) -> int:
@@ -114,8 +116,8 @@ def _print(answer: Reply) -> int:
 
 def _wait(limit_s: float) -> None:
     end = time.monotonic() + limit_s
-    while (left := end - time.monotonic()) > 0:
-        readable, _, _ = select.select([sys.stdin], [], [], left)
+    while (remaining := end - time.monotonic()) > 0:
+        readable, _, _ = select.select([sys.stdin], [], [], remaining)
         if readable and not os.read(sys.stdin.fileno(), 512):
             return
 

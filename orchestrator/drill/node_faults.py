@@ -1,7 +1,7 @@
-"""Faults of the processes of one node of a run: its agent, and what descends from that. On the
-machine where they are.
+"""Injects faults into the processes of one node of a run: its agent, and the agent's descendants.
+Runs on that node.
 
-Who may signal them may do this and nobody else, so it needs no door into the run.
+Only users who may signal these processes can do this, so the run needs no interface for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from orchestrator.run.folder import NO_ROOM, RunFolder
 from orchestrator.run.processes import Identity, descendants, identity, is_alive, send_signal
 
 _RANK_NAME = "orch-rank-"
-DUTY_S = (
-    0.02,
-    0.01,
-)  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four
-_SMALL_DISK = 1 << 30  # bytes; a larger one is not filled on purpose
+#: A slow worker's period, and how much of it the worker is stopped: short enough that every step
+#: is slow, not one of several.
+DUTY_S = (0.02, 0.01)
+_SMALL_DISK = 1 << 30  # bytes; a larger disk is never filled on purpose
 
 
 class NodeProcesses:
@@ -37,22 +36,23 @@ class NodeProcesses:
         self._agent = agent
 
     def inject(self, fault: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        """Inject it; returns what undoes it. A process that has ended meanwhile is no error."""
+        """Injects the fault and returns what undoes it. A process that has ended in the meantime
+        is not an error."""
         return getattr(self, f"_{fault}")(rank, for_s, pick)
 
     def _everything(self) -> list[Identity]:
-        """The agent first."""
+        """Returns the agent and its descendants, the agent first."""
         return [self._agent, *filter(None, map(identity, descendants(self._agent.pid)))]
 
     def _worker(self, rank: int) -> Identity:
-        found = self._workers().get(rank)
-        if found is None:
+        worker = self._workers().get(rank)
+        if worker is None:
             raise OrchError(f"rank {rank} does not run on its node now", Exit.CAPACITY)
-        return found
+        return worker
 
     def _workers(self) -> dict[int, Identity]:
-        """By rank. What a worker starts has its name or its variables too (compilers, loaders of
-        data): the eldest is the worker."""
+        """Returns the workers by rank. The processes that a worker starts (compilers, data
+        loaders) have its name or its variables too: the eldest is the worker."""
         workers: dict[int, Identity] = {}
         for process in sorted(self._everything()[1:], key=lambda process: process.started):
             rank = _rank_of(process.pid)
@@ -93,43 +93,43 @@ class NodeProcesses:
         return lambda: _continue([self._agent])
 
     def _kill_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        for one in self._everything():
-            send_signal(one, signal.SIGKILL)
+        for process in self._everything():
+            send_signal(process, signal.SIGKILL)
         return no_undo
 
     def _stop_node(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        everything = self._everything()
-        for one in everything:
-            send_signal(one, signal.SIGSTOP)
-        return lambda: _continue(everything)
+        processes = self._everything()
+        for process in processes:
+            send_signal(process, signal.SIGSTOP)
+        return lambda: _continue(processes)
 
     def _notice(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        everything = self._everything()
+        processes = self._everything()
         send_signal(self._agent, signal.SIGTERM)
 
         def kill_rest() -> None:
-            for one in everything:
-                send_signal(one, signal.SIGKILL)
+            for process in processes:
+                send_signal(process, signal.SIGKILL)
 
         return kill_rest
 
     def _disk_full(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        """Checkpoints on a small filesystem of their own: it is filled, for all that write there
-        (ENOSPC). Else no file of these workers may grow, and no other's (RLIMIT_FSIZE: EFBIG).
-        """
+        """Fills the disk of the checkpoints if it is a small filesystem of their own, for all
+        that write to it (ENOSPC). Else it stops the files of these workers, and of no others,
+        from growing (RLIMIT_FSIZE: EFBIG)."""
         folder = checkpoints_of(self._folder)
         if is_small_disk(folder, self._folder.path):
             return fill(folder)
-        before = {
-            one: resource.prlimit(one.pid, resource.RLIMIT_FSIZE)
-            for one in self._workers().values()
+        previous_limits = {
+            worker: resource.prlimit(worker.pid, resource.RLIMIT_FSIZE)
+            for worker in self._workers().values()
         }
-        for one, (_, most) in before.items():
-            _limit_files(one, (0, most))
+        for worker, (_, hard_limit) in previous_limits.items():
+            _limit_files(worker, (0, hard_limit))
 
         def free() -> None:
-            for one, limits in before.items():
-                _limit_files(one, limits)
+            for worker, limits in previous_limits.items():
+                _limit_files(worker, limits)
 
         return free
 
@@ -149,23 +149,20 @@ def checkpoints_of(folder: RunFolder) -> Path:
 
 
 def saves(folder: RunFolder) -> list[Path]:
-    """Committed ones, oldest first."""
-    found = checkpoints_of(folder).glob("step-????????")
-    return sorted(path for path in found if (path / "manifest.json").is_file())
+    """Returns the committed checkpoints, oldest first."""
+    folders = checkpoints_of(folder).glob("step-????????")
+    return sorted(path for path in folders if (path / "manifest.json").is_file())
 
 
 def check_two_saves(folder: RunFolder) -> None:
-    """OrchError (64) where a damaged checkpoint would be the only one."""
+    """Raises OrchError (64) if a damaged checkpoint would be the only one."""
     if len(saves(folder)) < 2:
-        text = (
-            "bit_flip damages the newest checkpoint, and there are not two yet: nothing could be"
-            " resumed"
-        )
-        raise OrchError(text, Exit.USAGE)
+        problem = "bit_flip damages the newest checkpoint, and there are not two yet"
+        raise OrchError(f"{problem}: nothing could be resumed", Exit.USAGE)
 
 
 def flip_bit(checkpoint: Path, draw: random.Random) -> tuple[Path, int]:
-    """Turn over one bit of one file of a checkpoint; (file, number of the bit)."""
+    """Flips one bit of one file of a checkpoint and returns (file, number of the bit)."""
     path = draw.choice(sorted(checkpoint.glob("*.safetensors")))
     bit = draw.randrange(8 * path.stat().st_size)
     with path.open("r+b") as file:
@@ -179,35 +176,35 @@ def flip_bit(checkpoint: Path, draw: random.Random) -> tuple[Path, int]:
 
 
 def is_small_disk(folder: Path, run: Path) -> bool:
-    """Whether a folder lies on another filesystem than the run, one that may be filled."""
+    """Tells whether a folder is on another filesystem than the run, and on one that may be
+    filled."""
     with contextlib.suppress(OSError):
-        of = os.statvfs(folder)
-        return (
-            folder.stat().st_dev != run.stat().st_dev and of.f_blocks * of.f_frsize <= _SMALL_DISK
-        )
+        filesystem = os.statvfs(folder)
+        is_small = filesystem.f_blocks * filesystem.f_frsize <= _SMALL_DISK
+        return folder.stat().st_dev != run.stat().st_dev and is_small
     return False
 
 
 def fill(folder: Path) -> Callable[[], None]:
-    """Take all room that is left on a folder's filesystem, with a file that has no name: it goes
-    with this process."""
-    held = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    """Takes all free space of a folder's filesystem, with an unnamed file: it disappears with
+    this process."""
+    fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     size = 0
     piece = 1 << 24
     while piece >= 4096:
         try:
-            os.posix_fallocate(held, size, piece)
+            os.posix_fallocate(fd, size, piece)
             size += piece
         except OSError as error:
             if error.errno not in NO_ROOM:
-                os.close(held)
+                os.close(fd)
                 raise
             piece //= 2
-    left = [held]
+    open_files = [fd]
 
     def free() -> None:
-        while left:
-            os.close(left.pop())
+        while open_files:
+            os.close(open_files.pop())
 
     return free
 
@@ -217,23 +214,23 @@ def fill(folder: Path) -> Callable[[], None]:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank that a process says it is: by its name where it was forked, else by its
-    environment."""
+    """Returns the rank of a process: by its name if it was forked, else by its environment."""
     with contextlib.suppress(OSError, ValueError):
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         if name.startswith(_RANK_NAME):
             return int(name.removeprefix(_RANK_NAME))
-        mine = dict(_variables(Path(f"/proc/{pid}/environ").read_bytes()))
+        variables = dict(_variables(Path(f"/proc/{pid}/environ").read_bytes()))
         parent = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        above = dict(_variables(Path(f"/proc/{parent}/environ").read_bytes()))
-        if b"RANK" in mine and b"ORCH_EPOCH" in mine and above.get(b"RANK") != mine[b"RANK"]:
-            return int(mine[b"RANK"])
+        parent_variables = dict(_variables(Path(f"/proc/{parent}/environ").read_bytes()))
+        is_worker = b"RANK" in variables and b"ORCH_EPOCH" in variables
+        if is_worker and parent_variables.get(b"RANK") != variables[b"RANK"]:
+            return int(variables[b"RANK"])
     return None
 
 
 def _variables(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    for word in block.split(b"\0"):
-        name, _, value = word.partition(b"=")
+    for pair in block.split(b"\0"):
+        name, _, value = pair.partition(b"=")
         yield name, value
 
 
@@ -244,9 +241,9 @@ def _limit_files(process: Identity, limits: tuple[int, int]) -> None:
 
 
 def _continue(processes: list[Identity]) -> None:
-    for one in processes:
-        send_signal(one, signal.SIGCONT)
+    for process in processes:
+        send_signal(process, signal.SIGCONT)
 
 
 def no_undo() -> None:
-    """There is nothing to undo."""
+    """Does nothing: the fault needs no undoing."""

@@ -1,5 +1,5 @@
-"""A drill: whether the run may be drilled, one trial after the other, and the lines that record
-them."""
+"""A drill: checks whether the run may be drilled, runs one trial after the other, and records
+each in a line."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ from .trial import DrilledRun, Trial
 def open_drill(
     folder: RunFolder, faults: Sequence[str], position: str, limit_s: float
 ) -> tuple[DrilledRun, Targets]:
-    """Refuses what can be known before the first injection: OrchError 64 or 76; 78 where the run is
-    somebody else's."""
+    """Opens a drill, and refuses what is known to fail before the first injection: OrchError 64
+    or 76; 78 if the run belongs to somebody else."""
     owner = folder.path.stat().st_uid
     if owner != os.geteuid():
-        text = (
-            f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner"
-            " may drill it"
-        )
-        raise OrchError(text, Exit.SECURITY)
+        problem = f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}"
+        raise OrchError(f"{problem}: only its owner may drill it", Exit.SECURITY)
     state = read_state(folder)
     backend = get_backend(state.backend)
     state = backend.state(folder)
@@ -66,20 +63,16 @@ def open_drill(
 
 
 def check_allowed(request: LaunchRequest, backend: Backend) -> None:
-    """OrchError (78) for a run that nobody meant to be drilled: on a cluster it must say so when it
-    is submitted."""
-    wish = request.policy.allow_drills
-    if wish or (wish is None and backend.on_this_machine):
+    """Raises OrchError (78) for a run that may not be drilled: on a cluster this must be allowed
+    when it is submitted."""
+    allowed = request.policy.allow_drills
+    if allowed or (allowed is None and backend.on_this_machine):
         return
-    why = (
-        "forbids it (backend.allow_drills=false)"
-        if wish is False
-        else "is on a cluster and does not allow it"
-    )
-    text = (
-        f"run {request.run_id} {why}: submit with backend.allow_drills=true what is to be drilled"
-    )
-    raise OrchError(text, Exit.SECURITY)
+    reason = "is on a cluster and does not allow drills"
+    if allowed is False:
+        reason = "forbids drills (backend.allow_drills=false)"
+    advice = "to drill a run, submit it with backend.allow_drills=true"
+    raise OrchError(f"run {request.run_id} {reason}: {advice}", Exit.SECURITY)
 
 
 def session(
@@ -91,11 +84,11 @@ def session(
     say: Callable[[str], None],
     style: Style,
 ) -> tuple[list[Trial], str]:
-    """Run one trial after the other; all that could be made, and why there are not more ("" where
-    there are all).
+    """Runs one trial after the other. Returns the trials that were made, and why there are not more
+    ("" if there are all).
 
-    `say` gets a line about each. Each is also a line of drills.jsonl in the run folder once it is
-    over.
+    `say` gets a line for each trial. Each is also a line of drills.jsonl in the run folder once
+    it is over.
     """
     trials: list[Trial] = []
     if not drilled.request.worker.pattern and (untold := drilled.untold()):
@@ -125,19 +118,16 @@ def _line(trial: Trial, style: Style) -> str:
     where = f"{trial.fault} rank {trial.rank} on {trial.node}"
     if not trial.ok:
         return f"{where}  {style.paint(trial.problem, RED)}"
-    parts = [style.paint("goes on", GREEN)]
-    parts += (
-        [f"noticed after {seconds(trial.noticed_s)}"]
-        if trial.noticed_s is not None
-        else ["not noticed"]
-    )
-    parts += (
-        [f"steps after {seconds(trial.stepping_s)}"]
-        if trial.stepping_s is not None
-        else ["in the same attempt"]
-    )
-    parts += [f"{trial.lost_steps} done again"] if trial.lost_steps is not None else []
-    return f"{where}  {', '.join(parts)}"
+    noticed = "not noticed"
+    if trial.noticed_s is not None:
+        noticed = f"noticed after {seconds(trial.noticed_s)}"
+    stepping = "in the same attempt"
+    if trial.stepping_s is not None:
+        stepping = f"steps after {seconds(trial.stepping_s)}"
+    phrases = [style.paint("goes on", GREEN), noticed, stepping]
+    if trial.lost_steps is not None:
+        phrases.append(f"{trial.lost_steps} done again")
+    return f"{where}  {', '.join(phrases)}"
 
 
 def _record(folder: RunFolder, trial: Trial) -> None:

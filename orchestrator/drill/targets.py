@@ -1,5 +1,4 @@
-"""Where faults of a run are injected: into its processes on this machine, or on the nodes of a
-cluster."""
+"""Injects faults into a run: into its processes on this machine, or on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -24,29 +23,31 @@ _START_S = 120.0  # for a process to start on a node of a cluster; a busy contro
 
 
 class InjectedFault(NamedTuple):
-    at: float  # Unix seconds just before, by the clock of where it was injected
-    undo: Callable[[], None]  # may be called again
+    """A fault that has been injected, and how to undo it."""
+
+    at: float  # Unix seconds just before the injection, by the clock of its machine
+    undo: Callable[[], None]  # may be called several times
 
 
 class Targets(Protocol):
     """The processes and nodes of one run."""
 
     def check(self, fault: str) -> None:
-        """OrchError (64, 76) for a fault that this run cannot have."""
+        """Raises OrchError (64, 76) for a fault that this run cannot have."""
 
     def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> InjectedFault:
-        """Inject it into that node, or that rank on it. `pick` (0 to 1) draws where there is
+        """Injects the fault into that node, or that rank on it. `pick` (0 to 1) draws if there is
         something to choose.
 
-        OrchError (76) where the target is gone by now.
+        OrchError (76) if the target is gone by now.
         """
 
 
 def targets_of(
     backend: Backend, folder: RunFolder, request: LaunchRequest, limit_s: float
 ) -> Targets:
-    """`limit_s`: after which a fault is undone in any case. OrchError (64) for a backend without a
-    way to its nodes."""
+    """Returns the targets of a run. `limit_s`: the time after which a fault is undone in any
+    case. OrchError (64) for a backend that cannot reach its nodes."""
     if isinstance(backend, NodeExec):
         return ClusterTargets(backend, folder, request, limit_s)
     if isinstance(backend, LocalBackend):
@@ -55,14 +56,14 @@ def targets_of(
 
 
 class LocalTargets:
-    """The processes of one run, as they are now."""
+    """The processes of one run on this machine, as they are now."""
 
     def __init__(self, folder: RunFolder, request: LaunchRequest):
         self._folder = folder
         self._request = request
 
     def check(self, fault: str) -> None:
-        """OrchError (64, 76) for a fault that this run cannot have."""
+        """Raises OrchError (64, 76) for a fault that this run cannot have."""
         self._record()
         if fault == "partition" and read_options(self._request).network != "namespaces":
             raise OrchError(
@@ -73,7 +74,7 @@ class LocalTargets:
             check_two_saves(self._folder)
 
     def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> InjectedFault:
-        """Do it. A process that is gone already is no error: something was faster."""
+        """Injects the fault. A process that has already ended is not an error."""
         at = time.time()
         if fault == "partition":
             return InjectedFault(at, self._partition(node))
@@ -90,15 +91,15 @@ class LocalTargets:
         return record
 
     def _agent(self, node: str) -> Identity:
-        """The agent, if it really descends from the run's supervisor."""
+        """Returns the agent, if it really descends from the run's supervisor."""
         record = self._record()
         pid = record.agents.get(node)
-        found = identity(pid) if pid is not None and node not in record.exit_codes else None
-        if found is None or pid not in descendants(record.supervisor[0]):
+        agent = identity(pid) if pid is not None and node not in record.exit_codes else None
+        if agent is None or pid not in descendants(record.supervisor[0]):
             raise OrchError(
                 f"node {node} of run {self._folder.run_id} has no agent here", Exit.CAPACITY
             )
-        return found
+        return agent
 
     def _partition(self, node: str) -> Callable[[], None]:
         record = self._record()
@@ -106,7 +107,7 @@ class LocalTargets:
         largest = max(self._request.sizes, default=0)
         plan = load_plan(self._folder.sized_plan(largest) if largest else self._folder.plan)
         index = plan.cluster.node_names.index(node)
-        assert switches is not None  # of network=namespaces, as `check` has found
+        assert switches is not None  # `check` has found network=namespaces
         namespaces.cut([record.supervisor[0], *record.agents.values()], switches, index)
 
         def heal() -> None:
@@ -119,8 +120,8 @@ class LocalTargets:
 
 
 class ClusterTargets:
-    """The nodes of one run on a cluster: a fault is a command next to the agent, or the removal of
-    a node."""
+    """The nodes of one run on a cluster: a fault is a command next to the agent, or the removal
+    of a node."""
 
     def __init__(
         self, backend: NodeExec, folder: RunFolder, request: LaunchRequest, limit_s: float
@@ -132,16 +133,18 @@ class ClusterTargets:
 
     def check(self, fault: str) -> None:
         """OrchError (64) for a fault that this run cannot have."""
-        if why := self._why_not(fault):
-            can = ", ".join(name for name in KINDS if not self._why_not(name))
-            raise OrchError(f"{fault} cannot be injected: {why}; what can be: {can}", Exit.USAGE)
+        if reason := self._why_not(fault):
+            possible = ", ".join(name for name in KINDS if not self._why_not(name))
+            raise OrchError(
+                f"{fault} cannot be injected: {reason}; what can be: {possible}", Exit.USAGE
+            )
         removal = self._backend if isinstance(self._backend, NodeRemoval) else None
         if (
             removal
             and fault in ("kill_node", "notice", "bit_flip")
-            and (why := removal.why_not_removed(self._request))
+            and (reason := removal.why_not_removed(self._request))
         ):
-            raise OrchError(f"{fault}: {why}", Exit.USAGE)
+            raise OrchError(f"{fault}: {reason}", Exit.USAGE)
 
     def _why_not(self, fault: str) -> str:
         removes = isinstance(self._backend, NodeRemoval) and fault in ("kill_node", "notice")
@@ -152,7 +155,7 @@ class ClusterTargets:
         return ""
 
     def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> InjectedFault:
-        """As `Targets.inject`. The command stays as long as there is something to undo."""
+        """Injects the fault. The command runs as long as there is something to undo."""
         self.check(fault)
         if isinstance(self._backend, NodeRemoval) and fault in ("kill_node", "notice"):
             at = time.time()
@@ -165,7 +168,13 @@ class ClusterTargets:
             self._request,
             node,
             lambda run_dir, agent: node_command.arguments(
-                run_dir, agent, fault, rank, for_s, pick, limit_s
+                run_dir,
+                agent,
+                fault,
+                rank=rank,
+                for_s=for_s,
+                pick=pick,
+                limit_s=limit_s,
             ),
         )
         try:

@@ -1,5 +1,5 @@
-"""One trial: inject a fault into a run, and watch until it steps again or has ended; and the score
-of many trials."""
+"""One trial: injects a fault into a run, and watches until the run steps again or has ended; and
+the score of many trials."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .faults import KINDS, Injection, refusal, restarts_left, victim
 from .targets import Targets
 
 _POLL_S = 0.05
-_STEADY_STEPS = 2  # of an attempt, before a fault is injected
-_USUAL_STEPS = 16  # before one of its workers is made slow: slower than what?
+_STEADY_STEPS = 2  # steps of an attempt before a fault is injected
+_USUAL_STEPS = 16  # steps before a worker is slowed: its usual speed must be known
 #: Events that report a fault: those that end an epoch, and those of faults that need not end one.
 _SIGNS = (*NOTICED, "checkpoint_failed", "checkpoint_rejected", "straggler")
 
@@ -37,11 +37,11 @@ class Trial(msgspec.Struct, kw_only=True):
     node: str
     rank: int
     at: float  # Unix seconds
-    epoch: int  # that was hit
+    epoch: int  # the epoch that was hit
     ok: bool = False
     noticed_s: float | None = None
-    stepping_s: float | None = None  # until the first step after it began
-    lost_steps: int | None = None  # done again
+    stepping_s: float | None = None  # until the first step of a later epoch began
+    lost_steps: int | None = None  # steps that were recomputed
     problem: str = ""
 
 
@@ -67,8 +67,8 @@ class DrilledRun:
         return self._backend.state(self.folder)
 
     def marks(self, state: RunState) -> list[Event]:
-        """What the run's agents noted. Where only its state comes out of the cluster, the ends of
-        its epochs."""
+        """Returns the events that the run's agents recorded. If only its state leaves the
+        cluster, the ends of its epochs."""
         ends = [
             Event("epoch_stops", epoch.ended_at, epoch.epoch)
             for epoch in state.epochs
@@ -80,8 +80,8 @@ class DrilledRun:
         return self._lead.read(state.nodes)
 
     def untold(self) -> str:
-        """Why no step of a program may ever be seen; "" once one is, and for what reports steps by
-        itself."""
+        """Returns why no step of a program may ever be seen; "" once a step was seen, and for
+        workers that always report steps."""
         worker = self.request.worker
         if worker.bundled or self.steps(self.state()):
             return ""
@@ -94,10 +94,10 @@ class DrilledRun:
         )
 
     def wait_steady(self, injection: Injection) -> tuple[RunState, Step, tuple[str, int]]:
-        """Until the run steps and has a victim that it can spare; its state, last step, and that
-        (node, rank).
+        """Waits until the run steps and has a victim that it can spare; returns its state, its last
+        step, and that (node, rank).
 
-        OrchError (76) when it has none in time, or has ended.
+        OrchError (76) if it has none in time, or has ended.
         """
         end = time.monotonic() + self.limit_s
         while True:
@@ -109,25 +109,28 @@ class DrilledRun:
             ranks = {
                 name: node.ranks for name, node in state.nodes.items() if node.state == "running"
             }
-            mine = [step for step in self.steps(state) if step.epoch == state.epoch]
+            epoch_steps = [step for step in self.steps(state) if step.epoch == state.epoch]
             chosen = victim(injection, ranks, state.writer)
-            why = self._why_not(state, injection.fault)
+            obstacle = self._why_not(state, injection.fault)
             if chosen is None:
-                why = why or f"no node is {injection.position!r}: {', '.join(ranks) or 'none runs'}"
+                obstacle = (
+                    obstacle
+                    or f"no node is {injection.position!r}: {', '.join(ranks) or 'none runs'}"
+                )
             slows = KINDS[injection.fault].slows
-            steady = len(mine) >= (_USUAL_STEPS if slows else _STEADY_STEPS)
-            if slows and state.slow:  # what is slow already cannot be noticed anew
-                why = why or f"{', '.join(state.slow)} is slow without it"
-            if chosen is not None and state.state == "running" and steady and not why:
-                return state, mine[-1], chosen
-            if time.monotonic() > end or "used up" in why:
-                text = why or self.untold() or f"no steps, it is {state.state}"
-                raise OrchError(f"run {state.run_id}: {text}", Exit.CAPACITY)
+            steady = len(epoch_steps) >= (_USUAL_STEPS if slows else _STEADY_STEPS)
+            if slows and state.slow:  # a second slow worker would not be detected
+                obstacle = obstacle or f"{', '.join(state.slow)} is slow without it"
+            if chosen is not None and state.state == "running" and steady and not obstacle:
+                return state, epoch_steps[-1], chosen
+            if time.monotonic() > end or "used up" in obstacle:
+                problem = obstacle or self.untold() or f"no steps, it is {state.state}"
+                raise OrchError(f"run {state.run_id}: {problem}", Exit.CAPACITY)
             time.sleep(_POLL_S)
 
     def run_trial(self, injection: Injection, targets: Targets, for_s: float) -> Trial:
-        """OrchError (76) when the run cannot spare what the fault takes. A run that ends of it is a
-        failed trial."""
+        """Runs one trial. OrchError (76) if the run cannot spare what the fault takes. A run
+        that the fault ends is a failed trial."""
         state, last, (node, rank) = self.wait_steady(injection)
         targets.check(injection.fault)
         trial = Trial(
@@ -148,16 +151,21 @@ class DrilledRun:
             injected.undo()
         return trial
 
-    def _watch(self, trial: Trial, before: int, for_s: float, undo: Callable[[], None]) -> None:
-        """Wait for the end of the trial. Times of the run are compared with its own clocks; ours
-        counts spans alone."""
+    def _watch(self, trial: Trial, last_step: int, for_s: float, undo: Callable[[], None]) -> None:
+        """Waits for the end of the trial. Times of the run are compared with its own clocks;
+        this process's clock measures durations only."""
         began = time.monotonic()
         undone = False
         ended = trial.at + for_s
         kind = KINDS[trial.fault]
         silence_s = self.request.policy.heartbeat_timeout_s
-        # a fault that is over may have been too short to be noticed: later than that, nobody will
-        same_attempt = ended if not kind.restarts else ended + silence_s if kind.lasts else math.inf
+        # A fault that is over may have been too short to be detected; after `silence_s` it is not
+        # detected any more, and steps of the same attempt count.
+        same_attempt = math.inf
+        if not kind.restarts:
+            same_attempt = ended
+        elif kind.lasts:
+            same_attempt = ended + silence_s
         while True:
             state = self.state()
             if kind.lasts and time.monotonic() >= began + for_s and not undone:
@@ -168,10 +176,9 @@ class DrilledRun:
             if state.is_final:
                 trial.problem = f"the run has ended: {state.state}, {state.reason}"
                 return
-            anew = [step for step in steps if step.epoch > trial.epoch and step.at > ended]
-            if len(anew) >= _STEADY_STEPS or any(
-                step.at > same_attempt and step.step > before for step in steps
-            ):
+            new_steps = [step for step in steps if step.epoch > trial.epoch and step.at > ended]
+            continued = any(step.at > same_attempt and step.step > last_step for step in steps)
+            if len(new_steps) >= _STEADY_STEPS or continued:
                 trial.ok = True
                 return
             if time.monotonic() > began + self.limit_s:
@@ -181,29 +188,30 @@ class DrilledRun:
 
     def _why_not(self, state: RunState, fault: str) -> str:
         limits = self.request.policy.max_restarts_by_cause
-        with_ranks = sum(
-            1 for node in state.nodes.values() if node.state == "running" and node.ranks
+        nodes = state.nodes.values()
+        with_ranks = sum(1 for node in nodes if node.state == "running" and node.ranks)
+        present = sum(1 for node in nodes if node.state in ("running", "joined"))
+        spare_nodes = max(present, with_ranks) - min(self.request.sizes, default=0)
+        budget = restarts_left(
+            fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause
         )
-        here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
         return refusal(
             fault,
-            restarts_left=restarts_left(
-                fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause
-            ),
+            restarts_left=budget,
             elastic=self.survives_lost_nodes,
-            spare_nodes=1
-            if self.replaces_lost_nodes
-            else max(here, with_ranks) - min(self.request.sizes, default=0),
+            spare_nodes=1 if self.replaces_lost_nodes else spare_nodes,
         )
 
 
 def measure(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None:
-    """Fill in when the fault was noticed, when steps went on and how many were lost, from the run's
-    own records."""
-    after = [
-        mark for mark in marks if mark.name in _SIGNS and mark.at >= trial.at and not _by_wish(mark)
+    """Fills in when the fault was detected, when steps continued and how many were lost, from
+    the run's own records."""
+    later_signs = [
+        mark
+        for mark in marks
+        if mark.name in _SIGNS and mark.at >= trial.at and not _is_intended(mark)
     ]
-    signs = [mark.at for mark in after if mark.name != "straggler" or mark.on == trial.node]
+    signs = [mark.at for mark in later_signs if mark.name != "straggler" or mark.on == trial.node]
     trial.noticed_s = min(signs) - trial.at if signs else None
     later = [step for step in steps if step.epoch > trial.epoch]
     if later:
@@ -217,8 +225,9 @@ def measure(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None
         trial.lost_steps = 0
 
 
-def _by_wish(mark: Event) -> bool:
-    """A worker that ended well, or because it was told to, is no sign of a fault."""
+def _is_intended(mark: Event) -> bool:
+    """Tells whether a worker ended well, or because it was asked to: that is not a sign of a
+    fault."""
     return mark.name == "worker_ended" and (mark.asked or not mark.code)
 
 
@@ -226,36 +235,36 @@ def _by_wish(mark: Event) -> bool:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all do not exceed."""
+    """Returns the smallest value that at least `share` of all do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)] if values else None
 
 
 def score(trials: Iterable[Trial]) -> list[dict[str, Any]]:
-    """A row for each fault and position, in the order in which they first came."""
+    """Returns a row for each fault and position, in the order in which they first came."""
     rows: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         rows.setdefault((trial.fault, trial.position), []).append(trial)
     return [
-        {"fault": fault, "position": position, **_row(mine)}
-        for (fault, position), mine in rows.items()
+        {"fault": fault, "position": position, **_row(trials_of_row)}
+        for (fault, position), trials_of_row in rows.items()
     ]
 
 
 def _row(trials: list[Trial]) -> dict[str, Any]:
-    good = [trial for trial in trials if trial.ok]
+    recovered = [trial for trial in trials if trial.ok]
     row: dict[str, Any] = {
         "trials": len(trials),
-        "recovered": len(good),
-        "rate": len(good) / len(trials),
+        "recovered": len(recovered),
+        "rate": len(recovered) / len(trials),
     }
     for name in ("noticed_s", "stepping_s"):
-        values = [value for trial in good if (value := getattr(trial, name)) is not None]
+        values = [value for trial in recovered if (value := getattr(trial, name)) is not None]
         row[name] = {
             "p50": quantile(values, 0.5),
             "p95": quantile(values, 0.95),
             "max": max(values, default=None),
         }
-    lost = [trial.lost_steps for trial in good if trial.lost_steps is not None]
+    lost = [trial.lost_steps for trial in recovered if trial.lost_steps is not None]
     row["lost_steps"] = {"p50": quantile(lost, 0.5), "max": max(lost, default=None)}
     row["problems"] = [trial.problem for trial in trials if trial.problem]
     return row

@@ -1,8 +1,8 @@
 """One decoder layer as a list of operations.
 
-Every size of a layer is a sum over this list: parameters by how tensor parallelism cuts them, FLOPs,
-matrix products. A kind of layer is described here and in the trainer's module of that kind, and
-nowhere else; tests compare the two for every model of `conf/`.
+Every size of a layer is a sum over this list: parameters by how tensor parallelism cuts them,
+FLOPs, matrix products. A kind of layer is described here and in the trainer's module of that kind,
+and nowhere else; tests compare the two for every model of `conf/`.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def _mlp(model: Model, name: str, width: int) -> Iterator[Operation]:
 
 
 def _experts(model: Model, moe: Moe) -> Iterator[Operation]:
-    """A router, experts of which a token passes `top_k` (arXiv 1701.06538), and shared experts, which
-    every token passes."""
+    """A router, experts of which a token passes `top_k` (arXiv 1701.06538), and shared experts,
+    which every token passes."""
     hidden = model.hidden
     yield Operation("mlp.router", "mlp", "product", inputs=hidden, outputs=moe.experts, cut="whole")
     if moe.shared_ffn_hidden:

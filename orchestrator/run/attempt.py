@@ -1,4 +1,4 @@
-"""The next attempt of a run: which plan and request it has, by what was asked for."""
+"""Starts the next attempt of a run: chooses its plan and its request by the newest intent."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from .state import prepare_resume, read_state
 
 
 def begin_attempt(
-    folder: RunFolder, request: LaunchRequest, asked: Intent | None
+    folder: RunFolder, request: LaunchRequest, intent: Intent | None
 ) -> tuple[LaunchRequest, Plan]:
-    """Puts the next attempt's plan and request in force, then its state: what breaks off before
-    that is done again. Returns both.
+    """Puts the plan and the request of the next attempt in force, then writes its state, and
+    returns request and plan. If this is interrupted, the next call repeats it.
 
-    `asked`: what it obeys; None: a size that was asked for and is not there yet, else a resume. The
-    caller holds the run's lock. OrchError (65): no plan of that size.
+    `intent`: what the attempt obeys; None: a resize that was requested and not yet carried out,
+    else a plain resume. The caller holds the run's lock. OrchError (65): there is no plan of
+    that size.
     """
-    began_with = read_state(folder).intent
-    if asked is None:
-        asked = due(folder, began_with)
-        if asked is None or asked.want == "end":
-            asked = ask(folder, "run", began_with=began_with)
-    plan = load_plan(folder.sized_plan(asked.nodes)) if asked.nodes else None
+    previous_intent = read_state(folder).intent
+    if intent is None:
+        intent = due(folder, previous_intent)
+        if intent is None or intent.want == "end":
+            intent = ask(folder, "run", began_with=previous_intent)
+    plan = None
+    if intent.nodes:
+        plan = load_plan(folder.sized_plan(intent.nodes))
     if plan:
         request = at_size(request, plan)
         write_private(folder.plan, to_json(plan, indent=1) + b"\n")
         write_private(folder.request, to_bytes(request))
-    prepare_resume(folder, plan, asked.number)
+    prepare_resume(folder, plan, intent.number)
     return request, plan or load_plan(folder.plan)
 
 
-def check_newest(folder: RunFolder, asked: Intent | None) -> None:
-    """OrchError (64) when there is a newer request than this one."""
-    last = newest(folder)
-    if asked and last and last.number > asked.number:
-        raise OrchError(f"run {folder.run_id} was asked for something else meanwhile: {last.text}")
+def check_newest(folder: RunFolder, intent: Intent | None) -> None:
+    """Raises OrchError (64) if a newer intent than this one has been recorded."""
+    latest = newest(folder)
+    if intent and latest and latest.number > intent.number:
+        raise OrchError(f"run {folder.run_id} has received a newer request: {latest.text}")

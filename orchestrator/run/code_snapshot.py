@@ -1,8 +1,8 @@
-"""The code of a run, frozen at submission: what is tracked, as it is now, and what is new and not
-ignored.
+"""Freezes the code of a run at submission: the tracked files as they are now, and new files that
+are not ignored.
 
-A run may wait in a queue for hours; what it then runs is what its user saw. Nothing of git's store
-is copied.
+A run may wait in a queue for hours; it still runs what its user saw. Nothing of git's store is
+copied.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ MOST_BYTES = 256 << 20
 MOST_FILES = 20_000
 _GIT_S = 60.0
 _CHANGED = ("status", "--porcelain=v1", "--untracked-files=all")
-#: Left out where no git says what belongs to the program.
-_NEVER = {"__pycache__", "node_modules", "venv", "env", "build", "dist"}
+#: Folders that are left out where git does not say what belongs to the program.
+_SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "env", "build", "dist"}
 
 
-def find_code(cwd: Path, wanted: bool) -> Code:
-    """Where the code of a run comes from. `wanted`: the user's own program runs, so its folder is
-    copied in any case.
+def find_code(cwd: Path, runs_user_program: bool) -> Code:
+    """Finds where the code of a run comes from. `runs_user_program`: the run starts the user's own
+    program, so its folder is copied in any case.
 
-    The bundled trainer comes from the installed package, and then nothing needs to be copied,
-    unless the user stands in a checkout that it is installed from.
+    The bundled trainer comes from the installed package, and nothing needs to be copied, unless
+    the user is in a checkout that the package is installed from.
     """
     cwd = cwd.absolute()
-    ours = Path(__file__).resolve().parents[2]
-    root = (
-        _git(cwd, "rev-parse", "--show-toplevel")
-        if wanted or cwd.resolve().is_relative_to(ours)
-        else None
-    )
-    if root:
-        top = Path(root)
-        holds_orch = ours == top.resolve()
-        if wanted or holds_orch:
+    package_root = Path(__file__).resolve().parents[2]
+    git_root = None
+    if runs_user_program or cwd.resolve().is_relative_to(package_root):
+        git_root = _git(cwd, "rev-parse", "--show-toplevel")
+    if git_root:
+        top = Path(git_root)
+        holds_orch = package_root == top.resolve()
+        if runs_user_program or holds_orch:
             return Code(
                 kind="git",
                 root=str(top),
@@ -52,12 +50,12 @@ def find_code(cwd: Path, wanted: bool) -> Code:
                 commit=_git(cwd, "rev-parse", "--verify", "--quiet", "HEAD"),
                 holds_orch=holds_orch,
             )
-    return Code(kind="folder", root=str(cwd)) if wanted else Code(kind="none")
+    return Code(kind="folder", root=str(cwd)) if runs_user_program else Code(kind="none")
 
 
 def copy(code: Code, folder: RunFolder) -> None:
-    """Fill the run's `code` folder and say in code.json what it holds. OrchError (65) when it is
-    too much."""
+    """Fills the run's `code` folder and lists its content in code.json. OrchError (65) if there
+    is too much."""
     if code.kind == "none":
         return
     import shutil
@@ -75,7 +73,7 @@ def copy(code: Code, folder: RunFolder) -> None:
             target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
     Path(folder.code, code.subfolder).mkdir(parents=True, exist_ok=True, mode=0o700)
     changed = "" if code.held_at or code.kind != "git" else _git(root, *_CHANGED)
-    found = {
+    listing = {
         **msgspec.to_builtins(code),
         "files": len(files),
         "bytes": size,
@@ -83,24 +81,24 @@ def copy(code: Code, folder: RunFolder) -> None:
     }
     write_private(
         folder.snapshot,
-        msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n",
+        msgspec.json.format(msgspec.json.encode(listing), indent=1) + b"\n",
         durable=False,
     )
 
 
 def listed(code: Code, run: Path | None = None) -> tuple[list[str], int]:
-    """The files of a copy, relative to its root, and their bytes. `run`: a folder in it that is
-    none of the code.
+    """Lists the files of a copy, relative to its root, and counts their bytes. `run`: a run folder
+    inside the root, which is not part of the code.
 
-    OrchError (65) when it is too much.
+    OrchError (65) if there is too much.
     """
     if code.kind == "none":
         return [], 0
     root = Path(code.held_at or code.root)
-    if code.held_at:  # chosen where it was shipped
+    if code.held_at:  # the machine that shipped the files has chosen them
         files = [
-            os.path.relpath(os.path.join(at, name), root)
-            for at, _, names in os.walk(root)
+            os.path.relpath(os.path.join(parent, name), root)
+            for parent, _, names in os.walk(root)
             for name in names
         ]
         files += [
@@ -113,28 +111,26 @@ def listed(code: Code, run: Path | None = None) -> tuple[list[str], int]:
     return files, _check_size(root, files)
 
 
-def _git(cwd: Path, *words: str) -> str | None:
-    """What git prints, without the last line end; None when there is no git here."""
+def _git(cwd: Path, *arguments: str) -> str | None:
+    """Returns what git prints, without the last line end; None where there is no git."""
     import subprocess
 
+    # Reading a repository must not start a program that the repository names.
+    argv = ["git", "-c", "core.fsmonitor=false", *arguments]
     try:
-        argv = [
-            "git",
-            "-c",
-            "core.fsmonitor=false",
-            *words,
-        ]  # reading must not start a program the repository names
-        found = subprocess.run(
+        process = subprocess.run(
             argv, cwd=cwd, capture_output=True, timeout=_GIT_S, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return os.fsdecode(found.stdout).removesuffix("\n") if found.returncode == 0 else None
+    return os.fsdecode(process.stdout).removesuffix("\n") if process.returncode == 0 else None
 
 
 def _listed_by_git(root: Path) -> list[str]:
-    """Tracked and untracked-but-not-ignored files that exist, submodules opened."""
-    listing = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    """Lists tracked files, and untracked ones that are not ignored, if they exist; submodules
+    are entered."""
+    kinds = ["--cached", "--others", "--exclude-standard"]
+    listing = _git(root, "ls-files", "-z", *kinds)
     if listing is None:
         raise OrchError(f"git cannot list the files of {root}", Exit.CONFIG)
     files = []
@@ -152,23 +148,27 @@ def _listed_by_git(root: Path) -> list[str]:
 
 
 def ignored_by_git(root: Path) -> list[str]:
-    """Files and whole folders (with a slash at the end) that git ignores; nothing below a folder
-    that is named."""
-    words = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
-    found: list[str] = []
-    for name in sorted(filter(None, (_git(root, *words) or "").split("\0"))):
-        if not (found and found[-1].endswith("/") and name.startswith(found[-1])):
-            found.append(name)
-    return found
+    """Lists the files and whole folders (with a slash at the end) that git ignores; nothing
+    below a listed folder."""
+    options = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    ignored: list[str] = []
+    for name in sorted(filter(None, (_git(root, *options) or "").split("\0"))):
+        if not (ignored and ignored[-1].endswith("/") and name.startswith(ignored[-1])):
+            ignored.append(name)
+    return ignored
 
 
 def is_skipped(folder: Path) -> bool:
-    """Whether a folder is left out where no git says what belongs to the program."""
-    return folder.name.startswith(".") or folder.name in _NEVER or (folder / "pyvenv.cfg").exists()
+    """Tells whether a folder is left out where git does not say what belongs to the program."""
+    return (
+        folder.name.startswith(".")
+        or folder.name in _SKIPPED_FOLDERS
+        or (folder / "pyvenv.cfg").exists()
+    )
 
 
 def _listed_by_walking(root: Path, run: Path | None) -> list[str]:
-    """All files but hidden ones, caches, environments, and the run folder itself."""
+    """Lists all files but hidden ones, caches, environments, and the run folder itself."""
     files = []
     for parent, folders, names in os.walk(root):
         folders[:] = sorted(
@@ -197,9 +197,7 @@ def _check_size(root: Path, files: list[str]) -> int:
         )
     if total > MOST_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
-        much = (
-            f"{binary(total)}, over {binary(MOST_BYTES)}; largest is {largest}"
-            f" ({binary(sizes[largest])})"
-        )
-        raise OrchError(f"snapshot of {root} has {much}: {advice}", Exit.CONFIG)
+        excess = f"{binary(total)}, over {binary(MOST_BYTES)}"
+        example = f"largest is {largest} ({binary(sizes[largest])})"
+        raise OrchError(f"snapshot of {root} has {excess}; {example}: {advice}", Exit.CONFIG)
     return total

@@ -1,5 +1,5 @@
-"""From a bundle to a run folder that holds everything the run needs: what every backend does before
-it starts a run."""
+"""Creates a run folder that holds everything the run needs, from a submission bundle. Every
+backend does this before it starts a run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .request import LaunchRequest, SubmissionBundle, check_contents, to_bytes
 from .state import SCHEMA, RunState, finish, write_state
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_OF_A_DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.EFBIG)
+_DISK_ERRORS = (*NO_ROOM, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 def accepted(request: LaunchRequest, backend: str) -> RunState:
-    """The first state of a run, from the clock of this host."""
+    """Returns the first state of a run, with times from the clock of this host."""
     now = time.time()
     return RunState(
         schema=SCHEMA,
@@ -44,12 +44,11 @@ def accepted(request: LaunchRequest, backend: str) -> RunState:
 
 @contextlib.contextmanager
 def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFolder]:
-    """The run's folder, made, filled and `pending`. When the body fails to start the run, its state
-    says so.
+    """Creates the run's folder, fills it, marks the run `pending` and yields the folder. If the
+    body fails to start the run, the run's state records that.
 
     Signals that would end this process take effect before the body, and then nothing is left, or
-    after it. OrchError (76) for a disk without room, (65) for another one that does not take the
-    folder.
+    after it. OrchError: 76 if the disk is full, 65 if it refuses the folder for another reason.
     """
     check_contents(bundle)
     folder = RunFolder(Path(bundle.request.run_dir))
@@ -60,8 +59,8 @@ def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFol
             _fill(folder, bundle, state)
             signals.check()
         except BaseException:
-            shutil.rmtree(folder.path, ignore_errors=True)  # nobody knows of it
-            signals.check()  # it may be what has ended a command of the copy
+            shutil.rmtree(folder.path, ignore_errors=True)  # nobody knows of this run yet
+            signals.check()  # a signal may have ended a command of the copy
             raise
         try:
             yield folder
@@ -94,41 +93,40 @@ def _fill(folder: RunFolder, bundle: SubmissionBundle, state: RunState) -> None:
 
 @contextlib.contextmanager
 def disk_refusals(folder: RunFolder) -> Iterator[None]:
-    """What the disk refuses, as an OrchError."""
+    """Turns the errors of a disk into OrchErrors."""
     try:
         yield
     except OSError as error:
-        if not error.filename and error.errno not in _OF_A_DISK:
+        if not error.filename and error.errno not in _DISK_ERRORS:
             raise
-        where = error.filename or folder.path
-        why = error.strerror or error
+        path = error.filename or folder.path
+        reason = error.strerror or error
         code = Exit.CAPACITY if error.errno in NO_ROOM else Exit.CONFIG
-        raise OrchError(f"run {folder.run_id} was not started: {where}: {why}", code) from error
+        raise OrchError(f"run {folder.run_id} was not started: {path}: {reason}", code) from error
 
 
 def check_program(
-    argv: Sequence[str], environ: Mapping[str, str], cwd: Path, where: str = ""
+    argv: Sequence[str], environ: Mapping[str, str], cwd: Path, context: str = ""
 ) -> None:
-    """OrchError (64) when the program, or the script that it is to interpret, is not found from
-    `cwd`.
+    """Raises OrchError (64) if the program, or the script that it is to interpret, is not found
+    from `cwd`.
 
-    `environ` is what the worker will have. `where` ends the message.
+    `environ` is what the worker will have. `context` ends the message.
     """
     name = argv[0]
     if "/" in name:
-        found = shutil.which(str(cwd / name))
+        executable = shutil.which(str(cwd / name))
     else:
-        found = shutil.which(name, path=environ.get("PATH", ""))
-    if found is None:
-        known = (
-            "not executable"
-            if (cwd / name).is_file()
-            else "not on PATH"
-            if "/" not in name
-            else "not there"
-        )
-        raise OrchError(f"program {name!r} is {known}{where}", Exit.USAGE)
+        executable = shutil.which(name, path=environ.get("PATH", ""))
+    if executable is None:
+        if (cwd / name).is_file():
+            problem = "is not executable"
+        elif "/" not in name:
+            problem = "is not on PATH"
+        else:
+            problem = "does not exist"
+        raise OrchError(f"program {name!r} {problem}{context}", Exit.USAGE)
     if _PYTHON.fullmatch(Path(name).name) and len(argv) > 1:
         script = argv[1]
         if script.endswith(".py") and not script.startswith("-") and not (cwd / script).is_file():
-            raise OrchError(f"script {script!r} is not in {cwd}{where}", Exit.USAGE)
+            raise OrchError(f"script {script!r} is not in {cwd}{context}", Exit.USAGE)

@@ -1,10 +1,10 @@
 """Epoch leases: the right to write a run's state, one file per epoch in the run folder
 (`claims/<epoch>`).
 
-The coordinator of an elastic run is the process that has claimed the newest epoch; the epoch is its
-fencing token. A process that holds an older one, because it was paused or cut off, finds the newer
-claim before it writes. Claims are made by `link(2)`, which is atomic and exclusive, also on NFS,
-and shows a claim only when it is whole.
+The coordinator of an elastic run is the process that holds the lease on the newest epoch; the
+epoch is its fencing token. A process that holds the lease on an older epoch, because it was
+paused or cut off, finds the newer lease before it writes. A lease is created by `link(2)`, which
+is atomic and exclusive, also on NFS, and shows a lease only when its file is complete.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from .folder import RunFolder, make_private_folder, sync_folder, write_private
 
 
 class LeaseLost(Exception):
-    """Another process has claimed a newer epoch: the holder of an older one is fenced and must not
-    write."""
+    """Another process holds the lease on a newer epoch: the holder of an older one is fenced and
+    must not write."""
 
 
-class Claim(Frozen):
+class LeaseFile(Frozen):
+    """The content of `claims/<epoch>`: the process that holds the lease on that epoch."""
+
     epoch: int
     node: str
     pid: int
 
 
 class EpochLease:
-    """One process's lease on the epochs of one run. `held`: the newest epoch that it has claimed,
-    -1 for none."""
+    """Takes and checks the leases of one process on the epochs of one run. `held`: the newest
+    epoch that it holds, -1 for none."""
 
     def __init__(self, folder: RunFolder, node: str):
         self._folder = lease_folder(folder.path)
@@ -43,31 +45,32 @@ class EpochLease:
 
     @property
     def newest(self) -> int:
+        """Returns the newest epoch that any process holds the lease on."""
         return newest_lease(self._folder)
 
     def take(self, epoch: int) -> None:
-        """Claims `epoch`, durably. Raises LeaseLost if another process has claimed it or a newer
-        one."""
+        """Takes the lease on `epoch`, durably. Raises LeaseLost if another process holds it, or
+        a newer one."""
         make_private_folder(self._folder)
         path = self._folder / str(epoch)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        claim = Claim(epoch=epoch, node=self._node, pid=os.getpid())
-        write_private(draft, msgspec.json.encode(claim))
+        content = LeaseFile(epoch=epoch, node=self._node, pid=os.getpid())
+        write_private(draft, msgspec.json.encode(content))
         try:
             os.link(draft, path)
         except FileExistsError:
-            raise LeaseLost(f"epoch {epoch} was claimed by another node") from None
+            raise LeaseLost(f"epoch {epoch} is leased to another node") from None
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
-        self.held = (
-            epoch  # also where the next line fails: who tries again has not lost it to itself
-        )
+        # The lease is held even if the next line fails, so a second attempt does not lose it to
+        # this process itself.
+        self.held = epoch
         sync_folder(self._folder)
         self.check()
 
     def check(self) -> None:
-        """To be called before every write. Raises LeaseLost if another process has claimed a newer
-        epoch."""
+        """Checks the lease; every write calls this first. Raises LeaseLost if another process
+        holds a newer epoch."""
         if (newest := self.newest) > self.held:
-            raise LeaseLost(f"epoch {newest} was claimed by another node, this is {self.held}")
+            raise LeaseLost(f"epoch {newest} is leased to another node, this is {self.held}")

@@ -1,8 +1,8 @@
-"""The run folder: where everything of one run is stored, private to its user.
+"""The run folder: everything of one run is stored there, private to its user.
 
-Folders are 0700, files 0600. Replacing a file is atomic (temporary file in the same folder, fsync,
-rename): a reader sees the old or the new content, never a mixture, and a crash leaves one of the
-two.
+Folders are 0700, files 0600. Replacing a file is atomic (temporary file in the same folder,
+fsync, rename): a reader sees the old or the new content, never a mixture, and a crash leaves one
+of the two.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Document = TypeVar("Document", bound=Struct)
 Result = TypeVar("Result")
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 
-#: What reading or writing a record of a run raises. A disk that fails may be well again in a
-#: moment, so who keeps a run tries again (`RECORD_S`) and ends nothing that works.
+#: What reading or writing a record of a run raises. A failing disk may recover, so the processes
+#: of a run retry for `RECORD_S` before they end anything that works.
 RECORD_ERRORS = (OSError, OrchError, PlanError)
-RECORD_S = 60.0  # for a record without which the run cannot go on
+RECORD_S = 60.0  # retries for a record that the run needs to continue
 RECORD_AGAIN_S = 0.5
 #: errno values that mean a full disk or an exhausted quota.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def home_folder(environ: Mapping[str, str]) -> Path:
-    """`$ORCH_HOME`, or `~/.orch`."""
+    """Returns `$ORCH_HOME`, or `~/.orch`."""
     return Path(environ.get("ORCH_HOME") or Path.home() / ".orch").absolute()
 
 
 def new_run_id(name: str, now: float) -> str:
-    """`<name>-<UTC time>-<random>`: readable, sortable within a name, a DNS-1123 label (63
-    characters at most)."""
+    """Returns `<name>-<UTC time>-<random>`: readable, sortable within a name, a DNS-1123 label
+    (63 characters at most)."""
     stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
     return f"{stem}-{time.strftime('%m%d-%H%M%S', time.gmtime(now))}-{os.urandom(2).hex()}"
 
@@ -62,10 +62,11 @@ def check_run_id(run_id: str) -> str:
 
 
 def file_name(node: str) -> str:
-    """A file name for any node name: distinct names give distinct files, none leaves its folder.
+    """Returns a file name for any node name: distinct names give distinct files, none leaves its
+    folder.
 
-    Everything outside A-Z a-z 0-9 _ . - is percent-encoded, a leading dot too; a name too long for
-    a file system is cut and gets its hash.
+    Everything outside A-Z a-z 0-9 _ . - is percent-encoded, a leading dot too; a name too long
+    for a file system is cut and gets its hash.
     """
     name = quote(node, safe="", errors="surrogatepass").replace("~", "%7E")
     name = "%2E" + name[1:] if name.startswith(".") else name
@@ -77,47 +78,47 @@ def file_name(node: str) -> str:
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """What is written inside, also by processes that are started there, is its user's alone. The
-    umask of the caller, which belongs to the whole process, is as before afterwards."""
-    before = os.umask(0o077)
+    """Makes files that are written inside, also by processes started there, readable by their
+    user alone. The umask belongs to the whole process; the caller's one is restored afterwards."""
+    previous = os.umask(0o077)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(previous)
 
 
 def make_private_folder(path: Path) -> None:
-    """Create `path` and its missing parents as 0700. A parent that others may write to is
-    refused."""
+    """Creates `path` and its missing parents with mode 0700. Refuses a parent that others may
+    write to."""
     missing = []
     try:
         while not path.exists():
             missing.append(path)
             path = path.parent
     except PermissionError:
-        raise OrchError(f"no rights to look into {path.parent}", Exit.CONFIG) from None
+        raise OrchError(f"no permission to read {path.parent}", Exit.CONFIG) from None
     check_private_parent(path)
     for folder in reversed(missing):
         try:
             folder.mkdir(mode=0o700)
-        except FileExistsError:  # another run made it in this moment
+        except FileExistsError:  # another run has just created it
             continue
         except OSError as error:
             raise OrchError(f"cannot make folder {folder}: {error.strerror}", Exit.CONFIG) from None
 
 
 def check_private_parent(path: Path) -> None:
-    """Refuse (78) a folder that another user may rename things in: owned by a stranger, or writable
-    without sticky."""
-    found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    """Refuses (78) a folder in which another user may rename files: one that a stranger owns, or
+    one that is writable without the sticky bit."""
+    status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
         raise OrchError(f"{path} is a file where a folder is needed", Exit.CONFIG)
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise OrchError(
-            f"folder {path} belongs to another user (uid {found.st_uid})", Exit.SECURITY
+            f"folder {path} belongs to another user (uid {status.st_uid})", Exit.SECURITY
         )
-    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-        mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
         raise OrchError(
             f"folder {path} is writable by others ({mode}): chmod go-w, or set ORCH_HOME",
             Exit.SECURITY,
@@ -125,8 +126,8 @@ def check_private_parent(path: Path) -> None:
 
 
 def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool = True) -> None:
-    """Create or replace `path` atomically. `durable` also survives a power cut (fsync of file and
-    folder)."""
+    """Creates or replaces `path` atomically. `durable`: the file also survives a power cut
+    (fsync of file and folder)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     fd = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode
@@ -148,8 +149,8 @@ def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool =
 
 
 def read_json(path: Path, kind: type[Document]) -> Document | None:
-    """A JSON file of a run folder; None when there is none. OrchError (65), one line, for anything
-    else there."""
+    """Reads a JSON file of a run folder; None if there is none. OrchError (65) with one line for
+    anything else."""
     try:
         return msgspec.json.decode(read_file(path), type=kind)
     except FileNotFoundError:
@@ -162,16 +163,17 @@ def read_json(path: Path, kind: type[Document]) -> Document | None:
         raise _unreadable(path, str(error)) from None
 
 
-def _unreadable(path: Path, why: str) -> OrchError:
+def _unreadable(path: Path, reason: str) -> OrchError:
     return OrchError(
-        f"{path} is unreadable: {''.join(c if c.isprintable() else ' ' for c in why)}", Exit.CONFIG
+        f"{path} is unreadable: {''.join(c if c.isprintable() else ' ' for c in reason)}",
+        Exit.CONFIG,
     )
 
 
 def reason_of(error: Exception) -> str:
-    """Why something of a run folder cannot be read, in one printable line."""
-    text = error.message if isinstance(error, OrchError) else f"{type(error).__name__}: {error}"
-    return "".join(c if c.isprintable() else " " for c in text)[:500]
+    """Describes in one printable line why a file of a run folder cannot be read."""
+    message = error.message if isinstance(error, OrchError) else f"{type(error).__name__}: {error}"
+    return "".join(c if c.isprintable() else " " for c in message)[:500]
 
 
 def sync_folder(path: Path) -> None:
@@ -183,16 +185,16 @@ def sync_folder(path: Path) -> None:
 
 
 def read_secret(path: Path) -> bytes:
-    """The per-run key (32 bytes, kept as hex). Refused (78) when anyone else could have read or
-    written it."""
+    """Reads the per-run key (32 bytes, stored as hex). Refuses it (78) if anyone else could have
+    read or written it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise OrchError(f"cannot read {path}: {error.strerror}", Exit.SECURITY) from error
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            mode = f"mode {stat.S_IMODE(found.st_mode):04o}, uid {found.st_uid}"
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            mode = f"mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid}"
             raise OrchError(f"{path} must belong to you alone (0600), found {mode}", Exit.SECURITY)
         try:
             key = bytes.fromhex(file.read().decode("ascii").strip())
@@ -204,20 +206,20 @@ def read_secret(path: Path) -> bytes:
 
 
 class Insistence:
-    """Attempts at a record that the disk refuses, for at most RECORD_S in all. `tells`: the first
-    refusal is logged."""
+    """Counts the time for which a record that the disk refuses is retried, at most RECORD_S.
+    `tells`: the first refusal is logged."""
 
     def __init__(self, tells: bool = True):
         self._end = time.monotonic() + RECORD_S
         self._tells = tells
 
     def refused(self, error: Exception) -> None:
-        """Raises the error once the time is over; else the caller waits RECORD_AGAIN_S and tries
-        again."""
+        """Raises the error once the time is over; else the caller waits RECORD_AGAIN_S and
+        retries."""
         if time.monotonic() > self._end:
             raise error
         if self._tells:
-            import logging  # with what it imports two milliseconds, which every verb would pay
+            import logging  # its import takes two milliseconds, which every verb would pay
 
             log = logging.getLogger("orch.run")
             log.error("a record cannot be read or written: %s; trying for %g s", error, RECORD_S)
@@ -229,8 +231,8 @@ def insist(
     tells: bool = True,
     hopes: Callable[[Exception], bool] = lambda error: True,
 ) -> Result:
-    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has
-    raised last, and at once an error for which there is no hope."""
+    """Calls `record` until the disk allows it, for at most RECORD_S, and returns what it
+    returns. Raises its last error, and at once an error for which `hopes` is false."""
     insistence = Insistence(tells)
     while True:
         try:
@@ -243,13 +245,13 @@ def insist(
 
 
 def first_read(record: Callable[[], Result]) -> Result:
-    """What `record` reads for a process that starts: tried again where the machine fails, and
-    nothing else."""
+    """Reads a record for a process that starts: retries only what a failing machine causes."""
     return insist(record, hopes=is_of_the_machine)
 
 
 def ending(error: Exception) -> tuple[int, str]:
-    """The exit code of a process of a run that this error ends, and the line that says why."""
+    """Returns the exit code of a process of a run that this error ends, and the line that
+    explains it."""
     if is_of_the_machine(error):
         return int(Exit.NODE), reason_of(error)
     if isinstance(error, OrchError):
@@ -260,7 +262,7 @@ def ending(error: Exception) -> tuple[int, str]:
 
 
 class _Inside:
-    """A path inside a run folder, by its name there."""
+    """A path inside a run folder, by its name in the folder."""
 
     def __init__(self, name: str):
         self._name = name
@@ -270,7 +272,7 @@ class _Inside:
 
 
 class RunFolder(Struct, frozen=True):
-    """Names of everything inside one run's folder."""
+    """The names of everything inside one run's folder."""
 
     path: Path
 
@@ -285,8 +287,8 @@ class RunFolder(Struct, frozen=True):
     snapshot = _Inside("code.json")
     key = _Inside("secret.key")
     state = _Inside("state.json")
-    backend = _Inside("backend.json")  # what the scheduler of this run knows: pids, job ids
-    intents = _Inside("intents")  # what people have asked of the run
+    backend = _Inside("backend.json")  # the backend's record of this run: pids, job ids
+    intents = _Inside("intents")  # what people have requested of the run
     coordinator = _Inside("coordinator.json")  # where the coordinator listens
     lock = _Inside("run.lock")  # held while any process of the run exists
     logs = _Inside("logs")
@@ -295,14 +297,14 @@ class RunFolder(Struct, frozen=True):
     report = _Inside("report.json")
 
     def sized_plan(self, nodes: int) -> Path:
-        """The plan of one size of an elastic run, as it was submitted."""
+        """Returns the path of the submitted plan for one size of an elastic run."""
         return self.path / f"plan.nodes{nodes}.json"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
 
     def stack(self, epoch: int, rank: int) -> Path:
-        """Where a rank was when its run stood still."""
+        """Returns the path of a rank's stack, which is written when the run hangs."""
         return self.path / "stacks" / f"epoch-{epoch}-rank-{rank:05d}.txt"
 
     def agent_log(self, node: str) -> Path:
@@ -315,7 +317,8 @@ class RunFolder(Struct, frozen=True):
         return self.path / "metrics" / f"{file_name(node)}.jsonl"
 
     def create(self) -> None:
-        """Make the folder with its parts. OrchError (65) when it exists: one run, one folder."""
+        """Makes the folder with its subfolders. OrchError (65) if it exists: one run, one
+        folder."""
         make_private_folder(self.path.parent)
         try:
             self.path.mkdir(mode=0o700)
@@ -328,36 +331,37 @@ class RunFolder(Struct, frozen=True):
                 f"cannot make folder {self.path}: {error.strerror}", Exit.CONFIG
             ) from None
         try:
-            for part in ("logs", "events", "metrics", "checkpoints"):
-                (self.path / part).mkdir(mode=0o700)
+            for name in ("logs", "events", "metrics", "checkpoints"):
+                (self.path / name).mkdir(mode=0o700)
         except OSError:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
 
     def take_lock(self, wait_s: float = 0.5) -> int | None:
-        """An inheritable descriptor of the lock, None while a process of the run exists. OrchError
-        (65) when it is no file.
+        """Returns an inheritable descriptor of the lock, or None while a process of the run exists.
+        OrchError (65) if the lock is not a file.
 
-        flock(2) belongs to the open file, so every process that inherits the descriptor holds the
-        lock too: it is free exactly when the supervisor and all agents are gone, however they went.
+        flock(2) belongs to the open file, so every process that inherits the descriptor holds
+        the lock too: it is free exactly when the supervisor and all agents are gone, however
+        they ended.
         """
         try:
             fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise OrchError(f"{self.lock}: {error.strerror}", Exit.CONFIG) from None
-        end = time.monotonic() + wait_s
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return fd
-            except OSError:  # `is_alive` of another process holds it for a moment
-                if time.monotonic() > end:
+            except OSError:  # `is_alive` of another process holds the lock for a moment
+                if time.monotonic() > deadline:
                     os.close(fd)
                     return None
                 time.sleep(0.02)
 
     def is_alive(self) -> bool:
-        """Whether any process of the run exists on this machine."""
+        """Tells whether any process of the run exists on this machine."""
         fd = self.take_lock(wait_s=0.0)
         if fd is None:
             return True

@@ -1,4 +1,5 @@
-"""Signals that would end this process wait while it does what must not be left half done."""
+"""Holds back signals that would end this process while it does work that must not be left
+unfinished."""
 
 from __future__ import annotations
 
@@ -10,19 +11,21 @@ from typing import Any
 
 from orchestrator.errors import Interrupted
 
-#: Those by which a terminal, `timeout` or a scheduler asks a command to end.
+#: The signals by which a terminal, `timeout` or a scheduler asks a command to end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HeldSignals:
-    """A context in which `ENDING` are noted. They take effect at its end, or earlier in `check` and
-    `deliver`; where an exception ends it, they are forgotten. One that is ignored (nohup) stays
-    ignored. Contexts nest. Outside the main thread, where Python hears no signals, nothing is held.
+    """A context that records the signals of `ENDING` instead of obeying them.
+
+    They take effect at its end, or earlier in `check` and `deliver`; if an exception ends the
+    context, they are dropped. A signal that is ignored (nohup) stays ignored. Contexts nest.
+    Outside the main thread, where Python handles no signals, nothing is held.
     """
 
     def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
-        self._came: list[int] = []
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._pending: list[int] = []
         self._deliver: Callable[[int], None] | None = None
 
     def __enter__(self) -> HeldSignals:
@@ -30,35 +33,35 @@ class HeldSignals:
             for signum in ENDING:
                 handler = signal.getsignal(signum)
                 if handler not in (signal.SIG_IGN, None):
-                    self._before[signum] = handler
-                    signal.signal(signum, self._hear)
+                    self._previous_handlers[signum] = handler
+                    signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for signum, handler in self._before.items():
+        for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
-        if self._came and kind is None:
-            signal.raise_signal(self._came[0])
+        if self._pending and kind is None:
+            signal.raise_signal(self._pending[0])
 
     def check(self) -> None:
-        """Interrupted when a signal has come."""
-        if self._came:
-            raise Interrupted(self._came[0])
+        """Raises Interrupted if a signal has arrived."""
+        if self._pending:
+            raise Interrupted(self._pending[0])
 
-    def deliver(self, hear: Callable[[int], None] | None) -> None:
-        """From now on `hear` is called with each signal, with those that have come first; None:
-        they wait again."""
-        self._deliver = hear
-        while hear and self._came:
-            hear(self._came.pop(0))
+    def deliver(self, handle: Callable[[int], None] | None) -> None:
+        """Calls `handle` with each signal from now on, first with those that have already
+        arrived. None: signals are held back again."""
+        self._deliver = handle
+        while handle and self._pending:
+            handle(self._pending.pop(0))
 
-    def _hear(self, signum: int, _: FrameType | None) -> None:
+    def _handle(self, signum: int, _: FrameType | None) -> None:
         if self._deliver:
             self._deliver(signum)
         else:
-            self._came.append(signum)
+            self._pending.append(signum)
 
 
 def interrupt(signum: int) -> None:
-    """What a signal does to a command that only watches. Interrupted."""
+    """Raises Interrupted: what a signal does to a command that only watches."""
     raise Interrupted(signum)

@@ -1,10 +1,10 @@
-"""What people have asked of a run: one file a request (`intents/000001.json`), numbered in the
-order of asking.
+"""Intents: what people have requested of a run, one file per request (`intents/000001.json`),
+numbered in the order of the requests.
 
 A request is on disk before anybody acts on it, and the newest one counts. Supervisor and
-coordinator look at every tick whether it is newer than the one that their attempt began with
-(`RunState.intent`), so it is obeyed whoever dies in between; a verb that meets a run whose
-processes are all gone takes it up. A number is taken by `link(2)`, which is atomic and exclusive,
+coordinator check at every tick whether it is newer than the one that their attempt began with
+(`RunState.intent`), so it is obeyed whichever process dies in between; a verb that finds a run
+without processes carries it out. A number is taken by `link(2)`, which is atomic and exclusive,
 also on NFS.
 """
 
@@ -26,8 +26,8 @@ from orchestrator.plan.exits import Exit
 
 from .folder import RunFolder, make_private_folder, read_json, sync_folder, write_private
 
-#: To agents that no supervisor looks after, where the disk does not take a request for the end; the
-#: second: by force. Neither schedulers nor terminals send them.
+#: Signals to agents without a supervisor that ask for the run's end if the request cannot be
+#: written to disk; the second one ends it by force. Neither schedulers nor terminals send them.
 END = signal.SIGALRM
 END_BY_FORCE = signal.SIGVTALRM
 
@@ -39,20 +39,20 @@ class Intent(Frozen):
     want: Literal["end", "run"]
     at: float  # Unix seconds
     uid: int
-    force: bool = False  # of an end: nothing is saved
-    nodes: int | None = None  # of a run: its size; None: as before
+    force: bool = False  # an end without saving
+    nodes: int | None = None  # the size to run at; None: as before
 
     @property
     def text(self) -> str:
-        """What was asked for, in words."""
+        """Describes the request in words."""
         if self.want == "end":
             return "cancelled by force" if self.force else "cancelled by the user"
         return f"resize to {self.nodes} nodes" if self.nodes else "resume"
 
 
 def newest(folder: RunFolder) -> Intent | None:
-    """The newest request that can be read, None for none, or where the disk does not answer: it is
-    asked again soon."""
+    """Returns the newest request that can be read. None if there is none, or if the disk does
+    not answer: callers ask again soon."""
     try:
         numbers = _numbers(folder)
     except OSError:
@@ -64,23 +64,21 @@ def newest(folder: RunFolder) -> Intent | None:
 
 
 def due(folder: RunFolder, began_with: int) -> Intent | None:
-    """The newest request, where the attempt that began with number `began_with` has to end for it,
-    else None."""
+    """Returns the newest request if the attempt that began with number `began_with` has to end
+    for it, else None."""
     intent = newest(folder)
-    return (
-        intent
-        if intent and intent.number > began_with and (intent.want == "end" or intent.nodes)
-        else None
-    )
+    if intent and intent.number > began_with and (intent.want == "end" or intent.nodes):
+        return intent
+    return None
 
 
 def unwritten_end(force: bool) -> Intent:
-    """A request for the end that the disk has not taken, newer than all that it has."""
+    """Returns a request for the end that could not be written, newer than all that are on disk."""
     return Intent(number=sys.maxsize, want="end", at=time.time(), uid=os.geteuid(), force=force)
 
 
 def wants_end(folder: RunFolder) -> Intent | None:
-    """The newest request, where it is one for the run's end."""
+    """Returns the newest request if it asks for the run's end."""
     intent = newest(folder)
     return intent if intent and intent.want == "end" else None
 
@@ -93,11 +91,11 @@ def ask(
     nodes: int | None = None,
     began_with: int = 0,
 ) -> Intent:
-    """Writes a request, durably; returns it, or the newest one if that asks for the same and is not
-    obeyed yet.
+    """Writes a request durably and returns it, or returns the newest one if that asks for the same
+    and is not yet obeyed.
 
-    `began_with`: of the run's last attempt, which has obeyed all requests up to that number.
-    OrchError (76) when the disk does not take it.
+    `began_with`: the newest request when the run's last attempt began; all up to that number are
+    obeyed. OrchError (76) if the disk refuses it.
     """
     try:
         return _ask(folder, want, force, nodes, began_with)
@@ -111,7 +109,7 @@ def _ask(
     folder: RunFolder, want: Literal["end", "run"], force: bool, nodes: int | None, began_with: int
 ) -> Intent:
     make_private_folder(folder.intents)
-    least = 1  # a listing of a shared folder may be a minute old, a link is not
+    lowest = 1  # the listing of a shared folder may be a minute old, a link is not
     while True:
         numbers = _numbers(folder)
         last = newest(folder)
@@ -119,7 +117,7 @@ def _ask(
             stronger = last.force or not force
             if last.want == want and last.nodes == nodes and stronger:
                 return last
-        number = max(least, max(numbers, default=0) + 1)
+        number = max(lowest, max(numbers, default=0) + 1)
         intent = Intent(
             number=number, want=want, at=time.time(), uid=os.geteuid(), force=force, nodes=nodes
         )
@@ -127,8 +125,8 @@ def _ask(
         write_private(draft, msgspec.json.encode(intent))
         try:
             os.link(draft, _path(folder, number))
-        except FileExistsError:  # somebody else has asked in this moment
-            least = number + 1
+        except FileExistsError:  # somebody else has just taken this number
+            lowest = number + 1
             continue
         finally:
             draft.unlink(missing_ok=True)
@@ -137,7 +135,7 @@ def _ask(
 
 
 def withdraw(folder: RunFolder, intent: Intent) -> None:
-    """Takes back a request that nobody acts on."""
+    """Removes a request that nobody acts on."""
     _path(folder, intent.number).unlink(missing_ok=True)
 
 

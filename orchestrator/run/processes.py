@@ -1,5 +1,4 @@
-"""Processes of this machine: who is who, who descends from whom, and how to end a whole tree.
-Linux.
+"""Processes of this machine: their identity, their descendants, and how to end a whole tree. Linux.
 
 The supervisor, the agent and the worker supervisor are each a *subreaper* (prctl(2)): a process
 whose parent dies becomes the child of the nearest one, so nothing started in a run can leave the
@@ -17,6 +16,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -35,87 +35,101 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphans below this process become its children from now on."""
+    """Makes orphans below this process its children from now on."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Send `signum` to the calling process when `parent` dies; call it in the child, between fork
-    and exec."""
+    """Sends `signum` to the calling process when `parent` dies; call it in the child, between
+    fork and exec."""
     _prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os.kill(os.getpid(), signum)
 
 
 def name_process(name: str) -> None:
-    """What `ps -o comm` and `top` call this process, 15 bytes at most."""
+    """Sets the name that `ps -o comm` and `top` show for this process, 15 bytes at most."""
     with open("/proc/self/comm", "w") as file:
         file.write(name[:15])
 
 
 class Identity(Struct, frozen=True):
-    """A process beyond the reuse of its number: the kernel's start time (clock ticks since boot)
-    goes with the pid."""
+    """Identifies a process even after its number is reused: the kernel's start time (clock ticks
+    since boot) goes with the pid."""
 
     pid: int
     started: int
 
 
-def _stat(pid: int) -> tuple[int, str, int, int] | None:
-    """(parent, state letter, start time, ticks computed) from /proc/<pid>/stat, None when there is
-    no such process."""
+class _Status(NamedTuple):
+    """The fields of /proc/<pid>/stat that are used here."""
+
+    parent: int
+    state: str
+    started: int  # clock ticks since boot
+    cpu_ticks: int
+
+
+def _read_status(pid: int) -> _Status | None:
+    """Returns None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = (
-                file.read().rpartition(b")")[2].split()
-            )  # the name in parentheses may hold anything
-        return (
-            int(fields[1]),
-            fields[0].decode(),
-            int(fields[19]),
-            int(fields[11]) + int(fields[12]),
+            # the name in parentheses may hold anything
+            fields = file.read().rpartition(b")")[2].split()
+        return _Status(
+            parent=int(fields[1]),
+            state=fields[0].decode(),
+            started=int(fields[19]),
+            cpu_ticks=int(fields[11]) + int(fields[12]),
         )
     except (OSError, IndexError):
         return None
 
 
 class Load(Struct, frozen=True):
-    """What the kernel says of a process."""
+    """The state and the computing time of a process, as the kernel reports them."""
 
-    # R running, S sleeping, D in a system call that cannot be interrupted, T stopped, Z dead
+    #: R running, S sleeping, D in a system call that cannot be interrupted, T stopped, Z dead
     state: str
-    cpu_s: float  # of all its threads, since it began
+    cpu_s: float  # computing time of all its threads, since it began
 
 
 def load_of(process: Identity) -> Load | None:
-    """None when that process is no more."""
-    found = _stat(process.pid)
-    if found is None or found[2] != process.started:
+    """Returns the load of a process, None if it is gone."""
+    status = _read_status(process.pid)
+    if status is None or status.started != process.started:
         return None
-    return Load(found[1], found[3] / os.sysconf("SC_CLK_TCK"))
+    return Load(status.state, status.cpu_ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def identity(pid: int) -> Identity | None:
-    found = _stat(pid)
-    return Identity(pid, found[2]) if found else None
+    """Returns the identity of the process that has this pid now, None if there is none."""
+    status = _read_status(pid)
+    return Identity(pid, status.started) if status else None
 
 
 def is_alive(process: Identity) -> bool:
-    """Running: neither gone, nor a zombie, nor another process that got the same number."""
-    found = _stat(process.pid)
-    return found is not None and found[1] not in "ZX" and found[2] == process.started
+    """Tells whether the process runs: it is not gone, not a zombie, and not another process with
+    the same number."""
+    status = _read_status(process.pid)
+    if status is None or status.started != process.started:
+        return False
+    return status.state not in "ZX"
 
 
 def is_stopped(process: Identity) -> bool:
-    """Stopped by a signal; a process that a debugger holds is not."""
-    found = _stat(process.pid)
-    return found is not None and found[1] == "T" and found[2] == process.started
+    """Tells whether the process was stopped by a signal; a process that a debugger holds is not."""
+    status = _read_status(process.pid)
+    if status is None or status.started != process.started:
+        return False
+    return status.state == "T"
 
 
-class StopWatch:
-    """Whether one process stands still because somebody stopped it, seen at every look at it. It is
-    continued at once when it has been stopped for `after` looks, and killed after four times as
-    many: something keeps stopping it.
+class StoppedProcessGuard:
+    """Continues a process that was stopped by a signal, and kills it if it keeps being stopped.
+
+    `look` is called regularly. A process that is stopped at `after` calls in a row is continued,
+    and killed at four times as many.
     """
 
     def __init__(self, after: int):
@@ -124,7 +138,8 @@ class StopWatch:
         self._process = Identity(0, 0)
 
     def look(self, pid: int) -> str:
-        """What was done about it: "continued", "killed", or "" for nothing."""
+        """Checks the process that has this pid. Returns "continued", "killed", or "" if nothing
+        was done."""
         process = identity(pid) or Identity(0, 0)
         stopped = process.pid > 0 and is_stopped(process)
         if process != self._process or not stopped:
@@ -141,8 +156,8 @@ class StopWatch:
 
 
 def send_signal(process: Identity, signum: int) -> bool:
-    """Signal exactly that process; False when it is no more. A pidfd pins the number between look
-    and signal."""
+    """Sends a signal to exactly that process; False if it is gone. A pidfd pins the number
+    between check and signal."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
@@ -159,90 +174,86 @@ def send_signal(process: Identity, signum: int) -> bool:
 
 
 def _families() -> dict[int, list[int]]:
-    """Parent -> its children, zombies left out."""
+    """Maps each parent to its children, zombies left out."""
     families: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (found := _stat(int(name))) and found[1] not in "ZX":
-            families.setdefault(found[0], []).append(int(name))
+        status = _read_status(int(name)) if name.isdigit() else None
+        if status and status.state not in "ZX":
+            families.setdefault(status.parent, []).append(int(name))
     return families
 
 
 def children_of(parent: int) -> list[Identity]:
-    """Its children, zombies left out."""
-    return [one for pid in _families().get(parent, []) if (one := identity(pid))]
+    """Returns the children of a process, zombies left out."""
+    return [child for pid in _families().get(parent, []) if (child := identity(pid))]
 
 
 def descendants(root: int) -> list[int]:
-    """Pids below `root`, zombies left out, parents before children."""
-    children = _families()
-    found_below = []
+    """Returns the pids below `root`, zombies left out, parents before children."""
+    families = _families()
+    pids = []
     queue = [root]
     while queue:
-        below = children.get(queue.pop(), [])
-        found_below += below
-        queue += below
-    return found_below
+        children = families.get(queue.pop(), [])
+        pids += children
+        queue += children
+    return pids
 
 
 def holders(path: Path) -> list[Identity]:
-    """The processes that have the file open, of those that this user may look into; not this
+    """Returns the processes that have the file open, if this user may inspect them; not this
     process."""
     try:
         file = os.stat(path)
     except OSError:
         return []
-    found = []
+    processes = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # another user's, or gone by now
+        with contextlib.suppress(OSError):  # the process of another user, or gone by now
             process = identity(int(name))
             for fd in os.listdir(f"/proc/{name}/fd"):
                 if os.path.samestat(os.stat(f"/proc/{name}/fd/{fd}"), file) and process:
-                    found.append(process)
+                    processes.append(process)
                     break
-    return found
+    return processes
 
 
 def kill_trees(roots: Sequence[Identity]) -> None:
-    """SIGKILL these processes and all below them, of which none is asked and none can start others
+    """Kills these processes and all below them. All are stopped first, so none can start others
     in between."""
-    below = [
-        one
-        for root in roots
-        if is_alive(root)
-        for one in map(identity, descendants(root.pid))
-        if one
-    ]
+    pids = [pid for root in roots if is_alive(root) for pid in descendants(root.pid)]
+    processes = [*roots, *filter(None, map(identity, pids))]
     for signum in (signal.SIGSTOP, signal.SIGKILL):
-        for process in [*roots, *below]:
+        for process in processes:
             with contextlib.suppress(OSError):
                 send_signal(process, signum)
 
 
 def kill_other_children(spare: Collection[int]) -> None:
-    """Kills the children of this process that are not among these pids, with all below them. What a
-    dead process leaves falls to the next subreaper, and who should have ended it may have been
-    stopped."""
-    with contextlib.suppress(OSError):  # no descriptor to look for them: at the next look
-        if left := [one for one in children_of(os.getpid()) if one.pid not in spare]:
-            log.info("killing what a dead process has left: %s", [one.pid for one in left])
-            kill_trees(left)
+    """Kills the children of this process whose pids are not in `spare`, with all below them. The
+    children of a dead process fall to the next subreaper, and the process that should have ended
+    them may have been stopped."""
+    with contextlib.suppress(OSError):  # without a free descriptor: the next call finds them
+        if orphans := [child for child in children_of(os.getpid()) if child.pid not in spare]:
+            log.info("killing the orphans of a dead process: %s", [child.pid for child in orphans])
+            kill_trees(orphans)
 
 
 def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0) -> list[int]:
-    """SIGKILL everything below this process, but not process `spare`, until nothing is left; the
-    pids that survived `timeout_s` are returned.
+    """Kills everything below this process, but not process `spare`, until nothing is left; returns
+    the pids that survived `timeout_s`.
 
     Killing goes in rounds because a process may fork between the listing and the signal; as
-    subreaper this process inherits what such a fork leaves. `reap` collects every dead child (a
-    caller that waits itself sets it to False).
+    subreaper this process inherits the children of such a fork. `reap` collects every dead child
+    (a caller that waits itself sets it to False).
     """
-    end = time.monotonic() + timeout_s
-    while left := [pid for pid in _below(end) if pid != spare]:
-        if time.monotonic() > end:
-            return left
-        for pid in left:
+    deadline = time.monotonic() + timeout_s
+    while survivors := [pid for pid in _own_descendants(deadline) if pid != spare]:
+        if time.monotonic() > deadline:
+            return survivors
+        for pid in survivors:
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -253,21 +264,21 @@ def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0)
     return []
 
 
-def _below(end: float) -> list[int]:
-    """This process's descendants. While it has no descriptor to look for them, it waits, at most to
-    that time."""
+def _own_descendants(deadline: float) -> list[int]:
+    """Returns this process's descendants. While it has no free descriptor to list them, it waits,
+    at most until the deadline."""
     while True:
         try:
             return descendants(os.getpid())
         except OSError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
 
 
 def reap_children() -> list[tuple[int, int]]:
-    """(pid, exit code as in `subprocess`) of every child that has ended and was not yet waited
-    for."""
+    """Waits for every child that has ended, and returns its pid and its exit code as in
+    `subprocess`."""
     ended: list[tuple[int, int]] = []
     while True:
         try:

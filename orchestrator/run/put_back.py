@@ -1,4 +1,4 @@
-"""What a start of a run changes in its folder comes back where the start is refused."""
+"""Restores what a start of a run changes in its folder if the start is refused."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from .state import prepare_resume, read_state
 
 @contextlib.contextmanager
 def put_back(paths: Iterable[Path]) -> Iterator[None]:
-    """Where the body raises, these files are afterwards as they were before it, also on a disk
-    without room.
+    """Restores these files to their present content if the body raises, also on a full disk.
 
-    The body removes them or replaces them as `write_private` does: a second name keeps what was
-    there.
+    The body removes them, or replaces them as `write_private` does; a second hard link keeps the
+    old content.
     """
-    kept: dict[Path, Path] = {}
+    backups: dict[Path, Path] = {}
     try:
         for path in paths:
-            second = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+            backup = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
             with contextlib.suppress(FileNotFoundError):
-                os.link(path, second)
-                kept[path] = second
+                os.link(path, backup)
+                backups[path] = backup
         yield
     except BaseException:
-        for path, second in kept.items():
-            second.replace(path)
+        for path, backup in backups.items():
+            backup.replace(path)
         raise
     finally:
-        for second in kept.values():
-            second.unlink(missing_ok=True)
+        for backup in backups.values():
+            backup.unlink(missing_ok=True)
 
 
 def check_allowed(names: Iterable[str]) -> None:
-    """OrchError (64) for a name that `orch resume --allow` does not know."""
+    """Raises OrchError (64) for a name that `orch resume --allow` does not know."""
     for name in names:
         if name not in PINS:
             raise OrchError(
@@ -52,8 +51,8 @@ def check_allowed(names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def without_pins(folder: RunFolder, allow: Iterable[str]) -> Iterator[None]:
-    """The run that the body starts finds no pins of these names, as `orch resume --allow` wants
-    it."""
+    """Removes the pins of these names for the run that the body starts, as `orch resume --allow`
+    requests."""
     pins = [pin_file(folder.path, PINS[name]) for name in allow]
     with put_back(pins):
         for pin in pins:
@@ -63,17 +62,16 @@ def without_pins(folder: RunFolder, allow: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def asked_to_resume(folder: RunFolder, *removed: Path) -> Iterator[None]:
-    """The run is `pending` again while the body sends it, and without the files that are to be
-    `removed`."""
-    before = newest(folder)
-    asked = ask(folder, "run", began_with=read_state(folder).intent)
+    """Makes the run `pending` while the body submits it, without the files in `removed`."""
+    previous = newest(folder)
+    intent = ask(folder, "run", began_with=read_state(folder).intent)
     try:
         with put_back([folder.state, *removed]):
-            prepare_resume(folder, intent=asked.number)
+            prepare_resume(folder, intent=intent.number)
             for path in removed:
                 path.unlink(missing_ok=True)
             yield
     except BaseException:
-        if before is None or before.number < asked.number:
-            withdraw(folder, asked)
+        if previous is None or previous.number < intent.number:
+            withdraw(folder, intent)
         raise

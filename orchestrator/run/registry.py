@@ -1,6 +1,5 @@
-"""How runs are found: by people, with `local://<id>`, the id or the beginning of one that no other
-run shares; by Prometheus, with a file.
-"""
+"""How runs are found: by people, with `local://<id>`, the id, or the beginning of an id that no
+other run shares; by Prometheus, with a file."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ def runs_folder(home: Path) -> Path:
 
 
 def all_runs(home: Path) -> list[RunFolder]:
-    """Every run that has a state, newest first."""
-    found = []
+    """Lists every run that has a state, newest first."""
+    dated = []
     try:
         entries = list(os.scandir(runs_folder(home)))
     except OSError:
@@ -30,51 +29,50 @@ def all_runs(home: Path) -> list[RunFolder]:
     for entry in entries:
         if RUN_ID.fullmatch(entry.name):
             try:
-                found.append((os.lstat(os.path.join(entry.path, "request.json")).st_mtime, entry))
-            except OSError:  # half made, or a link whose folder was removed
+                dated.append((os.lstat(os.path.join(entry.path, "request.json")).st_mtime, entry))
+            except OSError:  # incomplete, or a link whose folder was removed
                 continue
-    return [
-        RunFolder(Path(entry.path))
-        for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)
-    ]
+    dated.sort(key=lambda pair: pair[0], reverse=True)
+    return [RunFolder(Path(entry.path)) for _, entry in dated]
 
 
 def find_run(home: Path, name: str | None) -> RunFolder:
-    """The run that `name` means; None: the newest. OrchError (64) with the nearest ids when there
-    is none."""
+    """Returns the run that `name` means; None: the newest. OrchError (64) with the nearest ids
+    if there is none."""
     runs = all_runs(home)
     if not runs:
         raise OrchError(f"there are no runs in {runs_folder(home)}", Exit.USAGE)
     if name is None:
         return runs[0]
-    wanted = name.partition("://")[2] if "://" in name else name
+    prefix = name.partition("://")[2] if "://" in name else name
     ids = {run.run_id: run for run in runs}
-    if wanted in ids:
-        return ids[wanted]
-    matching = [run_id for run_id in ids if wanted and run_id.startswith(wanted)]
+    if prefix in ids:
+        return ids[prefix]
+    matching = [run_id for run_id in ids if prefix and run_id.startswith(prefix)]
     if len(matching) == 1:
         return ids[matching[0]]
     if matching:
-        shown = ", ".join(matching[:8]) + (
-            f", ... ({len(matching) - 8} more)" if len(matching) > 8 else ""
-        )
-        raise OrchError(f"{wanted!r} begins {len(matching)} runs: {shown}", Exit.USAGE)
-    raise OrchError(
-        f"no run {name!r} in {runs_folder(home)}; {did_you_mean(wanted, ids, limit=8)}", Exit.USAGE
-    )
+        shown = ", ".join(matching[:8])
+        if len(matching) > 8:
+            shown += f", ... ({len(matching) - 8} more)"
+        raise OrchError(f"{prefix!r} begins {len(matching)} runs: {shown}", Exit.USAGE)
+    hint = did_you_mean(prefix, ids, limit=8)
+    raise OrchError(f"no run {name!r} in {runs_folder(home)}; {hint}", Exit.USAGE)
 
 
 def register(home: Path, folder: RunFolder) -> None:
-    """Makes a run in another folder (`run.dir`) findable by its id, by a link in the home's list.
-    Before the run is started: a link to no run is not listed. OrchError (65) where the list has
-    another run of that id, or takes no link.
+    """Makes a run in another folder (`run.dir`) findable by its id, through a link in the home's
+    list.
+
+    Call it before the run is started: a link to no run is not listed. OrchError (65) if the list
+    has another run of that id, or refuses the link.
     """
     link = _link(home, folder)
     if link is None:
         return
     make_private_folder(link.parent)
     try:
-        if link.is_symlink() and not link.exists():  # of a run whose folder was removed
+        if link.is_symlink() and not link.exists():  # the folder of that run was removed
             link.unlink()
         link.symlink_to(folder.path)
     except FileExistsError:
@@ -88,7 +86,7 @@ def register(home: Path, folder: RunFolder) -> None:
 
 
 def forget(home: Path, folder: RunFolder) -> None:
-    """Takes `register` back where there is no such run after all."""
+    """Undoes `register` if the run was not created after all."""
     link = _link(home, folder)
     if link is not None and not folder.request.exists():
         with contextlib.suppress(OSError):
@@ -102,11 +100,11 @@ def _link(home: Path, folder: RunFolder) -> Path | None:
 
 
 class Discovery:
-    """How Prometheus finds a run: file_sd JSON, there until the run ends.
+    """Tells Prometheus how to reach a run, with file_sd JSON that exists until the run ends.
 
-    Once in the run folder, and once in a folder that all runs of a user share, because Prometheus
-    takes a `*` only in the last part of a path: one static `files: [<home>/metrics.sd/*.json]` then
-    follows every run there ever is.
+    The file is written twice: into the run folder, and into a folder that all runs of a user
+    share, because Prometheus allows a `*` only in the last part of a path. One static `files:
+    [<home>/metrics.sd/*.json]` then follows every run.
     """
 
     def __init__(self, folder: RunFolder, shared: str):
@@ -114,8 +112,8 @@ class Discovery:
         self._files = [folder.discovery, Path(shared) / f"{folder.run_id}.json"]
 
     def publish(self, endpoints: dict[str, str]) -> None:
-        """Node name -> host:port. A shared folder that cannot be written costs discovery, not the
-        run."""
+        """Writes the endpoints, node name -> host:port. A shared folder that cannot be written
+        costs discovery, not the run."""
         targets = [
             {"targets": [address], "labels": {"run": self._run_id, "node": node}}
             for node, address in endpoints.items()

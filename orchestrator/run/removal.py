@@ -1,5 +1,5 @@
-"""Removes ended runs: their folders, with all that is in them. What lies elsewhere
-(`checkpoint.dir`) stays."""
+"""Removes ended runs: their folders, with all that is in them. Files elsewhere
+(`checkpoint.dir`) stay."""
 
 from __future__ import annotations
 
@@ -15,56 +15,55 @@ from orchestrator.plan.exits import Exit
 
 from .folder import RunFolder
 
-_GOING = (
-    ".removed-"  # the beginning of a folder's name from the moment at which it is no run any more
-)
+#: The prefix of a folder's name from the moment at which it is not a run any more.
+_REMOVED_PREFIX = ".removed-"
 _AGES = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def seconds(age: str) -> float:
-    """`90m`, `12h`, `30d` or `4w`. OrchError (64) for anything else."""
-    found = re.fullmatch(r"(\d{1,6})([mhdw])", age)
-    if not found:
-        raise OrchError(f"{age!r} is no age: a number and m, h, d or w, as in 30d", Exit.USAGE)
-    return int(found[1]) * _AGES[found[2]]
+    """Parses an age: `90m`, `12h`, `30d` or `4w`. OrchError (64) for anything else."""
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", age)
+    if not match:
+        raise OrchError(f"{age!r} is not an age: a number and m, h, d or w, as in 30d", Exit.USAGE)
+    return int(match[1]) * _AGES[match[2]]
 
 
 def byte_count(size: str) -> int:
-    """`500M`, `20G` or a number of bytes. OrchError (64) for anything else."""
-    found = re.fullmatch(r"(\d{1,15})([KMGT]?)(?:i?B)?", size)
-    if not found:
-        raise OrchError(f"{size!r} is no size: a number and K, M, G or T, as in 20G", Exit.USAGE)
-    return int(found[1]) * _SIZES[found[2]]
+    """Parses a size: `500M`, `20G` or a number of bytes. OrchError (64) for anything else."""
+    match = re.fullmatch(r"(\d{1,15})([KMGT]?)(?:i?B)?", size)
+    if not match:
+        rule = "a number and K, M, G or T, as in 20G"
+        raise OrchError(f"{size!r} is not a size: {rule}", Exit.USAGE)
+    return int(match[1]) * _SIZES[match[2]]
 
 
 def size_of(folder: RunFolder) -> int:
-    """Bytes on disk of all that is in a run's folder."""
+    """Returns the bytes on disk of all that is in a run's folder."""
     total = 0
-    for where, _, files in os.walk(folder.path.resolve()):
+    for parent, _, files in os.walk(folder.path.resolve()):
         for name in files:
-            with contextlib.suppress(OSError):  # gone by now
-                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+            with contextlib.suppress(OSError):  # removed in the meantime
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
     return total
 
 
 def remove(folder: RunFolder) -> None:
-    """Removes a run that the caller knows to have ended. It is gone from every list at once, and
+    """Removes a run that the caller knows to have ended. It disappears from every list at once, and
     its files after that.
 
-    OrchError: 64 while a process of it lives on this machine, 65 where its folder cannot be
-    removed.
+    OrchError: 64 while a process of it runs on this machine, 65 if its folder cannot be removed.
     """
     real = folder.path.resolve()
-    going = real.with_name(f"{_GOING}{real.name}-{secrets.token_hex(4)}")
+    doomed = real.with_name(f"{_REMOVED_PREFIX}{real.name}-{secrets.token_hex(4)}")
     lock = folder.take_lock(wait_s=0.0)
     if lock is None:
         raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
     try:
-        real.rename(going)  # nobody resumes it from here on
+        real.rename(doomed)  # from here on nobody can resume it
         if folder.path.is_symlink():
             folder.path.unlink()
-        shutil.rmtree(going)
+        shutil.rmtree(doomed)
     except OSError as error:
         raise OrchError(f"run {folder.run_id} cannot be removed: {error}", Exit.CONFIG) from None
     finally:
@@ -72,6 +71,6 @@ def remove(folder: RunFolder) -> None:
 
 
 def clear_up(runs: Path) -> None:
-    """Removes what removals that broke off have left."""
-    for left in runs.glob(f"{_GOING}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Removes what interrupted removals have left."""
+    for leftover in runs.glob(f"{_REMOVED_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)

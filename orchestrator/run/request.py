@@ -1,9 +1,9 @@
 """The launch request: everything that submitting will do, as one value.
 
-`make_request` is pure, so what `--dry-run` prints is what `submit` sends, byte for byte. The same
-value is what a backend renders into its own form (local processes here; an sbatch script or a
-JobSet elsewhere). Commands are argument lists, never shell text; of the environment it holds names,
-not values.
+`make_request` is pure, so what `--dry-run` prints is what `submit` sends, byte for byte. Each
+backend renders the same value into its own form (local processes here; an sbatch script or a
+JobSet elsewhere). Commands are argument lists, never shell text; of the environment it holds
+names, not values.
 """
 
 from __future__ import annotations
@@ -36,77 +36,75 @@ HIDDEN = "(redacted)"
 
 
 class AgentCommand(Frozen):
-    """One agent, one node."""
+    """The command of the agent on one node."""
 
     node: str
     argv: list[str]
 
 
 class Worker(Frozen, omit_defaults=True):
-    """What an agent starts once a rank."""
+    """The command that an agent starts for each rank."""
 
     argv: list[str]
     cwd: str
     bundled: bool  # the trainer of this wheel, not the user's program
     pattern: str = ""  # a regular expression that reads steps from what it prints
-    numa_binding: bool = True  # to the cores of its GPU's NUMA domain
+    numa_binding: bool = True  # run on the cores of its GPU's NUMA domain
 
 
 class LeftOut(Frozen):
-    """A file or folder of the user's that the copy does not have."""
+    """A file or folder of the user's that the copy lacks."""
 
     name: str  # relative to the root; folders end with a slash
     bytes: int
 
 
 class Code(Frozen):
-    """Which code runs. `root` is copied to the run's `code` folder unless `kind` says that nothing
-    is copied."""
+    """The code that runs. `root` is copied to the run's `code` folder, unless `kind` is "none"."""
 
     kind: Literal["git", "folder", "none"]
     root: str = ""  # absolute
-    subfolder: str = "."  # where in it the user stood
+    subfolder: str = "."  # the user's working folder, relative to `root`
     commit: str | None = None
-    holds_orch: bool = (
-        False  # root is a checkout of orch: the run uses the copy, not what is installed
-    )
-    left_out: list[LeftOut] | UnsetType = (
-        UNSET  # the largest first; UNSET: nothing that a program would miss
-    )
-    held_at: str | UnsetType = (
-        UNSET  # where this machine has what another one, whose folder `root` is, has shipped
-    )
+    #: root is a checkout of orch: the run uses the copy, not the installed package
+    holds_orch: bool = False
+    #: the largest first; UNSET: nothing that a program would miss
+    left_out: list[LeftOut] | UnsetType = UNSET
+    #: folder on this machine with the files that another machine, whose folder `root` is, shipped
+    held_at: str | UnsetType = UNSET
 
 
 class File(Frozen):
-    """A file of the run folder. Its content is sent with the request and is tied to it by the
-    hash."""
+    """A file of the run folder. Its content is sent with the request, which contains its hash."""
 
     path: str
     mode: Annotated[str, msgspec.Meta(pattern="^0[0-7]{3}$")]
     size: int
-    sha256: str  # "" for a secret, which the backend draws when it sends
+    sha256: str  # "" for a secret, which the backend draws when it submits
 
 
 class Environment(Frozen, omit_defaults=True, kw_only=True):
-    names: list[str]  # taken from the environment of whoever submits or resumes, when set there
+    """The variables of agents and workers: which pass from the shell, and which have fixed
+    values."""
+
+    names: list[str]  # taken from the shell that submits or resumes, if they are set there
     values: dict[str, str]
     path_first: list[str]  # put in front of PATH, so that `python` is the one orch runs in
     python_path_first: list[str]
-    defaults: dict[
-        str, str
-    ] = {}  # where the shell does not set them: what torchrun gives its workers
-    required: list[
-        str
-    ] = []  # of `names`: asked for by name and set at submission, so a later start needs them too
+    #: values for variables that the shell does not set: those that torchrun gives its workers
+    defaults: dict[str, str] = {}
+    #: the `names` that were requested by name and set at submission: a later start needs them too
+    required: list[str] = []
 
 
 class Policy(Frozen):
+    """The limits under which a run is restarted and ended."""
+
     max_restarts: int
     grace_s: float
     heartbeat_timeout_s: float
     join_timeout_s: float
-    # as in `orchestrator.config.schema.BackendSpec`
+    #: the meanings and defaults of `orchestrator.config.schema.BackendSpec`
     max_restarts_by_cause: dict[str, int] = {}
     hang_after_s: float = 30.0
     hang_after_steps: float = 10.0
@@ -121,6 +119,8 @@ class Policy(Frozen):
 
 
 class LaunchRequest(Frozen):
+    """Everything that a backend needs to start a run."""
+
     schema: str
     run_id: str
     handle: str  # <backend>://<run id>
@@ -140,14 +140,12 @@ class LaunchRequest(Frozen):
     policy: Policy
     code: Code
     files: list[File]
-    sizes: list[
-        int
-        # node counts at which an elastic run may start, largest first; each has a plan of its own
-    ] = []
+    #: node counts at which an elastic run may start, largest first; each has a plan of its own
+    sizes: list[int] = []
 
 
 class Site(Frozen):
-    """Where and by whom a run is submitted, read once at the edge."""
+    """Who submits a run, and from which machine and folder; read once by the verb."""
 
     run_id: str
     home: str  # absolute
@@ -156,9 +154,9 @@ class Site(Frozen):
     environment_names: list[str]
     cwd: str
     code: Code
-    agent_flags: list[str] = []  # the backend's
+    agent_flags: list[str] = []  # options of the agent, chosen by the backend
     join_timeout_s: float = 60.0
-    passes_all: bool = False  # a program gets every variable of the shell
+    passes_all: bool = False  # a user's program gets every variable of the shell
 
 
 class SubmissionBundle(Frozen):
@@ -176,9 +174,9 @@ def make_request(
     keep: Iterable[str] = (),
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> SubmissionBundle:
-    """The whole launch as a value. `command`: the user's program, not the trainer; `keep`: more
-    variables to pass on; `sizes`: the plans of an elastic run by node count, `plan` being one of
-    them.
+    """Returns the whole launch as a value. `command`: the user's program, not the trainer; `keep`:
+    more variables to pass on; `sizes`: the plans of an elastic run by node count, one of which is
+    `plan`.
 
     OrchError: 64 for a bad variable name or argument, 78 for a secret written into the
     configuration.
@@ -186,44 +184,9 @@ def make_request(
     run = RunFolder(Path(site.runs_dir) / check_run_id(site.run_id))
     copied = site.code.kind != "none"
     python_path = [str(run.code)] if copied and site.code.holds_orch else []
-    agents = [
-        AgentCommand(
-            node=node,
-            argv=[
-                site.python,
-                "-P",
-                "-m",
-                AGENT,
-                "--run-dir",
-                str(run.path),
-                "--node",
-                node,
-                *site.agent_flags,
-            ],
-        )
-        for node in used_nodes(plan)
-    ]
-    if command:
-        cwd = Path(run.code, site.code.subfolder) if copied else Path(site.cwd)
-        pattern = config.metrics.pattern or ""
-        worker = Worker(argv=_checked(command), cwd=str(cwd), bundled=False, pattern=pattern)
-    else:
-        argv = [site.python, "-P", "-m", "trainer", "--plan", str(run.plan)]
-        worker = Worker(argv=argv, cwd=str(run.code if copied else run.path), bundled=True)
-    contents = {
-        run.plan.name: to_json(plan, indent=1) + b"\n",
-        run.config.name: frozen_config(config, plan.program),
-        **{
-            run.sized_plan(nodes).name: to_json(sized, indent=1) + b"\n"
-            for nodes, sized in sizes.items()
-        },
-    }
-    files = [
-        File(path=name, mode="0600", size=len(content), sha256=hashlib.sha256(content).hexdigest())
-        for name, content in sorted(contents.items())
-    ]
-    files.append(File(path=run.key.name, mode="0600", size=65, sha256=""))
-    parallel = config.choices.get("parallel", "")
+    agents = [_agent_command(site, run, node) for node in used_nodes(plan)]
+    worker = _worker(config, site, run, command)
+    contents = _file_contents(config, plan, run, sizes)
     request = LaunchRequest(
         schema=SCHEMA,
         run_id=site.run_id,
@@ -237,91 +200,154 @@ def make_request(
         device=plan.cluster.device,
         nodes=len(agents),
         gpus_per_node=plan.cluster.gpus_per_node,
-        summary={
-            "cluster": plan.cluster.name,
-            **({} if plan.program else {"model": plan.model.name}),
-            "parallel": "" if plan.program and parallel == "default" else parallel,
-            **({} if plan.program else {"steps": plan.job.train.steps}),
-            "world_size": plan.parallel.world_size,
-            "program": "trainer" if worker.bundled else " ".join(worker.argv)[:200],
-            **({"progress": "as printed"} if worker.pattern else {}),
-        },
+        summary=_summary(config, plan, worker),
         agents=agents,
-        worker=structs.replace(worker, numa_binding=config.backend.numa_binding),
+        worker=worker,
         environment=_environment(config, plan, site, keep, python_path),
-        policy=Policy(
-            join_timeout_s=site.join_timeout_s,
-            **{
-                name: getattr(config.backend, name)
-                for name in Policy.__struct_fields__
-                if name != "join_timeout_s"
-            },
-        ),
+        policy=_policy(config, site),
         code=site.code,
-        files=files,
+        files=_files(run, contents),
         sizes=sorted(sizes, reverse=True),
     )
     return SubmissionBundle(request=request, contents=contents)
 
 
+def _agent_command(site: Site, run: RunFolder, node: str) -> AgentCommand:
+    start = [site.python, "-P", "-m", AGENT]
+    options = ["--run-dir", str(run.path), "--node", node, *site.agent_flags]
+    return AgentCommand(node=node, argv=[*start, *options])
+
+
+def _worker(config: Config, site: Site, run: RunFolder, command: Sequence[str]) -> Worker:
+    copied = site.code.kind != "none"
+    numa_binding = config.backend.numa_binding
+    if not command:
+        return Worker(
+            argv=[site.python, "-P", "-m", "trainer", "--plan", str(run.plan)],
+            cwd=str(run.code if copied else run.path),
+            bundled=True,
+            numa_binding=numa_binding,
+        )
+    cwd = Path(run.code, site.code.subfolder) if copied else Path(site.cwd)
+    return Worker(
+        argv=_checked(command),
+        cwd=str(cwd),
+        bundled=False,
+        pattern=config.metrics.pattern or "",
+        numa_binding=numa_binding,
+    )
+
+
+def _file_contents(
+    config: Config, plan: Plan, run: RunFolder, sizes: Mapping[int, Plan]
+) -> dict[str, bytes]:
+    contents = {
+        run.plan.name: to_json(plan, indent=1) + b"\n",
+        run.config.name: frozen_config(config, plan.program),
+    }
+    for nodes, sized in sizes.items():
+        contents[run.sized_plan(nodes).name] = to_json(sized, indent=1) + b"\n"
+    return contents
+
+
+def _files(run: RunFolder, contents: Mapping[str, bytes]) -> list[File]:
+    files = [
+        File(path=name, mode="0600", size=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in sorted(contents.items())
+    ]
+    return [*files, File(path=run.key.name, mode="0600", size=65, sha256="")]
+
+
+def _summary(config: Config, plan: Plan, worker: Worker) -> dict[str, str | int]:
+    summary: dict[str, str | int] = {"cluster": plan.cluster.name}
+    if not plan.program:
+        summary["model"] = plan.model.name
+    parallel = config.choices.get("parallel", "")
+    summary["parallel"] = "" if plan.program and parallel == "default" else parallel
+    if not plan.program:
+        summary["steps"] = plan.job.train.steps
+    summary["world_size"] = plan.parallel.world_size
+    summary["program"] = "trainer" if worker.bundled else " ".join(worker.argv)[:200]
+    if worker.pattern:
+        summary["progress"] = "as printed"
+    return summary
+
+
+def _policy(config: Config, site: Site) -> Policy:
+    limits = {
+        name: getattr(config.backend, name)
+        for name in Policy.__struct_fields__
+        if name != "join_timeout_s"
+    }
+    return Policy(join_timeout_s=site.join_timeout_s, **limits)
+
+
 def at_size(request: LaunchRequest, plan: Plan) -> LaunchRequest:
-    """The same run under another plan: an agent on each node that has ranks there."""
+    """Returns the request of the same run under another plan: an agent on each node that has
+    ranks in it."""
     agents = on_nodes(request, used_nodes(plan))
     return structs.replace(request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
 
 
 def on_nodes(request: LaunchRequest, nodes: Iterable[str]) -> list[AgentCommand]:
-    """The agents for these nodes, each with the command of the first but for its name."""
+    """Returns the agents for these nodes, each with the command of the first agent under its own
+    name."""
     first = request.agents[0]
     return [structs.replace(first, node=node, argv=_with_node(first.argv, node)) for node in nodes]
 
 
 def _with_node(argv: list[str], node: str) -> list[str]:
-    """Some backends fill the command in on the node itself: theirs is empty here."""
+    """Replaces the node in an agent's command. Backends that fill in the command on the node itself
+    have an empty one here."""
     if not argv:
         return []
-    at = argv.index("--node") + 1
-    return [*argv[:at], node, *argv[at + 1 :]]
+    position = argv.index("--node") + 1
+    return [*argv[:position], node, *argv[position + 1 :]]
 
 
 def used_nodes(plan: Plan) -> list[str]:
-    """Nodes that hold ranks, in the plan's node order. The agent of the first hosts the
-    coordinator."""
+    """Returns the nodes that hold ranks, in the plan's node order. The agent of the first hosts
+    the coordinator."""
     busy = {rank.node for rank in plan.ranks}
     return [node for node in plan.cluster.node_names if node in busy]
 
 
 def _checked(command: Sequence[str]) -> list[str]:
-    for index, word in enumerate(command):
-        if "\0" in word:
+    """Returns the command. OrchError (64) if an argument cannot be passed to a process."""
+    for index, argument in enumerate(command):
+        if "\0" in argument:
             raise OrchError(f"argument {index} of the program holds a NUL byte", Exit.USAGE)
     return list(command)
 
 
-def _environment(
-    config: Config, plan: Plan, site: Site, keep: Iterable[str], python_path: list[str]
-) -> Environment:
+def _check_variable_names(config: Config, keep: Iterable[str]) -> None:
     for name in keep:
         if not is_name(name):
-            raise OrchError(
-                f"--env {name!r} is not the name of a variable (A-Z a-z 0-9 _): its value is never"
-                " written down"
-            )
+            rule = "not the name of a variable (A-Z a-z 0-9 _)"
+            raise OrchError(f"--env {name!r} is {rule}: its value is never written down")
     for name in config.backend.env:
         if not is_name(name):
             raise OrchError(
                 f"backend.env.{name} is not the name of a variable (A-Z a-z 0-9 _)", Exit.CONFIG
             )
         if is_secret_name(name):
-            how = f"export it and pass it by name, --env {name}"
+            advice = f"export it and pass it by name, --env {name}"
             raise OrchError(
-                f"backend.env.{name} looks like a secret, which would be written down: {how}",
+                f"backend.env.{name} looks like a secret, which would be written down: {advice}",
                 Exit.SECURITY,
             )
-    given = site.environment_names
-    asked = [*passed_names(given), *matching(given, config.backend.pass_env)]
+
+
+def _environment(
+    config: Config, plan: Plan, site: Site, keep: Iterable[str], python_path: list[str]
+) -> Environment:
+    """Selects the variables of a run. OrchError: 64 for a bad name of `--env`, 65 for one of
+    `backend.env`, 78 for a secret in `backend.env`."""
+    _check_variable_names(config, keep)
+    shell_names = site.environment_names
+    passed = [*passed_names(shell_names), *matching(shell_names, config.backend.pass_env)]
     if plan.program and site.passes_all:
-        asked = all_names(given)
+        passed = all_names(shell_names)
     values = {"PYTHONUNBUFFERED": "1"}
     defaults = {}
     if plan.program:
@@ -333,10 +359,10 @@ def _environment(
             defaults["OMP_NUM_THREADS"] = "1"
     elif plan.cluster.device == "cpu":
         values["OMP_NUM_THREADS"] = "1"  # all ranks share this machine's cores
-    by_name = {*keep, *config.backend.pass_env} & {*given}
+    by_name = {*keep, *config.backend.pass_env} & {*shell_names}
     return Environment(
-        required=sorted(by_name & {*asked, *keep}),
-        names=sorted({*asked, *keep}),
+        required=sorted(by_name & {*passed, *keep}),
+        names=sorted({*passed, *keep}),
         values=values | dict(config.backend.env),
         path_first=[str(Path(site.python).parent)],
         python_path_first=python_path,
@@ -345,38 +371,39 @@ def _environment(
 
 
 def compose_environment(environment: Environment, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of agents, and of workers but for their ranks: allowed names of `environ`,
-    then fixed values."""
-    result = environment.defaults | {
+    """Returns the environment of agents, and of workers but for their ranks: allowed names of
+    `environ`, then fixed values."""
+    composed = environment.defaults | {
         name: environ[name] for name in environment.names if name in environ
     }
-    result |= environment.values
-    for variable, first in (
+    composed |= environment.values
+    for variable, prefix in (
         ("PATH", environment.path_first),
         ("PYTHONPATH", environment.python_path_first),
     ):
-        parts = [*first, *filter(None, result.get(variable, "").split(":"))]
-        if parts:
-            result[variable] = ":".join(dict.fromkeys(parts))
-    return result
+        paths = [*prefix, *filter(None, composed.get(variable, "").split(":"))]
+        if paths:
+            composed[variable] = ":".join(dict.fromkeys(paths))
+    return composed
 
 
 def check_variables(request: LaunchRequest, environ: Mapping[str, str]) -> None:
-    """OrchError (65) where a run that is to start again was given a variable by name that `environ`
-    does not set: its value is written down nowhere, and without it the run would silently be
-    another one."""
-    lost = [name for name in request.environment.required if name not in environ]
-    if lost:
+    """Raises OrchError (65) if a run that is to start again was given a variable by name that
+    `environ` does not set: its value is written down nowhere, and without it the run would
+    silently be a different one."""
+    missing = [name for name in request.environment.required if name not in environ]
+    if missing:
+        options = f"--env {' --env '.join(missing)}"
+        pronoun = "it" if len(missing) == 1 else "them"
         raise OrchError(
-            f"run {request.run_id} was submitted with --env {' --env '.join(lost)}, not set in this"
-            f" shell: export {'it' if len(lost) == 1 else 'them'} as then ({lost[0]}= for an empty"
-            " value); values are never kept",
+            f"run {request.run_id} was submitted with {options}, not set in this shell: export"
+            f" {pronoun} as then ({missing[0]}= for an empty value); values are never stored",
             Exit.CONFIG,
         )
 
 
 def to_bytes(request: LaunchRequest) -> bytes:
-    """The bytes that `--dry-run --json` prints and that a backend sends and keeps as
+    """Returns the bytes that `--dry-run --json` prints and that a backend sends and stores as
     request.json."""
     return (
         msgspec.json.format(msgspec.json.encode(request, order="deterministic"), indent=2) + b"\n"
@@ -396,8 +423,8 @@ def from_bytes(raw: bytes) -> LaunchRequest:
 
 
 def read_request(folder: RunFolder) -> LaunchRequest:
-    """The request of a run. OrchError (65) with one line when it is missing, damaged or of another
-    version."""
+    """Reads the request of a run. OrchError (65) with one line if it is missing, damaged or of
+    another version."""
     try:
         return from_bytes(read_file(folder.request))
     except OSError as error:
@@ -407,7 +434,7 @@ def read_request(folder: RunFolder) -> LaunchRequest:
 
 
 def check_contents(bundle: SubmissionBundle) -> None:
-    """Raise ValueError when a file's content is not the one that the request names."""
+    """Raises ValueError if a file's content is not the one that the request names."""
     for file in bundle.request.files:
         if file.sha256 and hashlib.sha256(bundle.contents[file.path]).hexdigest() != file.sha256:
             raise ValueError(f"content of {file.path} does not match the request")
@@ -419,8 +446,8 @@ def check_contents(bundle: SubmissionBundle) -> None:
 
 
 def redacted(value: object, name: str = "") -> object:
-    """`value` (dicts, lists, scalars) with every text or number under a secret-looking key
-    replaced, and what stands for user and password in a URL."""
+    """Returns `value` (dicts, lists, scalars) with every text or number under a secret-looking
+    key replaced, and also user and password in a URL."""
     if isinstance(value, dict):
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
@@ -433,20 +460,20 @@ def redacted(value: object, name: str = "") -> object:
 
 
 def config_tree(config: msgspec.Struct) -> dict[str, Any]:
-    """The configuration as plain values, without `nproc` where nobody gave it: only programs know
-    that key."""
-    found: dict[str, Any] = msgspec.to_builtins(config)
-    if found.get("nproc", 0) is None:
-        del found["nproc"]
-    return found
+    """Returns the configuration as plain values, without `nproc` if nobody set it: only programs
+    have that key."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    if tree.get("nproc", 0) is None:
+        del tree["nproc"]
+    return tree
 
 
 def frozen_config(config: msgspec.Struct, program: bool = False) -> bytes:
-    """The resolved configuration as YAML, redacted: what config.yaml of a run holds. `program`:
-    without what describes a model and its training."""
-    found = config_tree(config)
+    """Returns the resolved configuration as YAML, redacted: the content of a run's config.yaml.
+    `program`: leaves out what describes a model and its training."""
+    tree = config_tree(config)
     if program:
-        for of_model in ("model", "data", "optim", "train", "cost", "experiment"):
-            found.pop(of_model, None)
-            found["choices"].pop(of_model, None)
-    return msgspec.yaml.encode(redacted(found), order="deterministic")
+        for key in ("model", "data", "optim", "train", "cost", "experiment"):
+            tree.pop(key, None)
+            tree["choices"].pop(key, None)
+    return msgspec.yaml.encode(redacted(tree), order="deterministic")

@@ -1,8 +1,8 @@
-"""What is known of a run: `state.json`.
+"""The recorded state of a run: `state.json`.
 
-One writer at a time: the backend before the agents start, the coordinator while it runs, the
-backend again after the last agent has ended. The epoch in it is the fencing token: it is written
-and synced before anybody hears of it.
+There is one writer at a time: the backend before the agents start, the coordinator while it
+runs, the backend again after the last agent has ended. The epoch in it is the fencing token: it
+is written and synced before anybody hears of it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Phase = Literal[
     "pending",  # accepted, nothing started
     "starting",  # agents are starting and joining
     "running",  # workers run
-    "restarting",  # workers of the last epoch are gone, those of the next not there yet
-    "stopping",  # asked to end: workers save
+    "restarting",  # workers of the last epoch are gone, those of the next not started yet
+    "stopping",  # a request to end was received: workers save
     "done",
     "failed",
-    "cancelled",  # ended because somebody asked; saved where the program can save
+    "cancelled",  # ended by request; saved if the program can save
     "stopped",  # ended by its scheduler or its machine; may be started again
 ]
 FinalPhase = Literal["done", "failed", "cancelled", "stopped"]
 End = Literal["done", "failed", "cancelled", "stopped"]
 FINAL: frozenset[str] = frozenset(get_args(FinalPhase))
 
-#: What a cause may be. The first group are faults of workers, for which restarts may be budgeted
-#: one by one.
+#: The kinds of causes. The first group are faults of workers, each of which may have a restart
+#: budget of its own.
 WORKER_CAUSES: dict[str, str] = {
     "worker_exit": "a worker ended by a signal or with an error",
     "worker_frozen": "a worker was stopped by a signal and did not go on",
@@ -66,9 +66,9 @@ CAUSES: dict[str, str] = WORKER_CAUSES | {
 
 
 class Cause(Frozen):
-    """The first thing that went wrong, of all that followed from it."""
+    """The first thing that went wrong, which caused everything after it."""
 
-    kind: str  # of CAUSES
+    kind: str  # a key of CAUSES
     text: str  # one line
     epoch: int
     node: str | None = None
@@ -77,9 +77,8 @@ class Cause(Frozen):
     step: int | None = None  # last step that the rank had reported
     log: str | None = None  # file inside the run folder
     tail: list[str] = []  # its last lines
-    stack: str | None = (
-        None  # where the rank was, what the kernel said of it: a file inside the run folder
-    )
+    #: file inside the run folder: the rank's stack, and its state as the kernel reported it
+    stack: str | None = None
 
 
 class NodeState(Frozen):
@@ -91,17 +90,17 @@ class NodeState(Frozen):
 
 
 class EpochState(Frozen):
-    """One attempt of the workers, from start to end. Times are Unix seconds of the coordinator's
+    """One start of the workers, until they end. Times are Unix seconds of the coordinator's
     clock."""
 
     epoch: int
     started_at: float
     running_at: float | None = None
     ended_at: float | None = None
-    #: done, restart, stopped, cancelled, failed; of a final checkpoint: saved, not saved, nothing
+    #: done, restart, stopped, cancelled, failed; for a final checkpoint: saved, not saved, nothing
     #: to save
     outcome: str | None = None
-    counted: bool = False  # used up one of max_restarts
+    counted: bool = False  # its end used up one of max_restarts
     cause: Cause | None = None
 
 
@@ -115,24 +114,25 @@ class RunState(Frozen):
     backend: str
     plan_hash: str
     summary: dict[str, str | int] = {}  # for lists: cluster, model, parallel, steps, world_size
-    epoch: int = -1  # the last one that was issued
-    intent: int = 0  # number of the newest request that this attempt began with (`run.intent`)
+    epoch: int = -1  # the newest one that was started
+    intent: int = 0  # number of the newest request when this attempt began (`run.intent`)
     started_at: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None  # set together with a final state
     reason: str | None = None  # one line
-    restarts: int = 0  # counted ones, all causes together
+    restarts: int = 0  # restarts that count against the budget, for all causes together
     max_restarts: int = 0
-    restarts_by_cause: dict[str, int] = {}  # of those: by kind of cause
-    first_epoch: int = 0  # of this attempt; `orch resume` begins another one, with new budgets
-    excluded: dict[str, str] = {}  # node -> why this attempt goes on without it
-    slow: dict[
-        str, float
-    ] = {}  # straggling node -> its own compute time over the median of its peers
+    restarts_by_cause: dict[str, int] = {}  # the same restarts by kind of cause
+    #: first epoch of this attempt; `orch resume` begins another attempt, with new budgets
+    first_epoch: int = 0
+    excluded: dict[str, str] = {}  # node -> why this attempt continues without it
+    #: straggling node -> its own compute time over the median of its peers
+    slow: dict[str, float] = {}
     nodes: dict[str, NodeState] = {}
     epochs: list[EpochState] = []
-    cause: Cause | None = None  # of the end; earlier ones are in `epochs`
-    pauses: list[tuple[float, float]] = []  # ended, resumed: nothing of the run lived in between
+    cause: Cause | None = None  # why the run ended; earlier causes are in `epochs`
+    #: (ended, resumed): no process of the run existed in between
+    pauses: list[tuple[float, float]] = []
 
     @property
     def is_final(self) -> bool:
@@ -140,20 +140,13 @@ class RunState(Frozen):
 
 
 def paused(state: RunState, now: float) -> list[tuple[float, float]]:
-    """The run's pauses with the one that ends now, where it starts anew and something of it had
-    lived before."""
-    ended = (
-        state.ended_at
-        if state.ended_at is not None
-        else state.updated_at
-        if state.epoch >= 0
-        else None
-    )
-    return (
-        state.pauses
-        if ended is None or state.state == "pending"
-        else [*state.pauses, (ended, max(ended, now))]
-    )
+    """Returns the run's pauses, with the one that ends now if an ended run starts again."""
+    ended = state.ended_at
+    if ended is None and state.epoch >= 0:
+        ended = state.updated_at
+    if ended is None or state.state == "pending":
+        return state.pauses
+    return [*state.pauses, (ended, max(ended, now))]
 
 
 def write_state(folder: RunFolder, state: RunState) -> None:
@@ -162,7 +155,8 @@ def write_state(folder: RunFolder, state: RunState) -> None:
 
 
 def read_state(folder: RunFolder) -> RunState:
-    """OrchError (65) with one line when the file is missing, damaged or of another version."""
+    """Reads the state. OrchError (65) with one line if the file is missing, damaged or of
+    another version."""
     state = read_json(folder.state, RunState)
     if state is None:
         raise OrchError(
@@ -178,27 +172,25 @@ def read_state(folder: RunFolder) -> RunState:
 
 
 def true_state(folder: RunFolder, alive: bool) -> RunState:
-    """The state as it is, not as it was last written: a run that nobody keeps any more has failed,
-    whatever it says.
+    """Returns the present state, which may differ from the recorded one: a run without processes
+    has failed, whatever its record says.
 
-    `alive` must have been found before this call: the other way round a run that ends in between
-    would seem lost.
+    `alive` must have been determined before this call: in the other order a run that ends in
+    between would seem lost.
     """
     state = read_state(folder)
-    if alive and state.is_final and state.state != "done" and (asked := due(folder, state.intent)):
-        phase: Phase = "stopping" if asked.want == "end" else "restarting"
-        return replace(state, state=phase, exit_code=None, ended_at=None, reason=asked.text)
+    if alive and state.is_final and state.state != "done" and (intent := due(folder, state.intent)):
+        phase: Phase = "stopping" if intent.want == "end" else "restarting"
+        return replace(state, state=phase, exit_code=None, ended_at=None, reason=intent.text)
     if alive or state.is_final:
         return state
-    if asked := wants_end(folder):
-        gone = f"cancelled; every process of the run went while it was {state.state}"
-        return finish(state, "cancelled", Exit.RESTART, asked.text if asked.force else gone)
-    text = (
-        "every process of the run is gone (killed, or the machine went down) while it was"
-        f" {state.state}"
-    )
-    cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
-    return finish(state, "failed", Exit.CAPACITY, text, cause)
+    if intent := wants_end(folder):
+        reason = f"cancelled; every process of the run ended while it was {state.state}"
+        return finish(state, "cancelled", Exit.RESTART, intent.text if intent.force else reason)
+    event = "every process of the run is gone (killed, or the machine went down)"
+    reason = f"{event} while it was {state.state}"
+    cause = Cause(kind="supervisor_lost", text=reason, epoch=state.epoch)
+    return finish(state, "failed", Exit.CAPACITY, reason, cause)
 
 
 def finish(
@@ -211,21 +203,23 @@ def finish(
     at: float | None = None,
     writer: str | None = None,
 ) -> RunState:
-    """The final state of a run: how it ended, with which exit code, and why. Every writer of an end
-    comes through here.
+    """Returns the final state of a run: how it ended, with which exit code, and why. Every writer
+    of an end calls this.
 
-    `at`: Unix seconds of the end, None where only a scheduler knows it. `writer`: who says so,
+    `at`: Unix seconds of the end, None if only a scheduler knows it. `writer`: who reports it,
     None: as before.
     """
-    when: dict[str, Any] = {} if at is None else {"ended_at": at, "updated_at": at}
-    who = {} if writer is None else {"writer": writer}
-    return replace(
-        state, state=phase, exit_code=int(code), reason=reason, cause=cause, **when, **who
-    )
+    changes: dict[str, Any] = {}
+    if at is not None:
+        changes |= {"ended_at": at, "updated_at": at}
+    if writer is not None:
+        changes["writer"] = writer
+    return replace(state, state=phase, exit_code=int(code), reason=reason, cause=cause, **changes)
 
 
 def pending_again(state: RunState, **changes: object) -> RunState:
-    """The state from which an ended run starts again: `pending`, with its epochs and history."""
+    """Returns the state from which an ended run starts another attempt: `pending`, with its
+    epochs and history."""
     now = time.time()
     clear: dict[str, object] = {
         "exit_code": None,
@@ -244,11 +238,11 @@ def pending_again(state: RunState, **changes: object) -> RunState:
 
 
 def prepare_resume(folder: RunFolder, plan: Plan | None = None, intent: int | None = None) -> None:
-    """Back to `pending` with new budgets, keeping epochs and history. The caller knows that nobody
-    else writes.
+    """Sets the run back to `pending` with new budgets, keeping epochs and history. The caller knows
+    that nobody else writes.
 
-    `plan`: the one to continue with, if it is not the one in force. `intent`: number of the request
-    that the attempt obeys; None: it is asked for here.
+    `plan`: the plan to continue with, if it is not the one in force. `intent`: number of the
+    request that the attempt obeys; None: one is written here.
     """
     state = read_state(folder)
     if intent is None:

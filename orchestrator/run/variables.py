@@ -1,9 +1,9 @@
-"""Which variables of the shell that submits reach a run. Names alone: values are never written
-down.
+"""Selects the variables of the submitting shell that reach a run. Only names: values are never
+written down.
 
-Everywhere the names and prefixes below, those of `backend.pass_env` and of `--env`. A program on
-this machine gets all variables, as under torchrun. Elsewhere what looks like a secret passes by its
-whole name only.
+The names and prefixes below reach every run, and so do those of `backend.pass_env` and of
+`--env`. A program on this machine gets all variables, as under torchrun. On other machines a
+name that looks like a secret passes only if it is written in full.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ PASSED_PREFIXES = (
     "UCX_",
     "FI_",
 )
-#: Of one process or one terminal, not of its programs; set anew for every worker.
+#: Variables of one process or one terminal, not of its programs; set freshly for every worker.
 _OF_THE_SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "LS_COLORS"})
 _OF_A_WORKER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 )
 _OF_A_LAUNCHER = ("ORCH_", "PET_", "TORCHELASTIC_", "ROLE_")
-#: Of a desktop or a login, which no program on another machine misses.
+#: Prefixes of variables of a desktop or a login, which no program on another machine misses.
 _OF_A_SESSION = (
     "XDG_",
     "SSH_",
@@ -82,49 +82,61 @@ _SECRET = re.compile(
     r"($|[_.-])",
     re.I,
 )
-#: Words that match the pattern and are none: the token is one of text, the key a field.
+#: Words that match the pattern and are not secrets: a token of text, or the name of a field.
 _HARMLESS = re.compile(
     r"(tokens?_(per|id|ids)|(global|max|micro|num)_(batch_)?tokens?|tokens?izer)", re.I
 )
 
 
 def passed_names(names: Iterable[str]) -> list[str]:
-    """Those of `names` that the allow-list lets through."""
+    """Returns the names that the allow-list lets through."""
     return sorted(
-        n for n in names if n in PASSED or (n.startswith(PASSED_PREFIXES) and not is_secret_name(n))
+        name
+        for name in names
+        if name in PASSED or (name.startswith(PASSED_PREFIXES) and not is_secret_name(name))
     )
 
 
 def is_name(name: str) -> bool:
-    """Whether every shell and scheduler takes it for the name of a variable."""
+    """Tells whether every shell and scheduler accepts it as the name of a variable."""
     return _NAME.fullmatch(name) is not None
 
 
 def all_names(names: Iterable[str]) -> list[str]:
-    """What a program on the machine of its user gets: all but what belongs to one shell, or to
-    another launch."""
-    apart = _OF_THE_SHELL | _OF_A_WORKER
+    """Returns the variables for a program on its user's own machine: all but those of one shell,
+    or of another launcher."""
+    excluded = _OF_THE_SHELL | _OF_A_WORKER
     return sorted(
-        n for n in names if is_name(n) and n not in apart and not n.startswith(_OF_A_LAUNCHER)
+        name
+        for name in names
+        if is_name(name) and name not in excluded and not name.startswith(_OF_A_LAUNCHER)
     )
 
 
 def matching(names: Iterable[str], patterns: Collection[str]) -> list[str]:
-    """Of `all_names` those that are named, and those that a pattern with `*` means and that look
-    like no secret."""
+    """Selects from `all_names` the names that are in `patterns`, and those that a pattern with
+    `*` matches and that do not look like a secret."""
+
+    def is_matched(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
     return [
-        n
-        for n in all_names(names)
-        if n in patterns or (not is_secret_name(n) and any(fnmatchcase(n, one) for one in patterns))
+        name
+        for name in all_names(names)
+        if name in patterns or (is_matched(name) and not is_secret_name(name))
     ]
 
 
-def dropped_names(names: Iterable[str], kept: Collection[str]) -> list[str]:
-    """What a program may miss that is not passed on."""
-    return [n for n in all_names(names) if n not in kept and not n.startswith(_OF_A_SESSION)]
+def dropped_names(names: Iterable[str], passed: Collection[str]) -> list[str]:
+    """Returns the variables that are not passed on and that a program may miss."""
+    return [
+        name
+        for name in all_names(names)
+        if name not in passed and not name.startswith(_OF_A_SESSION)
+    ]
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable or key of that name usually holds a secret: HF_TOKEN,
+    """Tells whether a variable or key of that name usually holds a secret: HF_TOKEN,
     AWS_SECRET_ACCESS_KEY, api-key ..."""
     return bool(_SECRET.search(name)) and not _HARMLESS.search(name)

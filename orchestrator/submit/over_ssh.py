@@ -56,7 +56,8 @@ def prepare_on_host(
     session = Session(str(host), str(python))
     code = Code(kind="none")
     if options.command:
-        code = structs.replace(with_left_out(find_code(options.cwd, wanted=True)), holds_orch=False)
+        code = with_left_out(find_code(options.cwd, runs_user_program=True))
+        code = structs.replace(code, holds_orch=False)
     user_config = next((folder for folder in folders(config_dir) if folder != shipped()), None)
     packed = Code(kind="none") if options.dry_run else code
     payload = _pack(packed, user_config, str(host))

@@ -48,7 +48,7 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str]
     command: tuple[str, ...] = ()  # the user's program; empty: the bundled trainer
     env: tuple[str, ...] = ()  # names of further variables to pass to the program
-    # Run the program in `cwd`, not in a copy; None: in `cwd` if nodes share folders.
+    #: Run the program in `cwd`, not in a copy; None: in `cwd` if nodes share folders.
     in_place: bool | None = None
     program: bool = False  # plan `command` without a model, because no override names one
     run_id: str | None = None
@@ -234,7 +234,7 @@ def make_bundle(
     elif in_place:
         code = Code(kind="none")
     else:
-        code = find_code(options.cwd, wanted=bool(options.command))
+        code = find_code(options.cwd, runs_user_program=bool(options.command))
         if options.command and code.kind != "none":
             code = with_left_out(code)
     if config.run.dir:

@@ -57,7 +57,7 @@ class Variation(NamedTuple):
     accumulation: int
     packing: str  # "whole" samples of one document, or "packed" documents
     size: int  # samples of a micro-batch
-    # "uneven": every micro-batch has targets, some more than others; "empty": some have none
+    #: "uneven": every micro-batch has targets, some more than others; "empty": some have none
     masks: str
 
 

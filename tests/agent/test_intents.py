@@ -110,10 +110,7 @@ def test_of_two_resizes_at_once_the_later_one_counts(runs, monkeypatch):
     last = newest(folder)
     assert last.number == 2 and said[last.nodes] == ""
     (other,) = {1, 2} - {last.nodes}
-    assert (
-        said[other]
-        == f"run test-run was asked for something else meanwhile: resize to {last.nodes} nodes"
-    )
+    assert said[other] == f"run test-run has received a newer request: resize to {last.nodes} nodes"
     running(folder, *THREE[: last.nodes], after=first.epoch)
     assert load_plan(folder.plan).parallel.dp == last.nodes == len(read_request(folder).agents)
     assert len(read_record(folder, LocalRecord).agents) == last.nodes

@@ -109,7 +109,7 @@ def test_a_pattern_that_takes_exponential_time_is_cut_off_and_given_up(tmp_path)
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
-        ("step (?P<step>", "is no regular expression: "),
+        ("step (?P<step>", "is not a regular expression: "),
         (r"step (\d+)", r"needs a group for the step, as in step (?P<step>\d+)"),
         (r"(?P<step>\d+) (?P<los>\S+)", "has an unknown group 'los'; did you mean 'loss'"),
     ],

@@ -22,7 +22,13 @@ from orchestrator.agent.node.fork_server import STORE_FD
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Join, Prepare, Ready
 from orchestrator.run import store_socket
-from orchestrator.run.store_socket import StoreSocket, attach, drop_others, networks, own_addresses
+from orchestrator.run.store_socket import (
+    StoreSocket,
+    attach,
+    covering_networks,
+    drop_others,
+    own_addresses,
+)
 from tests.beds.bundles import make_bundle
 from tests.beds.coordinated import PLAN, make_folder
 
@@ -59,7 +65,7 @@ def passes(program: bytes, sender: ipaddress.IPv4Address | ipaddress.IPv6Address
 def test_only_the_named_addresses_pass(drawn):
     admitted, stranger, near = drawn
     version = stranger.version
-    program = drop_others(networks(admitted, version), version)
+    program = drop_others(covering_networks(admitted, version), version)
     assert all(passes(program, one) for one in admitted)
     neighbours = {type(stranger)(int(one) ^ (1 << near)) for one in admitted}
     assert not any(passes(program, one) for one in (neighbours | {stranger}) - admitted)
@@ -67,7 +73,7 @@ def test_only_the_named_addresses_pass(drawn):
 
 def test_more_nodes_than_a_program_can_name_are_let_in_by_networks():
     nodes = [ipaddress.IPv4Address(0x0A000000 + 300 * index) for index in range(16384)]
-    found = networks(nodes, 4)
+    found = covering_networks(nodes, 4)
     assert len(found) <= 512 and len(drop_others(found, 4)) // 8 <= 4096
     program = drop_others(found, 4)
     assert all(passes(program, one) for one in nodes[::97]) and not passes(
@@ -110,7 +116,10 @@ def test_the_kernel_drops_what_others_send_and_what_was_let_in_can_be_changed():
         attach(listening, drop_others([], 4))
         assert not _reaches(port, "127.0.0.1")
         many = {ipaddress.ip_address(0x0A000000 + 2 * index) for index in range(400)}
-        attach(listening, drop_others(networks(many | {ipaddress.ip_address("127.0.0.2")}, 4), 4))
+        attach(
+            listening,
+            drop_others(covering_networks(many | {ipaddress.ip_address("127.0.0.2")}, 4), 4),
+        )
         assert _reaches(port, "127.0.0.2") and not _reaches(port, "127.0.0.3")
 
 

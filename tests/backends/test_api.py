@@ -86,7 +86,7 @@ def test_the_umask_of_the_caller_stays_and_the_run_is_private(home, umask, tmp_p
 
 
 @pytest.mark.process
-def test_what_is_to_be_said_of_a_run_is_a_warning(home):
+def test_what_is_to_be_describe_left_out_a_run_is_a_warning(home):
     with pytest.warns(
         UserWarning, match="2 nodes of 1 workers are simulated on this machine"
     ) as told:

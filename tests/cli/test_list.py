@@ -71,7 +71,7 @@ def test_what_is_asked_for_is_shown(runs, capsys, words, wanted):
     [
         (["--state", "don"], "unknown state 'don'; did you mean 'done'"),
         (["--backend", "slum"], "unknown backend 'slum'; did you mean 'slurm'"),
-        (["--newer-than", "3"], "'3' is no age"),
+        (["--newer-than", "3"], "'3' is not an age"),
     ],
 )
 def test_what_cannot_be_is_one_line(runs, capsys, words, says):

@@ -222,7 +222,7 @@ TWICE = samples.kubernetes({"a": {}}).replace(
         (
             parse_ibnetdiscover,
             'Switch\t2 "S-1"\t# "a"\n\nSwitch\t2 "S-1"\t# "a"',
-            "line 3: S-1 stands there twice",
+            "line 3: duplicate device S-1",
         ),
         (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n[1]\t"S-2"[1]', "link to S-2"),
         (parse_nodes, '{"kind": "List", "items": 3}', "items"),
@@ -233,7 +233,7 @@ TWICE = samples.kubernetes({"a": {}}).replace(
         (
             parse_topology,
             "SwitchName=a Nodes=n1\nSwitchName=a Nodes=n2",
-            "line 2: SwitchName=a stands on line 1 already",
+            "line 2: SwitchName=a is already on line 1",
         ),
         (parse_topology, "# x\nSwitchName=a Nodes=n[1-", "line 2"),
         (

@@ -214,7 +214,7 @@ def test_the_entrys_own_number_takes_every_node_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "exit", "says"),
     [
-        (["cluster.nodes=48"], Exit.CAPACITY, "48 nodes are wanted, 47 are there that fit"),
+        (["cluster.nodes=48"], Exit.CAPACITY, "48 nodes are wanted, 47 fit"),
         (["cluster.topology_nodes=0"], Exit.USAGE, "cluster.topology_nodes=0"),
         (
             ["cluster.topology_file=slurm:", "cluster.topology_nodes=4"],
@@ -224,12 +224,12 @@ def test_the_entrys_own_number_takes_every_node_of_a_file(tmp_path):
         (
             ["cluster.topology_file=null", "cluster.topology_nodes=4"],
             Exit.USAGE,
-            "is of a file that",
+            "needs a file that",
         ),
         (
             ["cluster.topology_file=null", "cluster.topology_name=x"],
             Exit.USAGE,
-            "is of a file that",
+            "needs a file that",
         ),
     ],
 )

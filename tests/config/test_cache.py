@@ -81,9 +81,9 @@ def test_who_has_no_home_keeps_nothing(home, composed, tmp_path, monkeypatch):
 
 def test_large_ones_count_by_their_size(home):
     for number in range(4):
-        Entry("some", [bytes([number])], most_bytes=100).write(b"x" * 40)
+        Entry("some", [bytes([number])], max_bytes=100).write(b"x" * 40)
     assert len(list((home / "orch" / "some").iterdir())) == 2
-    Entry("some", [b"large"], most_bytes=100).write(b"x" * 400)
+    Entry("some", [b"large"], max_bytes=100).write(b"x" * 400)
     assert [path.stat().st_size for path in (home / "orch" / "some").iterdir()] == [400]
 
 

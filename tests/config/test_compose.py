@@ -240,7 +240,7 @@ def test_a_conf_folder_without_a_mark_belongs_to_the_users_own_program(tmp_path,
 def test_a_pipe_among_the_files_is_refused_and_not_waited_for(tmp_path, name):
     (tmp_path / "train").mkdir()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(OrchError, match=f"{name} is no regular file") as refused:
+    with pytest.raises(OrchError, match=f"{name} is not a regular file") as refused:
         load([], tmp_path)
     assert refused.value.exit == Exit.CONFIG
 

@@ -75,7 +75,7 @@ def test_what_sp_may_be():
     [
         ("tp8-pp4", "not a name with a number", "tp8_pp4"),
         ("TP8_PP4", "not a name with a number", "tp8_pp4"),
-        ("tp8__pp4", "empty part", "tp8_pp4"),
+        ("tp8__pp4", "a part is empty", "tp8_pp4"),
         ("tp08", "not a name with a number", "tp8"),
         ("tp8_tp4", "tp is given twice", "tp8"),
         ("zero4", "zero is 0, 1, 2 or 3", "zero3"),

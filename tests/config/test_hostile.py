@@ -176,10 +176,10 @@ BOMB = "a0: &a0 [1, 2]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (BOMB, "repeat what they name to more than 20,000 values"),
-        (BOMB.replace("[", "{k: 1, <<: [").replace("]", "]}"), "repeat what they name"),
-        ("layers: &l {x: *l}\n", "holds itself"),
-        ("a: &r {self: [1, {b: *r}]}\n", "holds itself"),
+        (BOMB, "expand it to more than 20,000 values"),
+        (BOMB.replace("[", "{k: 1, <<: [").replace("]", "]}"), "aliases expand it"),
+        ("layers: &l {x: *l}\n", "contains itself"),
+        ("a: &r {self: [1, {b: *r}]}\n", "contains itself"),
         ("layers: " + "[" * 5000, "nested too deeply"),
         ("layers: " + "{a: " * 3000, "nested too deeply"),
         ("layers: " + "[" * 900 + "]" * 900, "nested too deeply"),

@@ -53,7 +53,7 @@ def test_what_is_joined_is_parted(values):
     ("words", "text"),
     [(["train.steps=1"], "nothing varies"), (["a=1,,2"], "lacks a value"), (["a=1,2,1"], "holds 1 twice"),
      ([f"a={','.join(map(str, range(MOST + 1)))}"], f"{MOST + 1} runs"),
-     ([r"checkpoint.dir=/data/a\,b"], "a backslash holds no comma; .* in quotes .* checkpoint.dir='a,b'"),
+     ([r"checkpoint.dir=/data/a\,b"], "a backslash does not escape a comma; .* in quotes .* checkpoint.dir='a,b'"),
      (["metrics.pattern='a,b'"], "nothing varies"),
      (["backend.env.X='a,b','a,b'"], "holds a,b twice")],
 )  # fmt: skip

@@ -155,7 +155,7 @@ def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):
         check_allowed(request, get_backend(backend))
 
     for backend, wish, why in (
-        ("slurm", None, "does not allow it"),
+        ("slurm", None, "does not allow drills"),
         ("local", False, "allow_drills=false"),
     ):
         with refusal(why, 78):

@@ -206,7 +206,7 @@ def test_a_resize_that_was_cancelled_meanwhile_starts_nothing(elastic):
             ask(folder, "end")
 
     runs.api.delete = cancelled
-    with refusal("asked for something else meanwhile: cancelled by the user", Exit.USAGE):
+    with refusal("has received a newer request: cancelled by the user", Exit.USAGE):
         runs.resize(folder, read_request(folder), None, 2, {})
     assert not runs.sent
     assert in_force(folder) == one(plans[4], 4)

@@ -7,7 +7,7 @@ import multiprocessing
 import msgspec
 import pytest
 
-from orchestrator.run.epoch_lease import Claim, EpochLease, LeaseLost
+from orchestrator.run.epoch_lease import EpochLease, LeaseFile, LeaseLost
 from orchestrator.run.folder import RunFolder
 
 
@@ -27,11 +27,11 @@ def test_the_newest_claim_holds(folder):
     with pytest.raises(LeaseLost):
         new.take(0)
     new.take(1)
-    with pytest.raises(LeaseLost, match="epoch 1 was claimed by another node, this is 0"):
+    with pytest.raises(LeaseLost, match="epoch 1 is leased to another node, this is 0"):
         old.check()
     with pytest.raises(LeaseLost):
         old.take(1)
-    claim = msgspec.json.decode((folder.path / "claims" / "1").read_bytes(), type=Claim)
+    claim = msgspec.json.decode((folder.path / "claims" / "1").read_bytes(), type=LeaseFile)
     assert (claim.epoch, claim.node) == (1, "node1")
     assert sorted(path.name for path in (folder.path / "claims").iterdir()) == ["0", "1"]
 
@@ -46,7 +46,8 @@ def test_a_claim_below_the_newest_is_worthless(folder):
 
 
 def _race(path, node, start):
-    """Claim a hundred epochs in a row against the others; leave the list of those that were won."""
+    """LeaseFile a hundred epochs in a row against the others; leave the list of those that were
+    won."""
     claims = EpochLease(RunFolder(path), node)
     won = []
     start.wait(300)

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.run.code_snapshot import copy, find_code
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.left_out import explain, said_of, with_left_out
+from orchestrator.run.left_out import describe_left_out, explain, with_left_out
 from orchestrator.run.request import Code
 from orchestrator.run.state import read_state
 from tests.backends.test_verbs import home, orch
@@ -51,11 +51,11 @@ def fill(root: Path, git: bool) -> Path:
 
 
 def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
-    code = with_left_out(find_code(fill(tmp_path / "p", git=True), wanted=True))
+    code = with_left_out(find_code(fill(tmp_path / "p", git=True), runs_user_program=True))
     found = {one.name: one.bytes for one in code.left_out or []}
     assert list(found) == ["sub/w.pt", "data/", ".env", "build/", "sub/lib/"]
     assert found["data/"] == 4024
-    (line,) = said_of(code)
+    (line,) = describe_left_out(code)
     assert (
         "leaves out sub/w.pt (2.00 MiB), data/ (3.93 KiB), .env (10 B), build/ (7 B)" in line
         and "git ignores" in line
@@ -63,11 +63,11 @@ def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
 
 
 def test_without_git_the_names_decide(tmp_path):
-    code = with_left_out(find_code(fill(tmp_path / "p", git=False), wanted=True))
+    code = with_left_out(find_code(fill(tmp_path / "p", git=False), runs_user_program=True))
     assert [one.name for one in code.left_out or []] == [".env", "build/"]
-    assert "by their names" in said_of(code)[0]
+    assert "by their names" in describe_left_out(code)[0]
     (tmp_path / "q").mkdir()
-    assert said_of(with_left_out(Code(kind="folder", root=str(tmp_path / "q")))) == []
+    assert describe_left_out(with_left_out(Code(kind="folder", root=str(tmp_path / "q")))) == []
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_without_git_the_names_decide(tmp_path):
         ),
         (
             "FileNotFoundError: [Errno 2] No such file or directory: '../other/x'",
-            "lies outside the folder",
+            "is outside the copied folder",
         ),
         (
             "FileNotFoundError: [Errno 2] No such file or directory: 'later.txt'",
-            "not there when the run was submitted",
+            "did not exist when the run was submitted",
         ),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.txt'", None),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/etc/nothing'", None),
@@ -109,7 +109,7 @@ def test_a_missing_file_is_explained_where_the_copy_is_to_blame(tmp_path, line, 
     root = fill(tmp_path / "p", git=True)
     run = RunFolder(tmp_path / "run-1")
     run.create()
-    code = with_left_out(find_code(root, wanted=True))
+    code = with_left_out(find_code(root, runs_user_program=True))
     copy(code, run)
     (root / "later.txt").write_text("")
     at = {"code": run.code, "root": root}

@@ -188,7 +188,7 @@ def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
     ("command", "text"),
     [
         (["no-such-program"], "program 'no-such-program' is not on PATH"),
-        (["./missing.sh"], "program './missing.sh' is not there"),
+        (["./missing.sh"], "program './missing.sh' does not exist"),
         (["./notes.txt"], "program './notes.txt' is not executable"),
         (["python", "missing.py"], "script 'missing.py' is not in"),
         (["python3", "ignored.py"], "git ignores it"),

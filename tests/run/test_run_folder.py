@@ -189,5 +189,5 @@ def test_a_place_without_rights_is_one_line(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "exists", denied)
-    with refusal("no rights to look into", Exit.CONFIG):
+    with refusal("no permission to read", Exit.CONFIG):
         RunFolder(tmp_path / "closed" / "runs" / "tiny").create()

@@ -67,7 +67,7 @@ def contents(folder: RunFolder) -> dict[str, str]:
 
 
 def test_tracked_changed_and_new_but_not_ignored(project, folder):
-    code = find_code(project / "sub", wanted=True)
+    code = find_code(project / "sub", runs_user_program=True)
     assert (code.kind, code.root, code.subfolder, code.holds_orch) == (
         "git",
         str(project),
@@ -96,7 +96,7 @@ def test_tracked_changed_and_new_but_not_ignored(project, folder):
 
 
 def test_later_changes_do_not_reach_the_copy(project, folder):
-    copy(find_code(project, wanted=True), folder)
+    copy(find_code(project, runs_user_program=True), folder)
     (project / "kept.py").write_text("later")
     assert (folder.code / "kept.py").read_text() == "kept"
 
@@ -109,7 +109,7 @@ def test_submodules_are_opened(project, folder, tmp_path):
     git(inner, "add", "-A")
     git(inner, "commit", "-qm", "inner")
     git(project, "submodule", "--quiet", "add", str(inner), "vendor")
-    copy(find_code(project, wanted=True), folder)
+    copy(find_code(project, runs_user_program=True), folder)
     assert (folder.code / "vendor" / "lib.py").read_text() == "lib"
 
 
@@ -118,7 +118,7 @@ def test_a_repository_without_a_commit(tmp_path, folder):
     root.mkdir()
     git(root, "init", "-q")
     (root / "a.py").write_text("a")
-    code = find_code(root, wanted=True)
+    code = find_code(root, runs_user_program=True)
     assert code.commit is None
     copy(code, folder)
     assert contents(folder) == {"a.py": "a"}
@@ -137,7 +137,7 @@ def test_without_git(tmp_path, folder):
     ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
-    code = find_code(root, wanted=True)
+    code = find_code(root, runs_user_program=True)
     assert code == Code(kind="folder", root=str(root))
     copy(code, folder)
     assert set(contents(folder)) == {"a.py", "pkg/b.py"}
@@ -152,14 +152,14 @@ def test_the_run_folder_is_not_copied_into_itself(tmp_path):
 
 
 def test_the_bundled_trainer_needs_no_copy_of_a_foreign_project(project):
-    assert find_code(project, wanted=False) == Code(kind="none")
+    assert find_code(project, runs_user_program=False) == Code(kind="none")
 
 
 def test_a_checkout_of_orch_is_copied_for_the_bundled_trainer_too():
     root = Path(snapshot.__file__).parents[2]
     if not (root / ".git").exists():
         pytest.skip("not a checkout")
-    code = find_code(root / "tests", wanted=False)
+    code = find_code(root / "tests", runs_user_program=False)
     assert code.kind == "git" and code.holds_orch and code.subfolder == "tests"
 
 
@@ -168,11 +168,11 @@ def test_too_much_is_refused_naming_the_largest(project, folder, monkeypatch):
     (project / "weights.bin").write_bytes(b"x" * (3 << 20))
     largest = r"3.00 MiB, over 1.00 MiB; largest is weights\.bin \(3.00 MiB\): ignore it in"
     with pytest.raises(OrchError, match=largest) as refused:
-        copy(find_code(project, wanted=True), folder)
+        copy(find_code(project, runs_user_program=True), folder)
     assert refused.value.exit == 65
     monkeypatch.setattr(snapshot, "MOST_FILES", 3)
     with pytest.raises(OrchError, match="more than 3 files"):
-        copy(find_code(project, wanted=True), folder)
+        copy(find_code(project, runs_user_program=True), folder)
 
 
 def test_reading_a_repository_starts_no_program_of_its(project, folder, tmp_path):
@@ -182,5 +182,5 @@ def test_reading_a_repository_starts_no_program_of_its(project, folder, tmp_path
     hook.write_text(f"#!/bin/sh\ntouch {mark}\n")
     hook.chmod(0o755)
     git(project, "config", "core.fsmonitor", str(hook))
-    copy(find_code(project, wanted=True), folder)
+    copy(find_code(project, runs_user_program=True), folder)
     assert not mark.exists()

@@ -1,5 +1,5 @@
-"""The planner's list of a layer's operations beside the trainer's modules: nothing else may say what
-a layer consists of."""
+"""The planner's list of a layer's operations beside the trainer's modules: nothing else may say
+what a layer consists of."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ def test_sums_over_replicas_leave_during_backward(zero):
         assert replicas[0] < shards[-1], "and before the last reduction starts"
         if (
             zero == 3
-            # a unit a message: embedding, four blocks, norm and head; behind them the gradient's norm
+            # a unit a message: embedding, four blocks, norm and head; behind them the gradient's
+            # norm
         ):
             assert len(replicas) == 7 and replicas[0] > products[len(products) // 2], (
                 "of the last micro-batch alone"

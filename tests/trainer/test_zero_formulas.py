@@ -75,7 +75,8 @@ def test_bytes_sent_and_held(n, micro_batches):
                 assert grads == 2 * psi // (n if zero == 2 else 1)
                 assert optimizer == 12 * psi // (n if zero else 1)
             else:
-                # the shards are the fp32 master, gradients are kept with them: (4 + 4 + 8) = (2 + 2 +
+                # the shards are the fp32 master, gradients are kept with them: (4 + 4 + 8) = (2 + 2
+                # +
                 # 12)
                 assert params + grads + optimizer == 16 * psi // n
             if zero == 2:

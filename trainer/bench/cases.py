@@ -18,7 +18,7 @@ SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20)  # bytes of the whole tensor; p2
 class Case(Struct, frozen=True):
     """Groups that run the same operations at the same time."""
 
-    # tier that connects the group's neighbours: "nvlink" (inside one domain) or a switch level
+    #: tier that connects the group's neighbours: "nvlink" (inside one domain) or a switch level
     level: str
     groups: tuple[tuple[int, ...], ...]
 

@@ -168,7 +168,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
     parameters: dict[str, list[int]]  # full name -> global shape
     states: dict[str, list[int]] = {}  # the same of state without gradient
-    # parameters with other kinds of state: updated as whole matrices, or narrow
+    #: parameters with other kinds of state: updated as whole matrices, or narrow
     whole: list[str] = []
     files: list[FileRecord]
 

@@ -29,9 +29,8 @@ RUN_NOISE = 0.03
 RATE_NOISE = 0.08
 LINK_NOISE = 0.15
 LOAD_NOISE = 0.15  # of the spread of experts' loads, which goes on changing as a router learns
-IN_STEP = (
-    0.7  # rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
-)
+# rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
+IN_STEP = 0.7
 ROUNDS = 5
 LEAST_PART = 0.01  # of a round's way
 

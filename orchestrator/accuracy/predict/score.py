@@ -59,14 +59,12 @@ class Errors(NamedTuple):
     mean: float  # of the absolute error
     p90: float
     bias: float  # mean with its sign
-    inside68: float | None = (
-        None  # share of the measurements inside that interval; None without intervals
-    )
+    #: share of the measurements inside that interval; None without intervals
+    inside68: float | None = None
     inside95: float | None = None
     fitted: float | None = None  # mean, in a fit that has seen these rows
-    after_one: float | None = (
-        None  # mean after one row of the group was measured: over every choice of the row
-    )
+    #: mean after one row of the group was measured: over every choice of the row
+    after_one: float | None = None
 
 
 class Order(NamedTuple):

@@ -38,9 +38,8 @@ LADDER = (
 Position = Literal["rope", "learned", "none"]
 LARGEST = 3000.0  # billions: no published model has as many
 MOST_BILLIONS = 1e5
-_CLOSE = (
-    0.1  # of the parameters: a family's usual MLP is believed if it meets the stated size this well
-)
+# of the parameters: a family's usual MLP is believed if it meets the stated size this well
+_CLOSE = 0.1
 
 
 class Cells(NamedTuple):

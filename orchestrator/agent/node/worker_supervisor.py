@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from orchestrator.plan.exits import Exit, is_of_the_machine
 from orchestrator.run.processes import (
-    StopWatch,
+    StoppedProcessGuard,
     become_subreaper,
     descendants,
     kill_descendants,
@@ -75,7 +75,7 @@ class WorkerSupervisor:
         self._pending: dict[int, PendingFork] = {}
         self._tickets = itertools.count()
         self._ranks: dict[int, int] = {}  # pid -> rank of living workers
-        self._stops = StopWatch(_STOPPED_LOOKS)
+        self._stops = StoppedProcessGuard(_STOPPED_LOOKS)
         self._sweep_needed = False  # processes that ended workers left behind must be killed
 
     def run(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from orchestrator import start
-from orchestrator.run.processes import StopWatch, become_subreaper, kill_descendants
+from orchestrator.run.processes import StoppedProcessGuard, become_subreaper, kill_descendants
 
 from .fork_server import LARGEST_PACKET, waiting_packets
 from .worker_reports import ReportPipe
@@ -59,7 +59,7 @@ class Workers:
         self._on_warm = on_warm
         self._on_started = on_started
         self._starting = False
-        self._stops = StopWatch(_STOPPED_LOOKS)
+        self._stops = StoppedProcessGuard(_STOPPED_LOOKS)
         self.warm = not program  # their imports are done, or unknown
         self._supervisor: subprocess.Popen | None = None
         self._socket: socket.socket | None = None

@@ -39,7 +39,7 @@ class Reservation(Struct, frozen=True):
 
     topology: Topology | None = None
     chosen: ChosenNodes | None = None
-    # hostname labels of excluded nodes; None: unknown
+    #: hostname labels of excluded nodes; None: unknown
     excluded: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()
     #: Called before and after the Job is sent. OrchError (76) if the placement lock has expired.

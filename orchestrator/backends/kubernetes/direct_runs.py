@@ -112,9 +112,7 @@ class DirectRuns:
         record = read_record(folder, KubernetesRecord)
         if record and intent and intent.want == "end":  # `cancel` found no Job yet
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
-            raise OrchError(
-                f"run {folder.run_id} was asked for something else meanwhile: {intent.text}"
-            )
+            raise OrchError(f"run {folder.run_id} has received a newer request: {intent.text}")
 
     def resume(
         self,

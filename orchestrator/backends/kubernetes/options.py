@@ -64,12 +64,12 @@ class KubernetesOptions(Frozen):
     """Every option with its default."""
 
     # cluster
-    # context of the kubeconfig; None: the current one
+    #: context of the kubeconfig; None: the current one
     context: Annotated[str, Meta(max_length=253)] | None = None
-    # None: the context's, or the launcher's own inside a cluster
+    #: None: the context's, or the launcher's own inside a cluster
     namespace: Label | None = None
     kind: Literal["job", "jobset"] = "job"
-    # submit to charts/orch-controller; auto: if it is installed
+    #: submit to charts/orch-controller; auto: if it is installed
     controller: Literal["auto", "always", "never"] = "auto"
     # image and user
     image: Image | None = None  # contains this orch and torch; the Containerfile builds one
@@ -81,60 +81,60 @@ class KubernetesOptions(Frozen):
     # how much, for one pod
     cpus: Positive | None = None  # None: 8 per GPU, 1 per process on CPU clusters
     memory_gib: Positive | None = None  # without /dev/shm; None: 64 per GPU, 2 per process
-    # /dev/shm, counted in the memory limit; None: 4 per GPU, 0.25 per process
+    #: /dev/shm, counted in the memory limit; None: 4 per GPU, 0.25 per process
     shm_gib: Positive | None = None
     gpu_resource: Key = "nvidia.com/gpu"
-    # in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
+    #: in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
     rdma: dict[Key, Count] = {}
-    # baseline: with IPC_LOCK, which RDMA may need
+    #: baseline: with IPC_LOCK, which RDMA may need
     security: Literal["restricted", "baseline"] = "restricted"
     # queueing
     queue: Name | None = None  # Kueue's LocalQueue; None: no Kueue
     workload_priority: Name | None = None  # Kueue's WorkloadPriorityClass
     priority_class: Name | None = None  # PriorityClass of the pods
-    # without Kueue: a scheduler of the cluster places all pods or none (objects/gang.py); auto: the
-    # first one that the cluster has
+    #: without Kueue: a scheduler of the cluster places all pods or none (objects/gang.py); auto:
+    #: the first one that the cluster has
     gang: Literal["none", "auto", "workload", "volcano", "kai", "coscheduling"] = "none"
     gang_queue: Name | None = None  # queue of Volcano or KAI
     # nodes
-    # profile of node labels: `orch topology import --profile`
+    #: profile of node labels: `orch topology import --profile`
     profile: Annotated[str, Meta(max_length=2000)] = "auto"
     levels: dict[str, Key] = {}  # level of the plan -> node label, e.g. {leaf: example.org/leaf}
-    # how strongly the whole job is kept together
+    #: how strongly the whole job is kept together
     topology: Literal["preferred", "required", "none"] = "preferred"
-    # keep each TP/EP domain or pipeline under one switch of the innermost level
+    #: keep each TP/EP domain or pipeline under one switch of the innermost level
     slices: bool = True
     node_selector: dict[Key, Value] = {}
     tolerations: list[Toleration] = []
     exclude: list[Name] = []  # nodes that no pod may use, by name or hostname label
-    # neither these, which orch fills in at each start from `orch nodes`
+    #: neither these, which orch fills in at each start from `orch nodes`
     bad_nodes: list[Name] = []
     # volumes
-    # PVC for the run folder: checkpoints, logs, history; None: the folder goes with the pods
+    #: PVC for the run folder: checkpoints, logs, history; None: the folder goes with the pods
     claim: Name | None = None
     volumes: list[Volume] = []
     # time limits, retries
     unreachable_s: Natural = 30  # after which pods leave an unresponsive node
-    # how long a pod waits for all others before it gives its node back
+    #: how long a pod waits for all others before it gives its node back
     rendezvous_timeout_s: Positive = 1800.0
-    # how long an elastic run's nodes must be unchanged before it takes in more
+    #: how long an elastic run's nodes must be unchanged before it takes in more
     grow_after_s: Natural = 60
     max_pod_failures: Natural = 16  # counted failures: not disruptions, not exit 75
-    # uncounted failures of a pod; if it then waits for others in vain, the run ends (76)
+    #: uncounted failures of a pod; if it then waits for others in vain, the run ends (76)
     max_pod_returns: Natural = 10
-    # write rate of one node to the claim, from which the grace period follows
+    #: write rate of one node to the claim, from which the grace period follows
     checkpoint_gb_per_s: Positive = 1.0
-    # how long a finished run stays in the cluster; None: forever
+    #: how long a finished run stays in the cluster; None: forever
     ttl_s: Natural | None = 604800
     # names on everything
     labels: dict[Key, Value] = {}
     annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
-    # any other field of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec:
-    # {runtimeClassName: x}}
+    #: any other field of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec:
+    #: {runtimeClassName: x}}
     pod: dict[str, Any] = {}
-    # only the run's pods reach its pods; any pod reaches their metrics
+    #: only the run's pods reach its pods; any pod reaches their metrics
     network_policy: bool = False
-    # with network_policy: its pods reach only one another, DNS and these; None: no limit
+    #: with network_policy: its pods reach only one another, DNS and these; None: no limit
     egress: list[Egress] | None = None
     owner: Owner | None = None
 

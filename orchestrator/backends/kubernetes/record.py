@@ -28,7 +28,7 @@ class KubernetesRecord(Frozen):
     submitted_at: float
     generation: int = 0
     sent: bool = False  # the API server has accepted the last of them
-    # name of the TrainRun whose controller manages the run; "": this machine's `orch` does
+    #: name of the TrainRun whose controller manages the run; "": this machine's `orch` does
     train_run: str = ""
 
 

@@ -50,8 +50,8 @@ class JobWatcher(InfoWatcher):
             self._info_dict[id_] = {"JobID": id_, "State": job.state}
         self._last_status_check = time.time()
         for id_ in self._registered:
-            job = self.jobs.get(id_)
-            if job is not None and job_state(job.state).ended:
+            registered = self.jobs.get(id_)
+            if registered is not None and job_state(registered.state).ended:
                 self._finished.add(id_)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:

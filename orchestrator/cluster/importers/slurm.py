@@ -16,6 +16,7 @@ from orchestrator.config import bounded_yaml
 from orchestrator.errors import OrchError
 
 WHERE = "Slurm topology"
+_NamedRecords = dict[str, tuple[int, dict[str, str]]]  # name -> its line and `Key=value` pairs
 _SWITCH = "SwitchName"
 _BLOCK = "BlockName"
 _RING = "RingName"
@@ -26,55 +27,59 @@ _KEYS = {
 }
 
 
-def parse_topology(text: str, name: str | None = None) -> Topology:
-    """Any of the three spellings. An empty text, or Slurm's "no topology" messages, is flat.
+def parse_topology(content: str, name: str | None = None) -> Topology:
+    """Parses any of the three spellings. An empty text, or Slurm's "no topology" messages, is flat.
 
     Raises OrchError (65) with one line that names the line of the text.
     """
-    if re.search(r"^\s*-?\s*(topology|tree|block|flat)\s*:", text, re.M):
-        return parse_yaml(text, name)
-    found: dict[str, dict[str, tuple[int, dict[str, str]]]] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
+    if re.search(r"^\s*-?\s*(topology|tree|block|flat)\s*:", content, re.M):
+        return parse_yaml(content, name)
+    records: dict[str, _NamedRecords] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
     sizes = ""
-    names = 0
-    for line, record in _records(text):
+    for line, record in _records(content):
         sizes = sizes or record.get("BlockSizes", "") or record.get("BlockSize", "")
-        for kind, named in found.items():
+        for kind, named in records.items():
             if kind in record:
                 if record[kind] in named:
-                    raise _bad(
-                        f"line {line}: {kind}={record[kind]} stands on line"
-                        f" {named[record[kind]][0]} already"
-                    )
+                    first = named[record[kind]][0]
+                    raise _bad(f"line {line}: {kind}={record[kind]} is already on line {first}")
                 named[record[kind]] = line, record
-    used = [kind for kind, named in found.items() if named]
+    used = [kind for kind, named in records.items() if named]
     if len(used) > 1:
-        line = max(next(iter(found[kind].values()))[0] for kind in used)
+        line = max(next(iter(records[kind].values()))[0] for kind in used)
         raise _bad(f"line {line}: it mixes {used[0]} and {used[1]} lines")
     if not used:
         return FLAT
-    lists = {}
-    for key, (line, record) in found[used[0]].items():
+    members = _expanded(records[used[0]])
+    if used[0] == _SWITCH:
+        return tree(members, WHERE)
+    blocks = {key: nodes for key, (_, nodes) in members.items()}
+    block_sizes = re.findall(r"[0-9]{1,9}", sizes) if used[0] == _BLOCK else []
+    return _blocks(blocks, [int(size) for size in block_sizes])
+
+
+def _expanded(records: _NamedRecords) -> dict[str, tuple[list[str], list[str]]]:
+    """Returns the child switches and the nodes of each record."""
+    members = {}
+    names = 0
+    for key, (line, record) in records.items():
         try:
-            lists[key] = expand(record.get("Switches", "")), expand(record.get("Nodes", ""))
+            members[key] = expand(record.get("Switches", "")), expand(record.get("Nodes", ""))
         except OrchError as error:
             raise _bad(f"line {line}: {error.message}") from None
-        names += len(lists[key][1])
+        names += len(members[key][1])
         if names > 16 * MAX_NAMES:  # scontrol repeats nodes on every level
             raise _bad(f"line {line}: more than {16 * MAX_NAMES} nodes")
-    if used[0] == _SWITCH:
-        return tree(lists, WHERE)
-    blocks = {key: nodes for key, (_, nodes) in lists.items()}
-    return _blocks(
-        blocks, [int(s) for s in re.findall(r"[0-9]{1,9}", sizes)] if used[0] == _BLOCK else []
-    )
+    return members
 
 
-def parse_yaml(text: str, name: str | None = None) -> Topology:
-    """`topology.yaml`: the topology called `name`, else the cluster's default, else the first."""
+def parse_yaml(content: str, name: str | None = None) -> Topology:
+    """Parses `topology.yaml`: the topology called `name`, else the cluster's default, else the
+    first."""
     import yaml
 
     try:
-        entries = bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
+        entries = bounded_yaml.load(content, bounded_yaml.MOST_VALUES)
     except OrchError as error:
         raise _bad(f"topology.yaml: {error.message}") from None
     except yaml.YAMLError as error:
@@ -107,11 +112,11 @@ def parse_yaml(text: str, name: str | None = None) -> Topology:
 
 
 def from_addresses(addresses: Mapping[str, str]) -> Topology:
-    """From each node's own SLURM_TOPOLOGY_ADDR (`spine.leaf0.n2`, top first): what tasks know
-    without scontrol.
+    """Builds a topology from each node's own SLURM_TOPOLOGY_ADDR (`spine.leaf0.n2`, top first),
+    which tasks know without scontrol.
 
-    A node whose address is its bare name stands alone. Several names at one place (`leafA,leafB`,
-    multi-path trees) are one switch of that compound name.
+    A node whose address is its bare name is a group of its own. Several names at one place
+    (`leafA,leafB`, multi-path trees) are one switch of that compound name.
     """
     paths = {
         node: address.split(".")[:-1] if address != node else []
@@ -127,14 +132,14 @@ def from_addresses(addresses: Mapping[str, str]) -> Topology:
         switches: dict[str, list[str]] = {}
         for node in sorted(paths, key=natural_key):
             path = paths[node]
-            kept = path[: max(len(path) - height, 1)] if path else [node]
-            switches.setdefault(".".join(kept), []).append(node)
+            switch_path = path[: max(len(path) - height, 1)] if path else [node]
+            switches.setdefault(".".join(switch_path), []).append(node)
         tiers.append(Tier(tier_name(height, depth), {k: tuple(v) for k, v in switches.items()}))
     return Topology("tree", tuple(tiers)) if tiers else FLAT
 
 
 def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
-    """Base blocks, and one tier for each further size of BlockSizes: that many nodes' worth of
+    """Returns base blocks, and one tier for each further size of BlockSizes: that many nodes of
     consecutive blocks."""
     owner: dict[str, str] = {}
     for name, nodes in blocks.items():
@@ -161,40 +166,40 @@ def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
     return Topology("block", tuple(tiers), base) if blocks else FLAT
 
 
-def _records(text: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, `Key=value` words) of each line; a value has no blanks. Comments and continuations as
-    in slurm.conf."""
-    lines = iter(enumerate(text.splitlines(), 1))
+def _records(content: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yields (line, `Key=value` pairs) of each line; a value has no blanks. Comments and
+    continuations are those of slurm.conf."""
+    lines = iter(enumerate(content.splitlines(), 1))
     for number, line in lines:
         while line.endswith("\\"):
             line = line[:-1] + " " + next(lines, (0, ""))[1]
-        words = (word.partition("=") for word in line.split("#", 1)[0].split())
-        record = {_KEYS.get(key.lower(), key): value for key, equals, value in words if equals}
+        pairs = (pair.partition("=") for pair in line.split("#", 1)[0].split())
+        record = {_KEYS.get(key.lower(), key): value for key, equals, value in pairs if equals}
         if record:
             yield number, record
 
 
-def _rows(part: Any, key: str, label: str) -> dict[str, dict[str, Any]]:
-    rows = part.get(key) if isinstance(part, dict) else None
+def _rows(section: Any, key: str, label: str) -> dict[str, dict[str, Any]]:
+    rows = section.get(key) if isinstance(section, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise _bad(f"topology.yaml lacks the list {key!r}")
-    found: dict[str, dict[str, Any]] = {}
+    rows_by_name: dict[str, dict[str, Any]] = {}
     for index, row in enumerate(rows):
         name = row.get(label)
         if not isinstance(name, str):
             raise _bad(f"topology.yaml: {key}[{index}] lacks {label!r}")
-        if name in found:
-            raise _bad(f"topology.yaml: {key}[{index}]: {name} stands there twice")
-        found[name] = row
-    return found
+        if name in rows_by_name:
+            raise _bad(f"topology.yaml: {key}[{index}]: duplicate name {name}")
+        rows_by_name[name] = row
+    return rows_by_name
 
 
 def _hosts(row: Mapping[str, Any], key: str) -> list[str]:
-    text = row.get(key) or ""
-    if not isinstance(text, str):
-        raise _bad(f"topology.yaml: {key!r} is a host list, not {type(text).__name__}")
-    return expand(text)
+    hosts = row.get(key) or ""
+    if not isinstance(hosts, str):
+        raise _bad(f"topology.yaml: {key!r} is a host list, not {type(hosts).__name__}")
+    return expand(hosts)
 
 
-def _bad(why: str) -> OrchError:
-    return bad(WHERE, why)
+def _bad(reason: str) -> OrchError:
+    return bad(WHERE, reason)

@@ -1,8 +1,8 @@
-"""What `scontrol show nodes` says of each node, and which nodes are really free. Pure.
+"""Reads the output of `scontrol show nodes`, and which nodes are really free. Pure.
 
-Text (`scontrol -o show nodes -d`, every Slurm since 22.05) and JSON (`scontrol show nodes --json`,
-23.02 and later) give the same values; the text form is the one asked for, because the JSON form
-changes between versions.
+Text (`scontrol -o show nodes -d`, every Slurm since 22.05) and JSON (`scontrol show nodes
+--json`, 23.02 and later) give the same values; orch asks for the text form, because the JSON
+form changes between versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.exits import Exit
 
-#: One character a flag, as `sinfo` and scontrol's short states write them behind the base state.
+#: One character per flag, as `sinfo` and scontrol's short states write them after the base state.
 _MARKS = {
     "*": "NOT_RESPONDING",
     "~": "POWERED_DOWN",
@@ -74,10 +74,10 @@ _AFTER_REASON = re.compile(r" (?:Comment|Extra)=")
 class Node(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     states: frozenset[str]  # Slurm's words: a base state and flags
-    gpus: int  # whole ones of the first type
-    gpus_used: int  # of all types, slices too
-    gpu_type: str  # "" where the site does not type its GPUs
-    other_gpus: tuple[GpuCount, ...] = ()  # whole ones of further types
+    gpus: int  # whole GPUs of the first type
+    gpus_used: int  # GPUs of all types, slices too
+    gpu_type: str  # "" if the site does not type its GPUs
+    other_gpus: tuple[GpuCount, ...] = ()  # whole GPUs of further types
     sliced: bool = False  # some of its GPUs are offered as slices only
     cpus: int
     memory_mib: int
@@ -87,31 +87,31 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def free(self) -> bool:
-        """Idle as a whole, and allowed to take a job."""
+        """Tells whether the node is idle as a whole, and allowed to take a job."""
         return "IDLE" in self.states and self.states <= _HARMLESS and not self.gpus_used
 
     @property
     def usable(self) -> bool:
-        """Not out of service; a busy node is usable later."""
+        """Tells whether the node is in service; a busy node is usable later."""
         base = {"IDLE", "MIXED", "ALLOCATED", "COMPLETING", "RESERVED"}
         return bool(self.states & base) and self.states <= _HARMLESS | base
 
     @property
     def state(self) -> str:
-        """One readable word group, base state first: `IDLE+DRAIN`."""
+        """Returns one readable group of words, base state first: `IDLE+DRAIN`."""
         bases = ("IDLE", "MIXED", "ALLOCATED", "DOWN", "ERROR", "FUTURE", "UNKNOWN")
-        return "+".join(sorted(self.states, key=lambda word: (word not in bases, word)))
+        return "+".join(sorted(self.states, key=lambda state: (state not in bases, state)))
 
 
 def machines(nodes: Iterable[Node], idle: bool = False) -> dict[str, Machine]:
-    """What is known of the nodes. Free is one that is not out of service, with `idle` one that is
+    """Returns what is known of the nodes. A node is free if it is in service, with `idle` if it is
     idle as a whole.
 
-    Where some nodes have whole GPUs, those without any are not for a job.
+    If some nodes have whole GPUs, those without any cannot take a job.
     """
     nodes = list(nodes)
-    some = any(node.gpus for node in nodes)
-    return {node.name: _machine(node, idle, some) for node in nodes}
+    some_have_gpus = any(node.gpus for node in nodes)
+    return {node.name: _machine(node, idle, some_have_gpus) for node in nodes}
 
 
 def _machine(node: Node, idle: bool, some_have_gpus: bool) -> Machine:
@@ -130,23 +130,24 @@ def _machine(node: Node, idle: bool, some_have_gpus: bool) -> Machine:
     )
 
 
-def parse_state(text: str) -> frozenset[str]:
-    """`IDLE+DRAIN`, `idle*`, `mixed-` or `DOWN*+DRAIN` as a set of full words."""
+def parse_state(states_word: str) -> frozenset[str]:
+    """Parses `IDLE+DRAIN`, `idle*`, `mixed-` or `DOWN*+DRAIN` into a set of full words."""
     states: set[str] = set()
-    for word in text.split("+"):
-        bare = word.rstrip("".join(_MARKS))
-        states.update(_MARKS[mark] for mark in word[len(bare) :])
+    for state in states_word.split("+"):
+        bare = state.rstrip("".join(_MARKS))
+        states.update(_MARKS[mark] for mark in state[len(bare) :])
         bare = bare.upper()
         states.add(_SYNONYMS.get(bare, bare))
     return frozenset(states - {""})
 
 
-def parse_nodes(text: str) -> list[Node]:
-    """Nodes of `scontrol show nodes` in any of its forms: one line a node, indented blocks, JSON.
+def parse_nodes(content: str) -> list[Node]:
+    """Parses nodes of `scontrol show nodes` in any of its forms: one line per node, indented
+    blocks, JSON.
 
-    Raises OrchError (65) when not one node is found, or when a node lacks its name or state.
+    Raises OrchError (65) if there is no node, or if a node lacks its name or state.
     """
-    stripped = text.lstrip()
+    stripped = content.lstrip()
     nodes = (
         _from_json(stripped)
         if stripped.startswith("{")
@@ -160,34 +161,34 @@ def parse_nodes(text: str) -> list[Node]:
 def select(
     nodes: Iterable[Node], partition: str | None = None, constraint: str | None = None
 ) -> list[Node]:
-    """Nodes of a partition that have all features of a plain `a&b` constraint.
+    """Returns the nodes of a partition that have all features of a plain `a&b` constraint.
 
     A constraint with other operators is left to Slurm: it does not narrow the list here.
     """
-    wanted = (
+    features = (
         frozenset(constraint.split("&"))
         if constraint and not re.search(r"[|\[\]()*!]", constraint)
         else frozenset()
     )
     return [
-        n for n in nodes if (not partition or partition in n.partitions) and wanted <= n.features
+        n for n in nodes if (not partition or partition in n.partitions) and features <= n.features
     ]
 
 
-def _blocks(text: str) -> Iterable[str]:
-    """Each node's fields on one line, whatever the form."""
-    for block in re.split(r"(?:^|\n)(?=NodeName=)", text):
+def _blocks(content: str) -> Iterable[str]:
+    """Yields each node's fields on one line, whatever the form."""
+    for block in re.split(r"(?:^|\n)(?=NodeName=)", content):
         if block.strip():
             yield " ".join(line.strip() for line in block.splitlines())
 
 
 def _fields(block: str) -> dict[str, str]:
-    """The wanted `Key=value` pairs. None of their values holds a blank; Reason, which is last, may
-    hold anything."""
+    """Returns the wanted `Key=value` pairs. None of their values contains a blank; Reason, which
+    is last, may contain anything."""
     block, _, reason = block.partition(" Reason=")
     fields = {"Reason": _AFTER_REASON.split(reason, 1)[0].strip()}
-    for word in block.split():
-        key, _, value = word.partition("=")
+    for pair in block.split():
+        key, _, value = pair.partition("=")
         if key in _WANTED:
             fields.setdefault(key, value)
     return fields
@@ -213,8 +214,8 @@ def _from_text(block: str) -> Node:
 
 
 class _JsonNode(msgspec.Struct):
-    """The keys that all versions with `--json` share; lists became lists in 23.11, so both
-    spellings are taken."""
+    """The keys that all versions with `--json` share; some became lists in 23.11, so both
+    spellings are accepted."""
 
     name: str
     state: list[str] | str
@@ -232,16 +233,16 @@ class _JsonNodes(msgspec.Struct):
     nodes: list[_JsonNode]
 
 
-def _from_json(text: str) -> list[Node]:
+def _from_json(content: str) -> list[Node]:
     try:
-        found = msgspec.json.decode(text.encode(), type=_JsonNodes).nodes
+        json_nodes = msgspec.json.decode(content.encode(), type=_JsonNodes).nodes
     except UNREADABLE as error:
         raise OrchError(f"`scontrol show nodes --json`: {error}", Exit.CONFIG) from None
-    result = []
-    for node in found:
+    nodes = []
+    for node in json_nodes:
         state = node.state if isinstance(node.state, str) else "+".join(node.state)
         features = node.active_features
-        result.append(
+        nodes.append(
             _node(
                 parse_gres(node.gres),
                 name=node.name,
@@ -254,34 +255,38 @@ def _from_json(text: str) -> list[Node]:
                 reason=node.reason,
             )
         )
-    return result
+    return nodes
 
 
 def parse_gres(gres: str) -> dict[str, int]:
-    """`gpu:h100:8(S:0-1),gpu:3090:2,nic:2` -> {"h100": 8, "3090": 2}; "" is the type of GPUs
-    without one.
+    """Parses `gpu:h100:8(S:0-1),gpu:3090:2,nic:2` into {"h100": 8, "3090": 2}; "" is the type of
+    GPUs without one.
 
-    A GRES is name[:type][:no_consume][:count][(...)]. The last number is the count, so a type may
-    be a number, too.
+    A GRES is name[:type][:no_consume][:count][(...)]. The last number is the count, so a type
+    may be a number, too.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for entry in _IN_BRACKETS.sub("", gres).split(","):
-        name, *words = (word for word in entry.strip().split(":") if word != "no_consume")
+        name, *fields = (field for field in entry.strip().split(":") if field != "no_consume")
         if name != "gpu":
             continue
-        count = int(words.pop()) if words and words[-1].isdigit() else 1
-        kind = ":".join(words)
-        found[kind] = found.get(kind, 0) + count
-    return found
+        count = int(fields.pop()) if fields and fields[-1].isdigit() else 1
+        kind = ":".join(fields)
+        counts[kind] = counts.get(kind, 0) + count
+    return counts
 
 
 def _node(gpus: dict[str, int], **values: Any) -> Node:
-    """A node with its whole GPUs told apart by type."""
-    whole = [GpuCount(count, kind) for kind, count in gpus.items() if not _SLICE.search(kind)]
-    first = whole[0] if whole else GpuCount(0, "")
-    sliced = len(whole) < len(gpus)
+    """Returns a node with its whole GPUs separated by type."""
+    whole_gpus = [GpuCount(count, kind) for kind, count in gpus.items() if not _SLICE.search(kind)]
+    first = whole_gpus[0] if whole_gpus else GpuCount(0, "")
+    sliced = len(whole_gpus) < len(gpus)
     return Node(
-        gpus=first.gpus, gpu_type=first.gpu, other_gpus=tuple(whole[1:]), sliced=sliced, **values
+        gpus=first.gpus,
+        gpu_type=first.gpu,
+        other_gpus=tuple(whole_gpus[1:]),
+        sliced=sliced,
+        **values,
     )
 
 
@@ -290,19 +295,19 @@ def _total(gpus: dict[str, int]) -> int:
 
 
 def _tres_gpus(tres: str) -> int:
-    """GPUs in use by `AllocTRES`: the total, else the sum over the types, as sites track the one or
-    the other."""
-    found = re.search(r"(?:^|,)gres/gpu=([0-9]+)", tres)
+    """Returns the GPUs in use by `AllocTRES`: the total, else the sum over the types, because
+    sites track one or the other."""
+    match = re.search(r"(?:^|,)gres/gpu=([0-9]+)", tres)
     return (
-        int(found[1])
-        if found
+        int(match[1])
+        if match
         else sum(map(int, re.findall(r"(?:^|,)gres/gpu:[^=,]+=([0-9]+)", tres)))
     )
 
 
-def _number(text: str | None) -> int:
-    return int(text) if text and text.isdigit() else 0
+def _number(digits: str | None) -> int:
+    return int(digits) if digits and digits.isdigit() else 0
 
 
-def _words(text: str | None) -> frozenset[str]:
-    return frozenset() if text in (None, "", "(null)") else frozenset(text.split(","))
+def _words(names: str | None) -> frozenset[str]:
+    return frozenset() if names in (None, "", "(null)") else frozenset(names.split(","))

@@ -52,43 +52,33 @@ class Kernels(Struct, frozen=True, kw_only=True):
 
     fused_attention: bool = True  # keeps softmax statistics instead of scores
     fused_activation: bool = False  # the gated activation keeps only its two inputs
-    # a compiler computes outputs of norms and activations again, where no gather precedes
+    #: a compiler computes outputs of norms and activations again, where no gather precedes
     compiled: bool = False
     keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
     keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
     in_transfer: bool = False  # keep what is being sent and received, and no more
     inside_backward: bool = False  # count gradients inside a layer while its backward runs
     selective: Selective = "orch"
-    dropout: bool = (
-        False  # dropout, even where the model does not say so: a default of the software
-    )
-    fills_limit: bool = (
-        False  # split backwards come as a search placed them, up to a limit of whole micro-batches
-    )
-    copied_heads: bool = (
-        False  # queries, keys and values are kept as projected and as attention reads them
-    )
-    expert_outputs: bool = (
-        True  # outputs of experts are kept, to be weighted; else weights come before them
-    )
-    narrow_activation: bool = (
-        False  # experts' activations keep their inputs as narrow as products do
-    )
-    shared_inputs: bool = (
-        False  # tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa)
-    )
-    wide_shards: bool = (
-        False  # shards of what is gathered again are kept as they are, not as narrow as products
-    )
-    trainer: str = (
-        ""  # "cpu", "cuda": latent attention and experts are this project's trainer's, there
-    )
-    product_width: float | None = (
-        None  # bytes of a matrix product's input, where narrower than the tensor
-    )
-    loss_width: float | None = (
-        None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
-    )
+    #: dropout, even where the model does not say so: a default of the software
+    dropout: bool = False
+    #: split backwards come as a search placed them, up to a limit of whole micro-batches
+    fills_limit: bool = False
+    #: queries, keys and values are kept as projected and as attention reads them
+    copied_heads: bool = False
+    #: outputs of experts are kept, to be weighted; else weights come before them
+    expert_outputs: bool = True
+    #: experts' activations keep their inputs as narrow as products do
+    narrow_activation: bool = False
+    #: tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa)
+    shared_inputs: bool = False
+    #: shards of what is gathered again are kept as they are, not as narrow as products
+    wide_shards: bool = False
+    #: "cpu", "cuda": latent attention and experts are this project's trainer's, there
+    trainer: str = ""
+    #: bytes of a matrix product's input, where narrower than the tensor
+    product_width: float | None = None
+    #: bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
+    loss_width: float | None = None
 
     @property
     def holds_messages(self) -> bool:

@@ -92,8 +92,8 @@ def experts(workload: Workload, moe: Moe, device: str) -> dict[str, float]:
 
 def results_of_experts(workload: Workload, moe: Moe, kept_later: float) -> float:
     """What a layer with experts has, beyond what it keeps, when it is recomputed: results, until
-    each token sums its own, and what routers have read, in its own width. kept_later: bytes per token
-    that shared experts keep later, if no exchange lies between.
+    each token sums its own, and what routers have read, in its own width. kept_later: bytes per
+    token that shared experts keep later, if no exchange lies between.
 
     Results that come back from other ranks are of this rank's own tokens. Without an exchange a
     tensor-parallel rank has gathered those of all, which only shared experts would keep."""

@@ -48,44 +48,35 @@ class Recipe(Struct, frozen=True, kw_only=True):
     """One family. Optimizer: its moments in fp32, and an fp32 master copy of narrower weights."""
 
     name: str
-    moments: int = (
-        2  # tensors like the weights that the optimizer keeps, beside a master copy: AdamW's two
-    )
+    #: tensors like the weights that the optimizer keeps, beside a master copy: AdamW's two
+    moments: int = 2
     moment: float | None = None  # bytes of an element of them, where narrower than a master weight
     wide_vectors: bool = False  # but not of norms and biases
-    kernels: Kernels | None = (
-        None  # None: this project's trainer, whose kernels depend on device and layout
-    )
-    gradient: float | None = (
-        None  # bytes of a gradient; None: as the software sends it, or the plan's `grad_dtype`
-    )
-    more_gradient: float = (
-        0.0  # bytes of each parameter's gradient of one micro-batch, beside the sum
-    )
-    more_optimizer: float = (
-        0.0  # bytes a parameter beside master copy and moments, sharded with them
-    )
-    own_master: bool = (
-        False  # ZeRO-3 keeps a 16-bit shard beside the fp32 one, not the fp32 one alone
-    )
+    #: None: this project's trainer, whose kernels depend on device and layout
+    kernels: Kernels | None = None
+    #: bytes of a gradient; None: as the software sends it, or the plan's `grad_dtype`
+    gradient: float | None = None
+    #: bytes of each parameter's gradient of one micro-batch, beside the sum
+    more_gradient: float = 0.0
+    #: bytes a parameter beside master copy and moments, sharded with them
+    more_optimizer: float = 0.0
+    #: ZeRO-3 keeps a 16-bit shard beside the fp32 one, not the fp32 one alone
+    own_master: bool = False
     more_bf16: float = 0.0  # bytes a parameter that only training in bf16 adds, never sharded
     trained: bool = True  # False: weights are frozen, as with LoRA, whose own parameters are few
     buckets: int = 0  # bytes of communication buffers with ZeRO
     by_matrix: bool = False  # ZeRO-3 gathers a matrix at a time, not a layer
-    whole_gradients: bool = (
-        False  # ZeRO-3 in a pipeline sums gradients unsharded over the micro-batches
-    )
+    #: ZeRO-3 in a pipeline sums gradients unsharded over the micro-batches
+    whole_gradients: bool = False
     narrow: bool = False  # with 8-bit matrix products their kept inputs have 8 bits too
-    workspace: int = (
-        0  # bytes that libraries allocate beside the model: cuBLAS, attention, collectives
-    )
+    #: bytes that libraries allocate beside the model: cuBLAS, attention, collectives
+    workspace: int = 0
     fragmentation: float = 1.0  # reserved / allocated
-    context: int | None = (
-        None  # bytes of device context and communicators; None: `CONTEXT_BYTES`, among the buffers
-    )
+    #: bytes of device context and communicators; None: `CONTEXT_BYTES`, among the buffers
+    context: int | None = None
     usable: float = 1.0  # share of the card that a job can take; without `context`: `FILLED`
     printed: Kind = "allocated"  # what its users publish where they do not say
-    # of the relative error, on sources that had no part in choosing the numbers; else `ACCOUNT_SD`
+    #: of the relative error, on sources that had no part in choosing the numbers; else `ACCOUNT_SD`
     sd: float = 0.0
 
     def process_bytes(self, tensors: float) -> float:

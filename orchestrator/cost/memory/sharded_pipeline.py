@@ -57,7 +57,8 @@ class Moment(NamedTuple):
 def kept_of_rank(
     workload: Workload, kernels: Kernels, rank: int, peak_bytes: float
 ) -> RankActivations:
-    """Activation bytes of a pipeline rank without a split backward. `peak_bytes`: as in `activations`."""
+    """Activation bytes of a pipeline rank without a split backward. `peak_bytes`: as in
+    `activations`."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train

@@ -33,7 +33,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 class Path(Struct, frozen=True):
     """Cost of one pattern over the groups of one axis."""
 
-    # on the links of an NVLink domain, per byte that a rank sends, at the links' own rates
+    #: on the links of an NVLink domain, per byte that a rank sends, at the links' own rates
     nvlink_s: float
     fabric_s: float  # on the network's
     hop_s: float  # latency of the slowest hop

@@ -16,9 +16,8 @@ class RecomputedShare(NamedTuple):
     gather: float  # the all-gather of the sequence (sequence parallelism)
     core: float  # attention, with its communication of keys and values (context parallelism)
     end: float  # the layer's last operation too: this trainer stops when it has what backward needs
-    inputs: float = (
-        0.0  # inputs of a recomputed part that its tensor-parallel ranks share, and gather again
-    )
+    #: inputs of a recomputed part that its tensor-parallel ranks share, and gather again
+    inputs: float = 0.0
     mlp_inputs: float = 0.0  # those of a dense MLP by itself
 
 

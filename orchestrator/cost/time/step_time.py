@@ -67,9 +67,8 @@ class Stage(NamedTuple):
     ]  # (kind as in `sample_layers`, recomputation mode, number)
     first: bool
     last: bool
-    away: float = (
-        0.0  # bytes of a micro-batch that leave the device in forward and come back in backward
-    )
+    #: bytes of a micro-batch that leave the device in forward and come back in backward
+    away: float = 0.0
 
 
 class Work(NamedTuple):

@@ -69,7 +69,7 @@ class NodePlacement(NamedTuple):
     nodes: tuple[int, ...]  # index of the node in each slot
     candidate: Candidate
     score: PlacementScore
-    # lower bound of the step over all placements and nesting orders that keep tp and ep inside
+    #: lower bound of the step over all placements and nesting orders that keep tp and ep inside
     bound_s: float
     exact: bool  # every placement was costed
     given: PlacementScore  # of the nodes in the order in which they were given

@@ -38,7 +38,8 @@ class LayerCosts:
         self._params: dict[tuple[int, tuple[int, int]], ShardParams] = {}
 
     def of_mesh(self, mesh: Mesh, layout: Parallel) -> LayerCost:
-        """The cost of a layer in `mesh`. `layout`: an arbitrary one, for what all have in common."""
+        """The cost of a layer in `mesh`. `layout`: an arbitrary one, for what all have in
+        common."""
         key = *mesh[:3], mesh.fold, mesh.sp, mesh.micro_batch_size, mesh.cp_method == "ring"
         if key not in self._costs:
             degrees = {name: getattr(mesh, name) for name in DEGREES}

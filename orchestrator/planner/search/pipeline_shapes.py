@@ -61,14 +61,14 @@ class PipelineShapes(NamedTuple):
     """Bounds over all shapes of a pipeline."""
 
     least: float  # fewest layers of any rank, per copy of the model
-    # layers of the rank that holds most, per copy of the model, in the shape where it holds fewest
+    #: layers of the rank that holds most, per copy of the model, in the shape where it holds fewest
     heaviest: float
     latest_ranks: list[LatestRank]
 
 
 def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> PipelineShape:
-    """The shape of `parallel`'s pipeline. `placement`: name of the stage placement, the first part of
-    its key."""
+    """The shape of `parallel`'s pipeline. `placement`: name of the stage placement, the first part
+    of its key."""
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
     starts = [0]

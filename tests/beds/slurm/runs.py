@@ -105,9 +105,8 @@ class Run(base.Run):
     def __init__(self, orch: Orch, folder: str, script: str = ""):
         super().__init__(orch, folder)
         self.script = script
-        self._requeued_since: float | None = (
-            None  # monotonic seconds; the last attempt has left the nodes
-        )
+        # monotonic seconds; the last attempt has left the nodes
+        self._requeued_since: float | None = None
 
     @property
     def job(self) -> str:

@@ -137,7 +137,7 @@ class _Ring(torch.autograd.Function):
         grad = grad.contiguous()
         dtype = block.accumulation_dtype(q.dtype)
         rotating = _pack(k, v, labels)
-        wait_for_grads = list  # replaced in each step
+        wait_for_grads: Callable[[], list[Tensor]] = list  # replaced in each step
         for step in range(ring.size):
             next_keys = ring.start_step(step + 1, rotating)
             visible_block, sight = ring.sees(step, q, labels, rotating, ctx.documents)

@@ -41,11 +41,11 @@ class Allocation(Struct, frozen=True, omit_defaults=True):
     number: int  # grows with every allocation of the cluster
     generation: int  # the Job's
     nodes: list[str]
-    # requests of one pod if several may share a node; {}: a node belongs to one pod alone
+    #: requests of one pod if several may share a node; {}: a node belongs to one pod alone
     needs: dict[str, float] = {}
     size: int = 0  # nodes of the plan that it was made for
     inputs: str = ""  # digest of that plan's inputs
-    # node -> Unix seconds until which it is not given to this run again
+    #: node -> Unix seconds until which it is not given to this run again
     excluded: dict[str, float] = {}
     lost_at: float = 0.0  # since when a node is missing
     ending: str = ""  # why it is released once its pods have ended

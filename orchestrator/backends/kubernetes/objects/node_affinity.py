@@ -34,7 +34,7 @@ class ChosenNodes(Struct, frozen=True):
     """Nodes for a run without a queue, and the switches that they share."""
 
     nodes: tuple[str, ...]  # in topology order
-    # label of the innermost switch above all of them; "" if there is none
+    #: label of the innermost switch above all of them; "" if there is none
     label: str = ""
     values: tuple[str, ...] = ()
     whole: tuple[

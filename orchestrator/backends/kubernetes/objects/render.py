@@ -43,7 +43,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}  # values of the variables that were passed on
     topology: Topology | None = None  # all nodes that pods may be placed on, if known
     chosen: ChosenNodes | None = None
-    # hostname labels of excluded nodes; None: nobody has looked them up
+    #: hostname labels of excluded nodes; None: nobody has looked them up
     excluded: tuple[str, ...] | None = None
     submission: str = ""  # the same for a repeated submission of one run
     generation: int = 0  # number of restarts by `resume` or `resize`

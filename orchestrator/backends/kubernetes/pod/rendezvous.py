@@ -166,7 +166,9 @@ async def _join(
     problem = "not tried"
     while loop.time() < end:
         try:
-            connecting = connect(host, port, run, f"pod-{this_pod.index}", key=key, receives=Start)
+            connecting = connect(
+                host, port, run, f"pod-{this_pod.index}", key=key, message_type=Start
+            )
             channel = await asyncio.wait_for(connecting, 15.0)
         except WrongKey as error:
             raise OrchError(str(error), Exit.SECURITY) from None
