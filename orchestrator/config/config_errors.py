@@ -40,7 +40,7 @@ class Origin:
 
     def _override(self, key: str) -> Override | None:
         """Returns the last override of the key, or of a part of the configuration that has it."""
-        for override in reversed(self.overrides):
+        for override in self.overrides[::-1]:
             if not override.group and f"{key}.".startswith(f"{override.key}."):
                 return override
         return None

@@ -265,24 +265,34 @@ def _offload(plan: Plan) -> str | None:
     offload = offload_of(plan.job.train)
     terms = plan.time.terms
     keys = {"offload": offload.optimizer, "offload_activations": offload.activations}
-    words = " ".join(f"train.{key}={place}" for key, place in keys.items() if place)
-    if not words:
+    settings = " ".join(f"train.{key}={target}" for key, target in keys.items() if target)
+    if not settings:
         return None
-    seconds = sum(terms.get(term, 0.0) for term, place in zip(("optimizer", "activations"), keys.values(), strict=True)
-                  if place)  # fmt: skip
+    seconds = 0.0
+    if offload.optimizer:
+        seconds += terms.get("optimizer", 0.0)
+    if offload.activations:
+        seconds += terms.get("activations", 0.0)
     share = seconds / plan.time.step_s
     host = host_of(plan.cluster)
-    said = [f"cluster.host is not described: {host.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed, and"
-            f" {host.link_bytes_per_s / 1e9:g} GB/s between GPU and host"]  # fmt: skip
-    said = said if plan.cluster.host is UNSET else []
+    reasons = []
+    if plan.cluster.host is UNSET:
+        reasons.append(
+            f"cluster.host is not described: {host.disk_bytes_per_s / 1e9:g} GB/s of disk are"
+            f" assumed, and {host.link_bytes_per_s / 1e9:g} GB/s between GPU and host"
+        )
     if share > OFFLOADED:
-        said.append(
+        reasons.append(
             f"that is {share:.0%} of the step: a larger global batch, or zero1 over more ranks"
         )
     if offload.delayed:
-        said.append("each step computes with weights that lack the update before it: not the same training as without"
-                    " train.offload_delayed")  # fmt: skip
-    return f"{words} takes {seconds:.3g} s a step; " + "; ".join(said) if said else None
+        reasons.append(
+            "each step computes with weights that lack the update before it: not the same"
+            " training as without train.offload_delayed"
+        )
+    if not reasons:
+        return None
+    return f"{settings} takes {seconds:.3g} s a step; " + "; ".join(reasons)
 
 
 def _demo(plan: Plan) -> str | None:

@@ -54,7 +54,10 @@ _MEASURED: dict[str, dict[str, float]] = {
         "bytes": 2.0**-30,
     },
 }
-_UNITS = "x|×|gpus?|gpu|layers?|heads?|tokens?|tok|samples?|sequences?|seqs?|ranks?|experts?|stages?|gb|gib|devices?"
+_UNITS = (
+    "x|×|gpus?|gpu|layers?|heads?|tokens?|tok|samples?|sequences?|seqs?|ranks?|experts?|stages?"
+    "|gb|gib|devices?"
+)
 _NUMBER = re.compile(
     r"[~≈]?([+-]?(?:\d{1,3}(?:[,_' ]\d{3})+|\d+)(?:\.\d+|,\d{1,2})?(?:e[+-]?\d+)?|[+-]?\.\d+)"
     rf"\s*([kmbt]?)\s*(?:{_UNITS})?(?:\s*\([^()]*\))?"

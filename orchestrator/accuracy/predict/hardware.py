@@ -96,7 +96,10 @@ _DIRECT = (
 )
 SOURCE = "data sheets"
 #: What may stand before a GPU's name without a space.
-_BEFORE = r"(?:\d+X|NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX|INTEL|ASCEND|GOOGLE|CLOUD|TPU|MI)"
+_BEFORE = (
+    r"(?:\d+X|NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX|INTEL|ASCEND|GOOGLE|CLOUD|TPU"
+    r"|MI)"
+)
 #: Patterns of names in upper case, words apart by one space, before the GPU they mean. The first
 #: match counts: names of GPUs, then of systems and clouds' machines, then of generations.
 _NAMES: tuple[tuple[str, str], ...] = (

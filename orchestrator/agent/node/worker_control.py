@@ -218,8 +218,8 @@ class WorkerControl:
         if assign.plan_hash == self.plan.hash and (as_planned or assign.final_checkpoint):
             return None
         return (
-            f"the assignment has (rank, gpu) {assigned} of plan {assign.plan_hash[:12]}, this node's"
-            f" plan has {planned}"
+            f"the assignment has (rank, gpu) {assigned} of plan {assign.plan_hash[:12]}, this"
+            f" node's plan has {planned}"
         )
 
     def _start_worker(
