@@ -121,11 +121,11 @@ def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
         return GPU_REASONS.get(machine.reason, "out of service")
     if machine.reason in GPU_REASONS:
         return None
-    offers = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
-    for offer in offers:
-        has_enough = not offer.gpus or spec.gpus_per_node <= offer.gpus <= MOST_GPUS
-        if has_enough and (not offer.gpu or same_model(spec.gpu.name, offer.gpu)):
+    gpu_counts = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
+    for count in gpu_counts:
+        has_enough = not count.gpus or spec.gpus_per_node <= count.gpus <= MOST_GPUS
+        if has_enough and (not count.gpu or same_model(spec.gpu.name, count.gpu)):
             return None
     return "with " + " and ".join(
-        f"{offer.gpus or 'some'} {offer.gpu or 'GPUs'}" for offer in offers
+        f"{count.gpus or 'some'} {count.gpu or 'GPUs'}" for count in gpu_counts
     )

@@ -1,7 +1,5 @@
 """Mutants that live because they change nothing that a run could show: `Site.key` -> why."""
 
-# ruff: noqa: E501 (keys hold whole lines of source)
-
 from __future__ import annotations
 
 REASONS: dict[str, str] = {
