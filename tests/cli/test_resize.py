@@ -49,10 +49,16 @@ def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
     sent = []
     gone = []
     monkeypatch.setattr(submission, "delete_run_objects", lambda *what: gone.append(what[1:]))
-    monkeypatch.setattr(direct_runs.DirectRuns, "_send", lambda self, *what: sent.append(what))
+    monkeypatch.setattr(
+        direct_runs.DirectRuns,
+        "_send",
+        lambda self, *arguments, **keywords: sent.append((*arguments, keywords)),
+    )
     assert main(["resize", "r1", "2"]) == Exit.DONE
-    (folder, request, plan, _, generation, _), (kind, name, run_id, wait_s) = sent[0], gone[0]
-    assert (folder, kind, name, run_id, generation) == (rendered, "Job", "r1", "r1", 1)
+    folder, request, plan, _, keywords = sent[0]
+    kind, name, run_id, wait_s = gone[0]
+    assert (folder, kind, name, run_id) == (rendered, "Job", "r1", "r1")
+    assert keywords["generation"] == 1
     assert wait_s > 120  # of a run that lives, the grace period and more
     assert request.nodes == len(request.agents) == 2
     assert len(plan.ranks) == 4

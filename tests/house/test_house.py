@@ -57,7 +57,14 @@ MOST_FILES = {
 LONGER_FILES = {
     "orchestrator.cost.memory.activations",
 }
-LONGER_CLASSES: set[str] = set()
+LONGER_CLASSES = {
+    "orchestrator.agent.leader.elasticity.Elasticity",
+    "orchestrator.agent.leader.epoch.Epoch",
+    "orchestrator.agent.node.worker_control.WorkerControl",
+    "orchestrator.backends.kubernetes.controller.reconcile.Reconciler",
+    "orchestrator.backends.local.supervisor.Supervisor",
+    "trainer.engine.Engine",
+}
 
 
 def ours(prefix: str) -> list[str]:

@@ -139,7 +139,7 @@ def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(
         )
         assert (
             f"#SBATCH --exclude={left_out}\n" in sent[-1]
-            and f"\nexcluded='{left_out}'\n" in sent[-1]
+            and f"\nexcluded_nodes='{left_out}'\n" in sent[-1]
         )
     (folder.path / "slurm").mkdir()
     exclude(folder, ["n1"])  # while it runs

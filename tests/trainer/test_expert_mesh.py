@@ -99,7 +99,7 @@ def test_tokens_that_cannot_go_by_domain_are_refused_with_what_can():
 
     assert refused(ep=4, nodes=1) is None, "one domain: straight"
     assert "without expert parallelism; legal: direct" in refused(dp=2)
-    assert "lie 6 + 2 in their" in refused(ep=8, dp=3, nodes=4)
+    assert "have 6 + 2 of them" in refused(ep=8, dp=3, nodes=4)
     assert "some groups of 4 ranks" in refused(ep=4, dp=3, nodes=2)
     limited = Moe(experts=8, top_k=2, ffn_hidden=8, groups=2, top_groups=1)
     assert refused(limited, ep=4, nodes=2) is None
