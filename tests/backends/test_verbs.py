@@ -138,7 +138,8 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
     assert code == 0 and not home.exists()
     assert "tp=8" in out and "Request" in out and "8, one per node, from node-0 to node-7" in out
     assert (
-        "would refuse to submit it" in out and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in out
+        "would refuse to submit it" in out
+        and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in out
     )
     code, out, err = orch(capsys, "submit", *words)
     assert code == 76 and err.count("\n") == 1 and "this machine has no GPU" in err
