@@ -167,8 +167,8 @@ def test_plans_groups_and_refusals_are_those_of_the_host(site, home, capsys, tmp
     assert not list((home / "runs").glob("*"))
     for words, says in (
         (["submit", "--in-place", "nproc=1"], "the host does not see this folder"),
-        (["submit", "--multirun", "nproc=1,2"], "one by one"),
-        (["render", "nproc=1"], "one by one"),
+        (["submit", "--multirun", "nproc=1,2"], "one job at a time"),
+        (["render", "nproc=1"], "one job at a time"),
     ):
         code, _, err = orch(capsys, *words, *site.options(), "--", "python", "train.py")
         assert code == Exit.USAGE and says in err, (words, err)

@@ -52,6 +52,10 @@ ELSEWHERE = (
     "return 0",
     "RESULT.write_text",
     "record = {",
+    '"device": name,',
+    "**ceiling,",
+    '"modes": results,',
+    '"conditions": conditions(',
     "return RIVALS",
 )
 

@@ -222,8 +222,8 @@ def _(patch):
 def _(patch):
     original = LossTerms.start
 
-    def start(self, scale, valid, taken, samples, tokens):
-        original(self, scale, valid, taken, samples if _alone() else samples // 2, tokens)
+    def start(self, scale, valid, micro_batches, samples, tokens):
+        original(self, scale, valid, micro_batches, samples if _alone() else samples // 2, tokens)
 
     patch.setattr(LossTerms, "start", start)
 
@@ -311,8 +311,8 @@ def _(patch):
 def _(patch):
     original = LossTerms.start
 
-    def start(self, scale, valid, taken, samples, tokens):
-        original(self, scale, valid, taken, samples, tokens if _alone() else samples)
+    def start(self, scale, valid, micro_batches, samples, tokens):
+        original(self, scale, valid, micro_batches, samples, tokens if _alone() else samples)
 
     patch.setattr(LossTerms, "start", start)
 

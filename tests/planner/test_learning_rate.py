@@ -91,7 +91,10 @@ def test_a_schedule_goes_on_where_it_was_saved_and_any_other_rate_is_said(
         other = optim(**{"schedule": name, "warmup_steps": warmup, "decay_steps": decay} | changes)
         here = learning_rate(step, other, total)
         breaks = step < total and here != pytest.approx(saved["learning_rate"], rel=1e-6)
-        assert bool(jump(saved, step, other, total)) == breaks
+        message = jump(saved, step, other, total)
+        assert bool(message) == breaks
+        following = learning_rate(step + 1, other, total)
+        assert not breaks or f"to {following:.3g} at step {step + 1}" in message
 
 
 def test_what_remembers_no_rate_says_nothing():

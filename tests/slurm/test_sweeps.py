@@ -120,7 +120,7 @@ def test_a_run_after_a_run(orch):
         (["--after", f"notok:{first.id}"], "would never start"),
         (["--after", "nobody"], "no run 'nobody'"),
         (["--after", f"soon:{first.id}"], "not ok, any or notok"),
-        (["--after", first.id, "backend=local"], "the backend local has no queue"),
+        (["--after", first.id, "backend=local"], "backend local has no queue"),
     ):
         refused = orch(*base, *words, code=Exit.USAGE)
         assert text in refused.stderr and len(refused.stderr.strip().splitlines()) == 1

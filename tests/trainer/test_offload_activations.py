@@ -116,7 +116,7 @@ def uses(rank: int) -> dict[str, int]:
 
     def counted(store, entry):
         counts["used"] += 1
-        counts["ahead"] += entry.back is not None
+        counts["ahead"] += entry.fetch is not None
         return get(store, entry)
 
     ActivationStore.get = counted

@@ -55,7 +55,7 @@ class KeptInputs:
         """Wraps a recomputed function, so that its first argument is kept by these hooks. Autograd
         keeps its other arguments unchanged."""
 
-        def run(x: Tensor, *arguments: Any) -> Tensor:
+        def run(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
             address = x.data_ptr()
             shape = x.shape  # autograd keeps the hooks: they must not hold `x`
 
@@ -64,7 +64,7 @@ class KeptInputs:
                 return self._pack(saved) if is_input else saved
 
             with saved_tensors_hooks(pack, self._unpack):
-                return function(x, *arguments)
+                return function(x, *arguments, **keywords)
 
         return run
 

@@ -110,8 +110,10 @@ def _checkpointed(
     not draw stateful random numbers, so no random state is kept."""
     extra: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
-    def run(*args: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **extra)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=False, **extra, **kwargs
+        )
 
     return run
 

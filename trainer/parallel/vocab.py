@@ -118,9 +118,8 @@ class _WholeCrossEntropy(torch.autograd.Function):
         out = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
         for rows in _chunks(flat):
             out_rows = out[rows]
-            softmax = out_rows
-            if out.dtype != grad.dtype:
-                softmax = torch.empty_like(out_rows, dtype=grad.dtype)
+            same_dtype = out.dtype == grad.dtype
+            softmax = out_rows if same_dtype else torch.empty_like(out_rows, dtype=grad.dtype)
             torch.softmax(flat[rows], -1, dtype=grad.dtype, out=softmax)
             softmax.mul_(scale[rows]).scatter_add_(1, column[rows], -scale[rows])
             if softmax is not out_rows:
@@ -178,9 +177,8 @@ class _CrossEntropy(torch.autograd.Function):
         out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
         for rows in _chunks(flat) if ctx.valid else ():
             out_rows = out[rows, : ctx.valid]
-            softmax = out_rows
-            if out.dtype != total.dtype:
-                softmax = out_rows.new_empty(out_rows.shape, dtype=total.dtype)
+            same_dtype = out.dtype == total.dtype
+            softmax = out_rows if same_dtype else torch.empty_like(out_rows, dtype=total.dtype)
             torch.sub(flat[rows, : ctx.valid], total[rows, None], out=softmax)
             softmax.exp_().mul_(scale[rows])
             onehot = -in_shard[rows, None].to(softmax.dtype)
