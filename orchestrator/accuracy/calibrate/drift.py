@@ -83,34 +83,36 @@ class Drift(NamedTuple):
     attribution: list[Attribution]  # what explains the difference, the largest part first
 
 
-def drift(plan: Plan, measured_s: float, most: int = 3) -> Drift:
+def drift(plan: Plan, measured_s: float, limit: int = 3) -> Drift:
     """What a run's median step says of its plan, whose own parameters and shipped uncertainty are
     the prior."""
     profile = with_values(plan.time.parameters)
     change, jacobian = update_with_step(profile, step_of(plan), measured_s)
     values = change.values(profile)
-    total = float(change.log_change @ jacobian) or 1.0
-    parts = [
-        _attribution(name, profile.values[name], values[name], part / total)
-        for name, part in attribution(change, jacobian, most)
+    total_change = float(change.log_change @ jacobian) or 1.0
+    attributions = [
+        _attribution(name, profile.values[name], values[name], contribution / total_change)
+        for name, contribution in attribution(change, jacobian, limit)
     ]
     z = log(measured_s / plan.time.step_s) / (plan.time.sd or relative_sd(jacobian, profile))
-    return Drift(z, abs(z) <= SIGMAS, parts)
+    return Drift(z, abs(z) <= SIGMAS, attributions)
 
 
-def changed(before: Profile, after: Profile) -> list[Attribution]:
+def changed(base: Profile, updated: Profile) -> list[Attribution]:
     """Parameters that an update moved by more than 2 %, the most moved first; `share` is of the
     largest change."""
-    moves = {name: abs(log(after.values[name] / before.values[name])) for name in INDEX}
-    most = max(moves.values()) or 1.0
+    moves = {name: abs(log(updated.values[name] / base.values[name])) for name in INDEX}
+    largest_move = max(moves.values()) or 1.0
     names = sorted((name for name in INDEX if moves[name] > 0.02), key=lambda name: -moves[name])
     return [
-        _attribution(name, before.values[name], after.values[name], moves[name] / most)
+        _attribution(name, base.values[name], updated.values[name], moves[name] / largest_move)
         for name in names
     ]
 
 
-def _attribution(name: str, assumed: float, found: float, share: float) -> Attribution:
+def _attribution(
+    name: str, assumed_value: float, updated_value: float, share: float
+) -> Attribution:
     unit = PRIOR[INDEX[name]].unit
     stem = max(
         (stem for stem in SUBJECTS if f"{name}.".startswith((stem.rstrip(".") + ".", f"{stem}_"))),
@@ -118,10 +120,13 @@ def _attribution(name: str, assumed: float, found: float, share: float) -> Attri
     )
     subject = SUBJECTS[stem].format(name.removeprefix(stem).replace("_", " ").replace(".", ", "))
     if unit == "s":
-        text = f"{subject} {seconds(found)}, {seconds(assumed)} was assumed"
+        sentence = f"{subject} {seconds(updated_value)}, {seconds(assumed_value)} was assumed"
     else:
-        text = f"{subject} {_short(found)} {UNITS.get(unit, unit)}, {_short(assumed)} was assumed"
-    return Attribution(name, assumed, found, unit, share, text)
+        sentence = (
+            f"{subject} {_short(updated_value)} {UNITS.get(unit, unit)},"
+            f" {_short(assumed_value)} was assumed"
+        )
+    return Attribution(name, assumed_value, updated_value, unit, share, sentence)
 
 
 def _short(value: float) -> str:

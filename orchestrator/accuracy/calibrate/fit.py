@@ -48,9 +48,9 @@ def linearised(
     numbers = duals(values)
     residuals = np.empty(len(observations))
     jacobian = np.zeros((len(observations), len(NAMES)))
-    for index, one in enumerate(observations):
-        step = one.step_s(numbers)
-        residuals[index] = np.log(value_of(step) / one.measured_s)
+    for index, observation in enumerate(observations):
+        step = observation.step_s(numbers)
+        residuals[index] = np.log(value_of(step) / observation.measured_s)
         jacobian[index] = log_gradient(step)
     return residuals, jacobian
 
@@ -69,13 +69,16 @@ def fit(
     """
     mean = np.log([fixed.get(one.name, one.value) for one in PRIOR])
     precision = np.array([1e-6 if one.name in fixed else one.sd for one in PRIOR]) ** -2.0
-    rows = Counter(one.source for one in observations)
-    weight = np.array([min(1.0, MOST_ROWS / rows[one.source]) for one in observations]) / NOISE**2
+    rows_by_source = Counter(one.source for one in observations)
+    weights = (
+        np.array([min(1.0, MOST_ROWS / rows_by_source[one.source]) for one in observations])
+        / NOISE**2
+    )
     theta = np.log([fixed.get(name, start[name]) for name in NAMES]) if start else mean.copy()
     residuals, jacobian = first or linearised(observations, _values(theta))
     normal = np.diag(precision)
     for _ in range(ITERATIONS):
-        robust = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-12))
+        robust = weights * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-12))
         normal = (jacobian.T * robust) @ jacobian + np.diag(precision)
         gradient = jacobian.T @ (robust * residuals) + precision * (theta - mean)
         step = -np.linalg.solve(normal, gradient)
@@ -93,10 +96,10 @@ def _values(theta: Floats) -> dict[str, float]:
 
 def by_source(observations: Sequence[Observation]) -> dict[str, list[int]]:
     """Indices of the observations of each source, sources in alphabetical order."""
-    found: dict[str, list[int]] = {}
-    for index, one in enumerate(observations):
-        found.setdefault(one.source, []).append(index)
-    return dict(sorted(found.items()))
+    indices_by_source: dict[str, list[int]] = {}
+    for index, observation in enumerate(observations):
+        indices_by_source.setdefault(observation.source, []).append(index)
+    return dict(sorted(indices_by_source.items()))
 
 
 class LeftOutSource(NamedTuple):
@@ -113,20 +116,29 @@ def leave_one_source_out(
     observations: Sequence[Observation],
     start: Mapping[str, float],
     fixed: Mapping[str, float] = MappingProxyType({}),
-    tell: Callable[[int, int, str], None] = lambda done, total, what: None,
+    tell: Callable[[int, int, str], None] = lambda done, total, source_name: None,
 ) -> Iterator[LeftOutSource]:
     """Each source in turn. `start`: values of the fit to all; `tell`: (done, of how many, source).
 
     The start has seen the source, so each fit goes on until its values move no more and nothing is
     left of it.
     """
-    at_start = linearised(observations, {**start, **fixed})
+    linearised_at_start = linearised(observations, {**start, **fixed})
     sources = by_source(observations)
-    for done, (source, at) in enumerate(sources.items()):
+    for done, (source, left_out_indices) in enumerate(sources.items()):
         tell(done, len(sources), source)
-        others = [index for index, one in enumerate(observations) if one.source != source]
-        first = at_start[0][others], at_start[1][others]
-        fitted = fit([observations[index] for index in others], start, fixed, first)
-        residuals, jacobian = linearised([observations[index] for index in at], fitted.values)
-        yield LeftOutSource(source, at, residuals, jacobian, fitted)
+        other_indices = [
+            index for index, observation in enumerate(observations) if observation.source != source
+        ]
+        others_at_start = (
+            linearised_at_start[0][other_indices],
+            linearised_at_start[1][other_indices],
+        )
+        fitted = fit(
+            [observations[index] for index in other_indices], start, fixed, others_at_start
+        )
+        residuals, jacobian = linearised(
+            [observations[index] for index in left_out_indices], fitted.values
+        )
+        yield LeftOutSource(source, left_out_indices, residuals, jacobian, fitted)
     tell(len(sources), len(sources), "")

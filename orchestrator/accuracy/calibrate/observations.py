@@ -22,25 +22,29 @@ def observations(
     """Of the rows that have a step time and can be read. `refused`: gets a line for each other row
     that has one."""
     paths: dict[int, PathCache] = {}
-    found = []
+    observed_steps = []
     for number, cells in enumerate(rows, 1):
         name = row_id(cells) or str(number)
         try:
             measured = measured_s(cells)
             if measured is not None:
-                found.append(_observation(name, cells, measured, paths, number - 1))
+                observed_steps.append(_observation(name, cells, measured, paths, number - 1))
         except RowError as error:
             if refused is not None:
                 refused.append(f"row {number} ({name}): {error}")
-    return found
+    return observed_steps
 
 
 def _observation(
-    name: str, cells: Mapping[str, str], measured: float, paths: dict[int, PathCache], at: int = 0
+    name: str,
+    cells: Mapping[str, str],
+    measured: float,
+    paths: dict[int, PathCache],
+    row_index: int = 0,
 ) -> Observation:
     job = read_row(cells)
     return Observation(
-        name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), at
+        name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), row_index
     )
 
 

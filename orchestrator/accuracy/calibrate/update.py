@@ -41,8 +41,8 @@ class Update(NamedTuple):
 
     def values(self, profile: Profile) -> dict[str, float]:
         return {
-            name: profile.values[name] * float(np.exp(self.log_change[at]))
-            for at, name in enumerate(NAMES)
+            name: profile.values[name] * float(np.exp(self.log_change[index]))
+            for index, name in enumerate(NAMES)
         }
 
 
@@ -77,35 +77,35 @@ def update_with_step(
     the iterated Kalman filter). A round that would end at something less likely goes a part of its
     way: where a term has all but vanished its derivative has, too, and whole steps would run away.
     """
-    likely = np.linalg.pinv(profile.uncertainty)
+    precision = np.linalg.pinv(profile.uncertainty)
 
     def cost(miss: float, change: Floats) -> float:
         """-2 ln of the posterior, but for a constant."""
-        return float((miss / noise) ** 2 + change @ likely @ change)
+        return float((miss / noise) ** 2 + change @ precision @ change)
 
-    def at(change: Floats) -> tuple[float, Floats]:
+    def linearised_after(change: Floats) -> tuple[float, Floats]:
         """(miss, its derivatives) with the parameters changed."""
         step = step_s(duals(Update(change, profile.uncertainty).values(profile)))
         return float(np.log(value_of(step) / measured_s)), log_gradient(step)
 
-    moved = np.zeros(len(NAMES))
-    miss, jacobian = at(moved)
-    first = jacobian
+    log_change = np.zeros(len(NAMES))
+    miss, jacobian = linearised_after(log_change)
+    start_jacobian = jacobian
     for _ in range(rounds):
-        found = _posterior(
-            profile, np.array([miss - jacobian @ moved]), jacobian[None], np.array([noise])
+        posterior = _posterior(
+            profile, np.array([miss - jacobian @ log_change]), jacobian[None], np.array([noise])
         )
-        way = found.log_change - moved
-        part = 1.0
-        before = cost(miss, moved)
-        miss, jacobian = at(moved + way)
-        while cost(miss, moved + part * way) > before and part > LEAST_PART:
-            part /= 2
-            miss, jacobian = at(moved + part * way)
-        moved = moved + part * way
-        if np.abs(part * way).max() < 1e-3:
+        move = posterior.log_change - log_change
+        fraction = 1.0
+        previous_cost = cost(miss, log_change)
+        miss, jacobian = linearised_after(log_change + move)
+        while cost(miss, log_change + fraction * move) > previous_cost and fraction > LEAST_PART:
+            fraction /= 2
+            miss, jacobian = linearised_after(log_change + fraction * move)
+        log_change = log_change + fraction * move
+        if np.abs(fraction * move).max() < 1e-3:
             break
-    return Update(moved, found.covariance), first
+    return Update(log_change, posterior.covariance), start_jacobian
 
 
 def update_with_loads(
@@ -128,73 +128,83 @@ def then(first: Update, second: Update) -> Update:
     return Update(first.log_change + second.log_change, second.covariance)
 
 
-def update_with_bench(profile: Profile, described: Cluster, record: Record) -> Update:
+def update_with_bench(profile: Profile, data_sheet_cluster: Cluster, record: Record) -> Update:
     """By the rates that `orch bench` found, each a direct observation of a parameter. `described`:
     as in data sheets.
 
     What is measured alone on a GPU stands for the same kernels in a step; NVLink is slower there
     (`IN_STEP`).
     """
-    found = list(_observed(described, record))
-    jacobian = np.zeros((len(found), len(NAMES)))
-    for row, (name, _, _) in enumerate(found):
+    observed_rates = list(_observed(data_sheet_cluster, record))
+    jacobian = np.zeros((len(observed_rates), len(NAMES)))
+    for row, (name, _, _) in enumerate(observed_rates):
         jacobian[row, INDEX[name]] = 1.0
-    misses = np.array([np.log(profile.values[name] / value) for name, value, _ in found])
-    return _posterior(profile, misses, jacobian, np.array([noise for _, _, noise in found]))
+    misses = np.array([np.log(profile.values[name] / value) for name, value, _ in observed_rates])
+    return _posterior(
+        profile, misses, jacobian, np.array([noise for _, _, noise in observed_rates])
+    )
 
 
 def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]]:
     """(parameter, its value, noise) of everything that was measured."""
     gpu = cluster.gpu
-    own = record.measured
+    measured = record.measured
     generation = generation_of(cluster.gpu.name, cluster.device)
     cpu = generation == "cpu"
-    found = [
-        ("hbm.cpu" if cpu else "hbm", own.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)
+    observed_rates = [
+        ("hbm.cpu" if cpu else "hbm", measured.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)
     ]
-    wide = next((name for name in ("bf16", "fp16", "fp32") if name in own.matmul_flops), None)
-    flash = f"attention.flash.{generation}"
-    attention = "attention.cpu" if cpu else flash if flash in INDEX else f"attention.{generation}"
+    precision = next(
+        (name for name in ("bf16", "fp16", "fp32") if name in measured.matmul_flops), None
+    )
+    flash_name = f"attention.flash.{generation}"
+    attention_name = (
+        "attention.cpu" if cpu else flash_name if flash_name in INDEX else f"attention.{generation}"
+    )
     rates = [
-        ("gemm.cpu" if cpu else f"gemm.{generation}.16", own.matmul_flops),
-        (attention, own.attention_flops),
+        ("gemm.cpu" if cpu else f"gemm.{generation}.16", measured.matmul_flops),
+        (attention_name, measured.attention_flops),
     ]
     for name, flops in rates:
-        if wide in flops and wide in gpu.peak_flops and name in INDEX:
-            found.append((name, flops[wide] / gpu.peak_flops[wide], RATE_NOISE))
+        if precision in flops and precision in gpu.peak_flops and name in INDEX:
+            observed_rates.append((name, flops[precision] / gpu.peak_flops[precision], RATE_NOISE))
     if cpu:
-        found.append(("host.cpu", own.launch_s, RATE_NOISE))
+        observed_rates.append(("host.cpu", measured.launch_s, RATE_NOISE))
     links = {NVLINK: cluster.nvlink} | {level.name: level for level in cluster.levels}
     for tier, fit in record.links.items():
         name = "link.cpu" if cpu else "nvlink" if tier == NVLINK else "nic"
-        if (known := links.get(tier)) is None:
+        if (link := links.get(tier)) is None:
             continue
         share = IN_STEP if name == "nvlink" else 1.0
-        found.append((name, share * fit.bytes_per_s / known.bytes_per_s, LINK_NOISE))
+        observed_rates.append((name, share * fit.bytes_per_s / link.bytes_per_s, LINK_NOISE))
         if not cpu and tier != NVLINK and fit.latency_s > 0:
-            found.append(("latency", fit.latency_s / known.latency_s, 0.5))
-    return [one for one in found if one[1] > 0]
+            observed_rates.append(("latency", fit.latency_s / link.latency_s, 0.5))
+    return [observed_rate for observed_rate in observed_rates if observed_rate[1] > 0]
 
 
 def site_profile(
-    base: Profile, change: Update, what: str, source: str, date: str, name: str
+    base: Profile, change: Update, kind: str, source: str, date: str, name: str
 ) -> Profile:
     """`base` after an update, as a file. `source`: the run, or what else was measured; `name`: the
     cluster's."""
-    past = base.fitted_on
-    own = bool(past.base)
+    base_fit = base.fitted_on
+    is_site_profile = bool(base_fit.base)
     fitted_on = FittedOn(
-        what=what,
+        what=kind,
         date=date,
-        base=past.base if own else base.label,
-        runs=[*(past.runs if own else []), source],
+        base=base_fit.base if is_site_profile else base.label,
+        runs=[*(base_fit.runs if is_site_profile else []), source],
     )
     return make_profile(name, change.values(base), change.covariance, fitted_on)
 
 
-def attribution(change: Update, jacobian: Floats, most: int = 3) -> list[tuple[str, float]]:
+def attribution(change: Update, jacobian: Floats, limit: int = 3) -> list[tuple[str, float]]:
     """(parameter, its part of the change of ln t), the largest first. jacobian: float
     [parameters]."""
-    parts = change.log_change * jacobian
-    order = sorted(range(len(parts)), key=lambda at: -abs(parts[at]))
-    return [(NAMES[at], float(parts[at])) for at in order[:most] if parts[at]]
+    contributions = change.log_change * jacobian
+    order = sorted(range(len(contributions)), key=lambda index: -abs(contributions[index]))
+    return [
+        (NAMES[index], float(contributions[index]))
+        for index in order[:limit]
+        if contributions[index]
+    ]

@@ -70,27 +70,27 @@ class RowError(ValueError):
 
 
 @lru_cache(maxsize=8192)
-def number_of(name: str, text: str) -> float | None:
+def number_of(name: str, cell: str) -> float | None:
     """The number in a cell of column `name`: "1,024", "8x", "128k", "2x8". None where blank;
     RowError."""
-    short = text[:40]
-    lower = text.strip().lower()
+    shown = cell[:40]
+    lower = cell.strip().lower()
     if lower in BLANK:
         return None
     if len(lower) > 60:
-        raise RowError(f"{name}={short!r}... is not a number: {len(text)} characters")
-    if several := _PRODUCT.fullmatch(lower):
-        return float(int(several[1]) * int(several[2]))
+        raise RowError(f"{name}={shown!r}... is not a number: {len(cell)} characters")
+    if product := _PRODUCT.fullmatch(lower):
+        return float(int(product[1]) * int(product[2]))
     factor = 1.0
     if name in _MEASURED and (unit := re.search(r"(?<=[\d. ])([a-z]+)$", lower)):
         factor = _MEASURED[name].get(unit[1], 0.0)
         lower = lower[: unit.start()].strip() if factor else lower
-    found = _NUMBER.fullmatch(lower)
-    if found is None:
-        raise RowError(f"{name}={short!r} is not a number")
-    digits = re.sub(r",(?=\d{1,2}(?:e|$))", ".", found[1])  # a decimal comma: "6,7"
+    match = _NUMBER.fullmatch(lower)
+    if match is None:
+        raise RowError(f"{name}={shown!r} is not a number")
+    digits = re.sub(r",(?=\d{1,2}(?:e|$))", ".", match[1])  # a decimal comma: "6,7"
     value = float(re.sub("[,_' ]", "", digits)) * (factor or 1.0)
-    return value * (1024.0 if name in _BINARY else 1000.0) ** _SCALES[found[2]]
+    return value * (1024.0 if name in _BINARY else 1000.0) ** _SCALES[match[2]]
 
 
 class Row:
@@ -104,26 +104,26 @@ class Row:
 
     def text(self, name: str) -> str:
         """The words of a cell; empty where it says nothing."""
-        text = (self.cells.get(name) or "").strip()
-        return "" if text.lower() in _NO_WORD else text
+        cell = (self.cells.get(name) or "").strip()
+        return "" if cell.lower() in _NO_WORD else cell
 
     def whole(self, name: str, least: int = 1) -> int | None:
         """A whole number of at least `least`, None where blank. RowError, also above what is
         plausible."""
-        text = self.cells.get(name) or ""
-        if not text:
+        cell = self.cells.get(name) or ""
+        if not cell:
             return None
-        value = number_of(name, text)
+        value = number_of(name, cell)
         if value is None:
             return None
         if value < least:
-            raise RowError(f"{name}={text[:40]!r} must be at least {least}")
+            raise RowError(f"{name}={cell[:40]!r} must be at least {least}")
         if value > MOST[name]:
             raise RowError(
-                f"{name}={text[:40]!r} is above {MOST[name]:,}, the most that is plausible"
+                f"{name}={cell[:40]!r} is above {MOST[name]:,}, the most that is plausible"
             )
         if value != int(value):
-            raise RowError(f"{name}={text[:40]!r} is not a whole number")
+            raise RowError(f"{name}={cell[:40]!r} is not a whole number")
         return int(value)
 
     def degree(self, name: str) -> int | None:

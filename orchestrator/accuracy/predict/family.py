@@ -79,10 +79,10 @@ _NAMED = re.compile(
 )
 
 
-def named_in(words: str) -> str:
+def named_in(description: str) -> str:
     """The first software that a text names; empty where it names none."""
-    found = _NAMED.search(words)
-    return found[0] if found else ""
+    match = _NAMED.search(description)
+    return match[0] if match else ""
 
 
 @lru_cache(maxsize=4096)
@@ -91,109 +91,114 @@ def software_of(facts: Facts) -> tuple[Software, str]:
     framework = facts.framework.lower()
     name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
     if not name:
-        said = (
+        assumption = (
             f"framework={facts.framework[:40]!r}: unknown, taken as PyTorch's kernels"
             if framework
             else ""
         )
-        return SOFTWARE["eager"], said or "framework: taken as PyTorch's kernels"
-    words = f"{framework}; {facts.notes.lower()}"
+        return SOFTWARE["eager"], assumption or "framework: taken as PyTorch's kernels"
+    description = f"{framework}; {facts.notes.lower()}"
     hopper = facts.gpu.startswith(_HOPPER)
-    old = _before_2023(facts, words)
+    before_2023 = _before_2023(facts, description)
     base = name
-    said = ""
+    assumption = ""
     own_memory = dict[str, object]()
     if name == "deepspeed":
         sharded = facts.zero == 3
         base = (
-            ("deepspeed_2021" if sharded else "megatron_2021") if old else "transformers"
+            ("deepspeed_2021" if sharded else "megatron_2021") if before_2023 else "transformers"
         )  # it has no models itself
-        own_memory = {"memory": "deepspeed"} if old else {}
+        own_memory = {"memory": "deepspeed"} if before_2023 else {}
     elif name == "megatron":
-        base = "megatron_2021" if old else "megatron"
+        base = "megatron_2021" if before_2023 else "megatron"
     elif name == "fsdp_triton" and hopper:
         base = "fsdp"  # the Triton kernel of 2023 ran on A100
-    if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", words):
+    if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", description):
         base = "fsdp_compile"
     software = SOFTWARE[base]
     traits = own_memory
-    if name == "fsdp" and old:
+    if name == "fsdp" and before_2023:
         traits = {"attention": "unfused"}
-        said = "software of 2022: attention is not fused"
+        assumption = "software of 2022: attention is not fused"
     if name in ("nemo", "megatron") and base != "megatron_2021":
-        if old:
+        if before_2023:
             traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}
-            said = "software of 2022: attention is not fused"
+            assumption = "software of 2022: attention is not fused"
         elif not hopper:
             traits["attention"] = "flash"
-    if name == "nemo" and not re.search(r"nemo|bridge|mlperf", words):
+    if name == "nemo" and not re.search(r"nemo|bridge|mlperf", description):
         traits["grad_bytes"] = None  # Megatron-Core by itself sums in fp32
         traits["tp_overlap"] = bool(_OWN_BENCHMARKS.match(facts.source.lower()))
     if re.search(r"internevo|paddle", framework):
         traits["growing_buckets"] = False  # both sum gradients by their own code
-    if name == "megatron_deepspeed" and not old:
+    if name == "megatron_deepspeed" and not before_2023:
         traits["attention"] = "flash"
-    if base.endswith("_2021") and not said:
-        said = "software of 2021: attention is not fused"
-    if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in words:
+    if base.endswith("_2021") and not assumption:
+        assumption = "software of 2021: attention is not fused"
+    if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in description:
         traits["attention"] = "unfused"  # flash kernels want Ampere
-    traits |= _stated(words, software, hopper)
-    return (structs.replace(software, **traits) if traits else software), said
+    traits |= _stated(description, software, hopper)
+    return (structs.replace(software, **traits) if traits else software), assumption
 
 
-def _before_2023(facts: Facts, words: str) -> bool:
+def _before_2023(facts: Facts, description: str) -> bool:
     """Whether a row is of the time before fused attention: GPT-like models of short samples on V100
     or A100."""
-    if _SINCE_2023.search(words) or _RELEASE.search(words):
+    if _SINCE_2023.search(description) or _RELEASE.search(description):
         return False
-    if re.search(r"20(19|20|21|22)\b", words):
+    if re.search(r"20(19|20|21|22)\b", description):
         return True
     return facts.gpu.startswith(_OLD) and not facts.gated and facts.seq_len <= 2048
 
 
-def _stated(words: str, software: Software, hopper: bool) -> dict[str, object]:
+def _stated(description: str, software: Software, hopper: bool) -> dict[str, object]:
     """Traits that a row's own words say."""
     traits: dict[str, object] = {}
-    if re.search(r"no flash|without flash|unfused attention|w/o flash|eager attention", words):
+    if re.search(
+        r"no flash|without flash|unfused attention|w/o flash|eager attention", description
+    ):
         traits["attention"] = "unfused"
-    elif re.search(r"flash.?attention.?3|\bfa-?3\b|cudnn", words) and hopper:
+    elif re.search(r"flash.?attention.?3|\bfa-?3\b|cudnn", description) and hopper:
         traits["attention"] = "cudnn"
-    elif re.search(r"triton flash|triton attention", words):
+    elif re.search(r"triton flash|triton attention", description):
         traits["attention"] = "triton"
-    elif re.search(r"flash|\bfa-?2\b", words) and software.attention in ("unfused", "triton"):
+    elif re.search(r"flash|\bfa-?2\b", description) and software.attention in ("unfused", "triton"):
         traits["attention"] = "flash"
-    if re.search(r"no compile|without compile|not compiled|eager mode|compile off", words):
+    if re.search(r"no compile|without compile|not compiled|eager mode|compile off", description):
         traits["elementwise"] = "eager"
-    elif "compile" in words or "liger" in words:
+    elif "compile" in description or "liger" in description:
         traits["elementwise"] = "fused"
-    if "hybridep" in words or re.search(
-        r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", words
+    if "hybridep" in description or re.search(
+        r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", description
     ):
         traits["ep_overlap"] = True
     dropping = re.search(
-        r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", words
+        r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", description
     )
     graphs = (
         dropping
-        or "hybridep" in words
-        or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
+        or "hybridep" in description
+        or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", description)
     )
-    release = _RELEASE.search(words)
+    release = _RELEASE.search(description)
     if release and (int(release[1]), int(release[2])) >= _DISPATCHER_RELEASE:
         traits["ep_overlap"] = True
     if graphs or (release and (int(release[1]), int(release[2])) >= _MODERN_RELEASE):
         traits["host"] = "modern"
     if re.search(
         r"no (communication |comm |tp |tensor.parallel )?overlap|overlap: none|without overlap",
-        words,
+        description,
     ):
         traits |= {"tp_overlap": False, "pp_overlap": False, "dp_overlap": "early"}
-    elif re.search(r"async.?tp|tp.?(comm)?.?overlap|user.?buffers|overlap tp", words):
+    elif re.search(r"async.?tp|tp.?(comm)?.?overlap|user.?buffers|overlap tp", description):
         traits["tp_overlap"] = True
     if re.search(
-        r"pure mixed|(bf16|16-bit) (grad|reduc)|grads? (in )?(bf16|fp16)|bf16 params\+reduce", words
+        r"pure mixed|(bf16|16-bit) (grad|reduc)|grads? (in )?(bf16|fp16)|bf16 params\+reduce",
+        description,
     ):
         traits["grad_bytes"] = 2
-    elif re.search(r"(fp32|32-bit) (grad|reduc)|grads? (in )?fp32|; amp$|reduce in fp32", words):
+    elif re.search(
+        r"(fp32|32-bit) (grad|reduc)|grads? (in )?fp32|; amp$|reduce in fp32", description
+    ):
         traits["grad_bytes"] = 4
     return traits

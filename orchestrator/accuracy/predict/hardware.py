@@ -170,10 +170,10 @@ def gpu_of(name: str) -> tuple[str, bool]:
     the number of another or the name of their generation (Quadro RTX, RTX PRO)."""
     if gpu_model(name).startswith(("quadro", "pro")):
         return "H100-80GB", False
-    words = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
-    for pattern, known in _NAMES:
-        if re.search(rf"(?<![A-Z0-9]){_BEFORE}*(?:{pattern})(?!\d)", words):
-            return known, True
+    upper_name = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
+    for pattern, gpu in _NAMES:
+        if re.search(rf"(?<![A-Z0-9]){_BEFORE}*(?:{pattern})(?!\d)", upper_name):
+            return gpu, True
     return "H100-80GB", False
 
 
@@ -220,10 +220,10 @@ _FAST = re.compile(r"infiniband|\bib\b|[ehnx]dr\b|omni|slingshot|quantum|nvl ?\d
 
 
 @lru_cache(maxsize=1024)
-def network_of(words: str, gpus_per_node: int) -> Network:
+def network_of(interconnect: str, gpus_per_node: int) -> Network:
     """What `interconnect` says of a system whose nodes have `gpus_per_node` GPUs."""
-    text = words[:200]
-    lower = text.lower()
+    shortened = interconnect[:200]
+    lower = shortened.lower()
     domain = re.search(r"nvl ?(\d{2,3})\b", lower)
     node = re.search(r"\((\d+) ?gpus?\)", lower)
     per_node = int(node[1]) if node else 16 if "dgx-2" in lower else None
@@ -232,19 +232,19 @@ def network_of(words: str, gpus_per_node: int) -> Network:
     by_class = _CLASSES.search(lower)
     if by_class and nics is None:
         nics = int(by_class[1])
-    outside = re.sub(
+    external = re.sub(
         r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower
     )  # the rate of NVLink is its generation's
     gbit = None
-    if several := _SEVERAL.search(outside):
-        nics = int(several[1])
-        gbit = nics * _gbit(several[2], several[3]) / size
-    elif bare := re.search(r"(\d+)\s*[x×]\s*(25|40|50|56|100|200|400|800)\b", outside):
-        nics = int(bare[1])
-        gbit = nics * float(bare[2]) / size
-    elif one := _ONE.search(outside):
-        rate = _gbit(one[1], one[2])
-        unit = one[4] or ""
+    if product_match := _SEVERAL.search(external):
+        nics = int(product_match[1])
+        gbit = nics * _gbit(product_match[2], product_match[3]) / size
+    elif bare_match := re.search(r"(\d+)\s*[x×]\s*(25|40|50|56|100|200|400|800)\b", external):
+        nics = int(bare_match[1])
+        gbit = nics * float(bare_match[2]) / size
+    elif rate_match := _ONE.search(external):
+        rate = _gbit(rate_match[1], rate_match[2])
+        unit = rate_match[4] or ""
         if unit in ("nic", "port", "") and nics:
             gbit = rate * nics / size
         elif unit in ("node", "host", "server") or (
@@ -254,13 +254,15 @@ def network_of(words: str, gpus_per_node: int) -> Network:
         else:
             gbit = rate
     else:
-        named = next((rate for word, rate in _CLASS.items() if word in outside), None)
-        if named and nics:
-            gbit = named * nics / size
-        elif named and "omni" in outside:
-            gbit = named / size
-        elif named:
-            gbit = float(named)
+        class_gbit = next(
+            (rate for class_name, rate in _CLASS.items() if class_name in external), None
+        )
+        if class_gbit and nics:
+            gbit = class_gbit * nics / size
+        elif class_gbit and "omni" in external:
+            gbit = class_gbit / size
+        elif class_gbit:
+            gbit = float(class_gbit)
     linked = None
     if re.search(r"no nv ?link|without nv ?link|\bpci-?e\d?\b", lower) and not re.search(
         r"(?<!no )nvlink\d|nvswitch", lower
@@ -285,31 +287,43 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
     Where nothing is said of the network it is that of the GPU's reference system. `gpus_per_node`:
     of a whole node, of which a small job takes some.
     """
-    data = GPUS[gpu]
+    sheet = GPUS[gpu]
     node_gpus = gpus_per_node
     gpus_per_node = min(node_gpus, num_gpus)
-    direct = (
+    is_direct = (
         gpu in _DIRECT
         and node_gpus == 4
         and network.nvlink is not False
         and not network.domain_gpus
     )
     nodes = -(-num_gpus // gpus_per_node)
-    most = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
+    domain_limit = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
     # of larger domains than the job needs it has equal parts: 512 GPUs are 64 of each of eight
     # NVL72 racks
-    per_domain = next((part for part in range(most, most // 2, -1) if nodes % part == 0), most)
-    half = data.half_tflops * 1e12
-    peaks = {"fp32": half / 8, "bf16": half, "fp16": half, "fp8": data.fp8_tflops * 1e12}
-    peaks["nvfp4"] = max(data.fp4_tflops, data.fp8_tflops) * 1e12
-    link = (
-        min(data.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0)
+    nodes_per_domain = next(
+        (
+            nodes_of_part
+            for nodes_of_part in range(domain_limit, domain_limit // 2, -1)
+            if nodes % nodes_of_part == 0
+        ),
+        domain_limit,
+    )
+    half_flops = sheet.half_tflops * 1e12
+    peak_flops = {
+        "fp32": half_flops / 8,
+        "bf16": half_flops,
+        "fp16": half_flops,
+        "fp8": sheet.fp8_tflops * 1e12,
+    }
+    peak_flops["nvfp4"] = max(sheet.fp4_tflops, sheet.fp8_tflops) * 1e12
+    pcie_gb_per_s = (
+        min(sheet.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0)
         if network.nvlink is False
         else 0.0
     )
-    rate = (link or data.link_gb_per_s) * 1e9
-    if direct:  # of the node's links those between the job's GPUs
-        rate *= max(1, gpus_per_node - 1) / (node_gpus - 1)
+    link_bytes_per_s = (pcie_gb_per_s or sheet.link_gb_per_s) * 1e9
+    if is_direct:  # of the node's links those between the job's GPUs
+        link_bytes_per_s *= max(1, gpus_per_node - 1) / (node_gpus - 1)
     nics = network.nics_per_node or gpus_per_node
     return Cluster(
         name=f"{gpu}x{num_gpus}",
@@ -318,26 +332,27 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
         gpus_per_node=gpus_per_node,
         gpu=Gpu(
             name=gpu,
-            memory_bytes=int(data.memory_gib * GIB),
-            peak_flops=peaks,
-            hbm_bytes_per_s=data.hbm_gb_per_s * 1e9,
+            memory_bytes=int(sheet.memory_gib * GIB),
+            peak_flops=peak_flops,
+            hbm_bytes_per_s=sheet.hbm_gb_per_s * 1e9,
             source=SOURCE,
         ),
         nvlink_domains=[
-            list(range(at, min(at + per_domain, nodes))) for at in range(0, nodes, per_domain)
+            list(range(first_node, min(first_node + nodes_per_domain, nodes)))
+            for first_node in range(0, nodes, nodes_per_domain)
         ],
-        nvlink=Link(bytes_per_s=rate, latency_s=3.4e-6, source=SOURCE),
+        nvlink=Link(bytes_per_s=link_bytes_per_s, latency_s=3.4e-6, source=SOURCE),
         nics_per_node=nics,
         rails=nics,
         levels=[
             SwitchLevel(
                 name="fabric",
                 switches=[list(range(nodes))],
-                bytes_per_s=(network.gbit_per_gpu or data.nic_gbit) * 1e9 / 8,
+                bytes_per_s=(network.gbit_per_gpu or sheet.nic_gbit) * 1e9 / 8,
                 latency_s=1e-5,
                 oversubscription=1.0,
                 source=SOURCE,
             )
         ],
-        direct_nvlink=True if direct else UNSET,
+        direct_nvlink=True if is_direct else UNSET,
     )

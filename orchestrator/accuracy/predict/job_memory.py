@@ -31,16 +31,16 @@ def job_memory(job: Job) -> JobMemory:
     says."""
     recipe = job_recipe(job)
     assumed = list[str]()
-    kind, said = measured_kind(job.mem_kind, recipe)
-    if job.mem_kind and not said:
+    kind, is_stated = measured_kind(job.mem_kind, recipe)
+    if job.mem_kind and not is_stated:
         assumed.append(f"peak_mem_gib: {kind}")
     cluster = job.cluster
     model = job.model
-    par = job.parallel
+    parallel = job.parallel
     offloaded = False
     if job.recompute is None:
-        train, how, offloaded = _least(job, recipe)
-        assumed.append(how)
+        train, assumption, offloaded = _least(job, recipe)
+        assumed.append(assumption)
     else:
         train = recomputed(
             job.train,
@@ -49,12 +49,14 @@ def job_memory(job: Job) -> JobMemory:
             job.software.selective == "alternate",
             model.layers,
         )
-    accounts = memory_by_pp_rank(Workload(model, par, train), cluster, recipe, job.matmul)
+    accounts = memory_by_pp_rank(Workload(model, parallel, train), cluster, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     if offloaded:
-        moved = min(worst.activations, worst.total - worst.capacity)
+        offloaded_bytes = min(worst.activations, worst.total - worst.capacity)
         worst = structs.replace(
-            worst, activations=worst.activations - moved, total=worst.total - moved
+            worst,
+            activations=worst.activations - offloaded_bytes,
+            total=worst.total - offloaded_bytes,
         )
     return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
 
@@ -68,27 +70,32 @@ def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
     """(`train` with full recomputation in as few layers as fit; what was assumed; whether
     activations offload)."""
 
-    def worst(train: Train) -> Memory:
+    def fullest_rank(train: Train) -> Memory:
         accounts = memory_by_pp_rank(
             Workload(job.model, job.parallel, train), job.cluster, recipe, job.matmul
         )
         return max(accounts, key=lambda account: account.total)
 
-    plain = structs.replace(job.train, recompute="none")
-    need = worst(plain)
-    if need.total <= need.capacity:
-        return plain, "recompute=none: fits", False
+    not_recomputed = structs.replace(job.train, recompute="none")
+    memory_without = fullest_rank(not_recomputed)
+    if memory_without.total <= memory_without.capacity:
+        return not_recomputed, "recompute=none: fits", False
     if job.cluster.gpu.name.startswith(_OFFLOADS) and job.software.name in ("nemo", "megatron"):
-        return plain, "recompute=none: activations in the CPU's memory", True
+        return not_recomputed, "recompute=none: activations in the CPU's memory", True
     layers = job.model.layers
-    full = worst(structs.replace(job.train, recompute="full"))
+    memory_with_full = fullest_rank(structs.replace(job.train, recompute="full"))
     count = min(
-        layers, -(-layers * (need.total - need.capacity) // max(1, need.total - full.total))
+        layers,
+        -(
+            -layers
+            * (memory_without.total - memory_without.capacity)
+            // max(1, memory_without.total - memory_with_full.total)
+        ),
     )
     step = max(1, layers // 16)
     while True:  # the fullest rank may hold more than its share of the layers that do not recompute
         train = recomputed(job.train, "full", count / layers, False, layers)
-        if count >= layers or worst(train).total <= full.capacity:
+        if count >= layers or fullest_rank(train).total <= memory_with_full.capacity:
             return train, f"recompute=full in {count / layers:.0%} of the layers: the least", False
         count = min(layers, count + step)
 
@@ -112,6 +119,7 @@ def recomputed(
         return structs.replace(train, recompute=mode)
     chosen: Recompute = "full" if whole_layers else mode
     modes: list[Recompute] = [
-        chosen if int((i + 1) * share) > int(i * share) else "none" for i in range(layers)
+        chosen if int((layer + 1) * share) > int(layer * share) else "none"
+        for layer in range(layers)
     ]
     return structs.replace(train, recompute="budget", recompute_layers=modes)

@@ -310,8 +310,8 @@ _NEAR = 0.03  # sizes are rounded: 175B is 174.6B
 
 def size_in(name: str) -> float | None:
     """Billions of parameters that a model's name says."""
-    found = _SIZE.search(canonical(name[:120]))
-    return float(found[1]) * _BILLIONS[found[2]] if found else None
+    match = _SIZE.search(canonical(name[:120]))
+    return float(match[1]) * _BILLIONS[match[2]] if match else None
 
 
 def canonical(name: str) -> str:
@@ -324,8 +324,8 @@ def canonical(name: str) -> str:
 def _compiled() -> list[tuple[re.Pattern[str], list[str], Shape]]:
     names = Shape.__struct_fields__
     compiled = []
-    for family, sizes, numbers, other in _LISTED:
-        fields: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(other)
+    for family, sizes, numbers, differences in _LISTED:
+        fields: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(differences)
         compiled.append((re.compile(family), sizes.split(), Shape(**fields)))
     return compiled
 
@@ -339,9 +339,13 @@ def known_shape(name: str) -> Shape | None:
     family = _SIZE.sub("", canonical(name[:120]))
     for pattern, sizes, shape in _compiled():
         if size is None:
-            near = "?" in sizes
+            is_listed = "?" in sizes
         else:
-            near = any(abs(float(one) / size - 1) < _NEAR for one in sizes if one != "?")
-        if near and pattern.search(family):
+            is_listed = any(
+                abs(float(listed_size) / size - 1) < _NEAR
+                for listed_size in sizes
+                if listed_size != "?"
+            )
+        if is_listed and pattern.search(family):
             return shape
     return None

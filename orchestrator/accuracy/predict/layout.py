@@ -70,10 +70,10 @@ def layout_of(
     ):
         row.say("offloading is not modelled")
     ep, etp, fold_cp = _experts(row, model, degrees, zero)
-    full = row.text("recompute").lower().startswith("full")
-    most = tokens_that_fit(model, tp, cp, ep, replicas, zero, memory_bytes, full)
-    size, batch, micro_batches = batch_of(
-        row, model, pp, replicas, most, software.memory not in ("fsdp", "orch")
+    fully_recomputed = row.text("recompute").lower().startswith("full")
+    token_limit = tokens_that_fit(model, tp, cp, ep, replicas, zero, memory_bytes, fully_recomputed)
+    micro_batch_size, global_batch, micro_batches = batch_of(
+        row, model, pp, replicas, token_limit, software.memory not in ("fsdp", "orch")
     )
     schedule, vpp = _schedule(row, model, software, pp)
     if schedule.startswith("dualpipe") and (pp % 2 or micro_batches % 2):
@@ -93,11 +93,11 @@ def layout_of(
         order=list(AXES),
         schedule=schedule,
         stage_layers=_stage_layers(model, pp * vpp, software),
-        micro_batch_size=size,
+        micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         accumulation=micro_batches,
-        global_batch_samples=batch,
-        global_batch_tokens=batch * model.max_seq_len,
+        global_batch_samples=global_batch,
+        global_batch_tokens=global_batch * model.max_seq_len,
         bucket_bytes=_bucket_bytes(model, software, zero, tp, replicas),
         cp_method=(
             "ulysses"
@@ -127,8 +127,8 @@ def stated_zero(row: Row) -> int | None:
     """ZeRO stage that the row's own column or the name of its software says; None where neither
     does. RowError."""
     zero = zero_of(row.text("zero_stage"))
-    if zero is None and (found := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", _words(row))):
-        zero = int(found[1])
+    if zero is None and (match := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", _words(row))):
+        zero = int(match[1])
     return zero
 
 
@@ -137,25 +137,25 @@ def _words(row: Row) -> str:
     return f"{row.text('framework')}; {row.text('notes')}".lower()
 
 
-def zero_of(text: str) -> int | None:
+def zero_of(cell: str) -> int | None:
     """ZeRO stage from "3", "ZeRO-1", "FSDP", "distributed optimizer"; None where blank.
     RowError."""
-    if not text:
+    if not cell:
         return None
-    lower = text.lower()
-    if found := re.fullmatch(
+    lower = cell.lower()
+    if match := re.fullmatch(
         r"(?:zero|stage|zero stage)?[ _-]*([0-3])(?:\.0)?(?:\s*[(+;,].*)?", lower
     ):
-        return int(found[1])
-    for words, stage in (
+        return int(match[1])
+    for pattern, stage in (
         ("grad_op|grad-op", 2),
         ("fsdp|hsdp|full|hybrid", 3),
         ("dist|optim|\\bos\\b", 1),
         ("none|no|ddp|off", 0),
     ):
-        if re.search(words, lower):
+        if re.search(pattern, lower):
             return stage
-    raise RowError(f"zero_stage={text[:40]!r}: 0 to 3")
+    raise RowError(f"zero_stage={cell[:40]!r}: 0 to 3")
 
 
 def _degrees(
@@ -168,19 +168,19 @@ def _degrees(
         gpus = nodes * per_node
         row.say(f"num_gpus={gpus}: {nodes} nodes of {per_node}")
     cp = cp or 1
-    shards = row.text("sp")
-    if cp == 1 and tp in (None, 1) and shards.isdecimal() and 1 < int(shards) <= MOST["cp"]:
+    sp_cell = row.text("sp")
+    if cp == 1 and tp in (None, 1) and sp_cell.isdecimal() and 1 < int(sp_cell) <= MOST["cp"]:
         cp = int(
-            shards
+            sp_cell
         )  # DeepSpeed-Ulysses and others shard the sequence without tensor parallelism
         row.say(f"cp={cp}: from sp")
     if (
         gpus is not None and dp is not None and (tp is None) != (pp is None)
     ):  # the one that is left follows
-        left, rest = divmod(gpus, dp * cp * (tp or pp or 1))
-        if left and not rest:
-            tp = tp or left
-            pp = pp or left
+        remaining_degree, remainder = divmod(gpus, dp * cp * (tp or pp or 1))
+        if remaining_degree and not remainder:
+            tp = tp or remaining_degree
+            pp = pp or remaining_degree
             row.say(f"tp={tp}, pp={pp}: from num_gpus and dp")
     if tp is None and pp is None:
         tp, pp = _usual_split(row, model, software, zero, memory, per_node, gpus)
@@ -192,7 +192,7 @@ def _degrees(
             dp = _usual_replicas(model, tp * pp, memory, per_node)
         gpus = tp * cp * pp * dp
         row.say(f"num_gpus={gpus}")
-    asked = tp, cp, pp
+    requested_degrees = tp, cp, pp
     if pp > model.layers:
         pp = max(
             count
@@ -212,8 +212,8 @@ def _degrees(
         raise RowError(
             f"num_gpus={gpus:,} is above {MOST_GPUS:,}: tp {tp} x pp {pp} x cp {cp} x dp {replicas}"
         )
-    if asked != (tp, cp, pp):
-        row.say(f"pp={pp} of {asked[2]}: the model has {model.layers} layers")
+    if requested_degrees != (tp, cp, pp):
+        row.say(f"pp={pp} of {requested_degrees[2]}: the model has {model.layers} layers")
     return Degrees(tp, cp, pp, replicas, gpus)
 
 
@@ -230,42 +230,42 @@ def _usual_split(
     states."""
     if software.memory in ("fsdp", "orch", "deepspeed") or (zero or 0) > 1:
         return 1, 1
-    most = gpus or 1 << 14
-    held = float(model.parameters)
+    gpu_limit = gpus or 1 << 14
+    held_parameters = float(model.parameters)
     if model.moe:  # experts are spread over data parallelism first
         experts = expert_params(model)
-        held += experts / (row.degree("ep") or 8) - experts
-    need = (
-        held
+        held_parameters += experts / (row.degree("ep") or 8) - experts
+    ranks_needed = (
+        held_parameters
         * (_STATE_BYTES if software.memory == "megatron_fp16" else _WEIGHT_BYTES)
         / (memory * _FULL)
     )
     tp = pp = 1
-    while tp * pp < need and tp < min(per_node, most):
+    while tp * pp < ranks_needed and tp < min(per_node, gpu_limit):
         tp *= 2
-    while tp * pp < need and pp * 2 <= model.layers and tp * pp * 2 <= most:
+    while tp * pp < ranks_needed and pp * 2 <= model.layers and tp * pp * 2 <= gpu_limit:
         pp *= 2
-    return (tp, pp) if most % (tp * pp) == 0 else (1, 1)
+    return (tp, pp) if gpu_limit % (tp * pp) == 0 else (1, 1)
 
 
 def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int:
     """Replicas that hold the sharded states; at least a node."""
-    need = model.parameters * _STATE_BYTES / (memory * _FULL)
-    count = max(1, per_node // ranks)
-    while count * ranks < need:
-        count *= 2
-    return count
+    ranks_needed = model.parameters * _STATE_BYTES / (memory * _FULL)
+    replicas = max(1, per_node // ranks)
+    while replicas * ranks < ranks_needed:
+        replicas *= 2
+    return replicas
 
 
 def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, memory: int) -> int:
     """What a family's recipes do; where a family shards everything or nothing, what fits."""
-    words = _words(row)
-    if re.search(r"\bddp\b", words) and "fsdp" not in words:
+    description = _words(row)
+    if re.search(r"\bddp\b", description) and "fsdp" not in description:
         zero = 0
-    elif software.name in _SHARDED or re.search(r"fsdp|hsdp", words):
+    elif software.name in _SHARDED or re.search(r"fsdp|hsdp", description):
         fits = model.parameters * _STATE_BYTES / (degrees.tp * degrees.pp) < memory * _FULL / 2
         zero = 1 if software.name == "eager" and fits else 3
-        zero = 1 if degrees.pp > 1 and not re.search(r"fsdp|hsdp", words) else zero
+        zero = 1 if degrees.pp > 1 and not re.search(r"fsdp|hsdp", description) else zero
     else:
         zero = 0 if software.name == "megatron_2021" else 1
     if degrees.replicas * degrees.cp > 1:
@@ -278,11 +278,13 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
     all."""
     if zero < 3:
         return 0
-    words = _words(row)
+    description = _words(row)
     group = 0
-    if found := re.search(r"shard(?:ing)? group(?: of| size)?[ =:]*(\d{1,6})\b", words):
-        group = int(found[1])
-    elif re.search(r"hsdp|hybrid.?shard", words) and not re.search(r"fsdp over \d", words):
+    if match := re.search(r"shard(?:ing)? group(?: of| size)?[ =:]*(\d{1,6})\b", description):
+        group = int(match[1])
+    elif re.search(r"hsdp|hybrid.?shard", description) and not re.search(
+        r"fsdp over \d", description
+    ):
         group = per_node
     return group if 1 < group < ranks and ranks % group == 0 else 0
 
@@ -297,43 +299,43 @@ def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
     if model.moe is None:
         return Experts(1, UNSET, UNSET)
     if stated is None:
-        most = (
+        ep_limit = (
             replicas if zero == 3 else min(replicas, 8)
         )  # to gather experts would cost more than to send tokens
-        stated = math.gcd(model.moe.experts, most)
+        stated = math.gcd(model.moe.experts, ep_limit)
         row.say(f"ep={stated}")
     if stated > model.moe.experts:
         row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
         stated = model.moe.experts
-    found = re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower())
-    for etp in [max(1, math.gcd(tp, int(found[1])))] if found else [tp, 1]:
-        cut = etp if etp < tp else UNSET
-        folded = tp // etp
-        if stated % folded == 0 and replicas % (stated // folded) == 0:
-            return Experts(stated // folded, cut, UNSET)
+    match = re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower())
+    for etp in [max(1, math.gcd(tp, int(match[1])))] if match else [tp, 1]:
+        reduced_etp = etp if etp < tp else UNSET
+        folded_tp = tp // etp
+        if stated % folded_tp == 0 and replicas % (stated // folded_tp) == 0:
+            return Experts(stated // folded_tp, reduced_etp, UNSET)
         if (
             degrees.cp > 1
-            and stated % (folded * degrees.cp) == 0
-            and replicas % (stated // folded // degrees.cp) == 0
+            and stated % (folded_tp * degrees.cp) == 0
+            and replicas % (stated // folded_tp // degrees.cp) == 0
         ):
-            return Experts(stated // folded // degrees.cp, cut, True)
-    ep = math.gcd(max(1, stated // folded), replicas)
+            return Experts(stated // folded_tp // degrees.cp, reduced_etp, True)
+    ep = math.gcd(max(1, stated // folded_tp), replicas)
     row.say(
-        f"ep={ep * folded} of {stated}: tp {tp} x cp {degrees.cp} x dp {replicas} have no more"
+        f"ep={ep * folded_tp} of {stated}: tp {tp} x cp {degrees.cp} x dp {replicas} have no more"
         " places"
     )
-    return Experts(ep, cut, UNSET)
+    return Experts(ep, reduced_etp, UNSET)
 
 
 def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str, int]:
     """(name in the plan's schedules, virtual stages of a rank)."""
-    word = re.sub(r"[\s_\-]+", "", row.text("pp_schedule").lower())
+    stated_schedule = re.sub(r"[\s_\-]+", "", row.text("pp_schedule").lower())
     vpp = row.degree("vpp")
     if pp == 1:
         return "1f1b", 1
-    name = next((name for pattern, name in _SCHEDULES if re.search(pattern, word)), None)
-    if word and name is None and word != "none":
-        row.say(f"pp_schedule={word[:20]!r}: unknown")
+    name = next((name for pattern, name in _SCHEDULES if re.search(pattern, stated_schedule)), None)
+    if stated_schedule and name is None and stated_schedule != "none":
+        row.say(f"pp_schedule={stated_schedule[:20]!r}: unknown")
     if (
         name == "1f1b"
         and vpp is None
@@ -341,7 +343,7 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
         and "lora" not in row.text("task").lower()
     ):
         name = "interleaved"  # its recipes interleave; tables that know better write vpp 1
-    if name in ("zb_h1", "zb_h2", "1f1b", "dualpipe") and "notstated" not in word:
+    if name in ("zb_h1", "zb_h2", "1f1b", "dualpipe") and "notstated" not in stated_schedule:
         if vpp is not None and vpp > 1:
             row.say(
                 f"pp_schedule={name}: vpp={vpp} is not of it"
@@ -358,10 +360,10 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
     if name == "afab":
         return "afab", min(vpp or 1, max(1, model.layers // pp))
     if vpp is not None:
-        most = max(1, (model.layers + 2) // pp)
-        if vpp > most:
-            row.say(f"vpp={most} of {vpp}: the model has {model.layers} layers")
-            vpp = most
+        stage_limit = max(1, (model.layers + 2) // pp)
+        if vpp > stage_limit:
+            row.say(f"vpp={stage_limit} of {vpp}: the model has {model.layers} layers")
+            vpp = stage_limit
         if vpp == 1 and name == "interleaved":
             row.say("pp_schedule=1f1b: one stage a rank")
         return ("interleaved" if vpp > 1 else "1f1b"), vpp
@@ -370,7 +372,7 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
         if software.memory in ("fsdp", "orch"):
             vpp = min(2, model.layers // pp)  # PyTorch's pipelines: two stages a rank
         elif name is None:
-            vpp = max((few for few in range(2, 13) if vpp % few == 0), default=vpp)
+            vpp = max((stages for stages in range(2, 13) if vpp % stages == 0), default=vpp)
         schedule = "interleaved" if vpp > 1 else "1f1b"
         row.say(f"vpp={vpp}" if name else f"pp_schedule={schedule}, vpp={vpp}")
         return schedule, vpp
@@ -395,11 +397,11 @@ def _even(layers: int, stages: int) -> tuple[int, ...] | None:
     if layers % stages == 0:
         return (layers // stages,) * stages
     if stages > 1 and (layers + 2) % stages == 0:
-        each = (layers + 2) // stages
-        return (each - 1, *(each,) * (stages - 2), each - 1)
+        layers_per_stage = (layers + 2) // stages
+        return (layers_per_stage - 1, *(layers_per_stage,) * (stages - 2), layers_per_stage - 1)
     if (layers + 1) % stages == 0:
-        each = (layers + 1) // stages
-        return (*(each,) * (stages - 1), each - 1)
+        layers_per_stage = (layers + 1) // stages
+        return (*(layers_per_stage,) * (stages - 1), layers_per_stage - 1)
     return None
 
 
@@ -412,18 +414,18 @@ def _stage_layers(model: Model, stages: int, software: Software) -> list[int]:
 
 
 def _sequence_parallel(row: Row, software: Software, tp: int) -> bool:
-    text = row.text("sp").lower()
+    cell = row.text("sp").lower()
     if tp == 1:
         return False
-    if text in ("1", "1.0", "true", "yes", "on", "y", str(tp)):
+    if cell in ("1", "1.0", "true", "yes", "on", "y", str(tp)):
         return True
-    if text in ("0", "0.0", "false", "no", "off", "n", "none"):
+    if cell in ("0", "0.0", "false", "no", "off", "n", "none"):
         return False
-    on = software.name not in (
+    enabled = software.name not in (
         "megatron_2021",
         "megatron_deepspeed",
         "deepspeed_2021",
         "fsdp_triton",
     )
-    row.say(f"sp={int(on)}" if not text else f"sp={int(on)}: {text[:20]!r} is not read")
-    return on
+    row.say(f"sp={int(enabled)}" if not cell else f"sp={int(enabled)}: {cell[:20]!r} is not read")
+    return enabled

@@ -85,16 +85,23 @@ def _one(
     profile: Profile,
     numbers: Mapping[str, Number],
 ) -> Prediction:
-    par = job.parallel
-    held = job_memory(job)
-    step = step_of(job, held.train, paths)(numbers)
+    parallel = job.parallel
+    memory = job_memory(job)
+    step = step_of(job, memory.train, paths)(numbers)
     step_s = value_of(step)
     sd = relative_sd(log_gradient(step), profile)
-    tokens = par.global_batch_tokens / step_s / par.world_size
-    assumed = "; ".join([*job.assumed, *held.assumed])
-    status = "ok" if held.fits else "oom"
+    tokens_per_s_per_gpu = parallel.global_batch_tokens / step_s / parallel.world_size
+    assumed = "; ".join([*job.assumed, *memory.assumed])
+    status = "ok" if memory.fits else "oom"
     return Prediction(
-        name, step_s, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd
+        name,
+        step_s,
+        tokens_per_s_per_gpu,
+        memory.peak_bytes / GIB,
+        status,
+        assumed,
+        sd,
+        memory.worst.sd,
     )
 
 
@@ -104,12 +111,12 @@ def step_of(
     """A function from values of the cost model's parameters to the row's step in seconds. `train`:
     with the recomputation that `job_memory` found."""
     context = context_of(job, paths)
-    par = job.parallel
-    traffic = step_traffic(Workload(job.model, par, train, job.software))
+    parallel = job.parallel
+    traffic = step_traffic(Workload(job.model, parallel, train, job.software))
 
     def step_s(values: Mapping[str, Number]) -> Number:
-        work = context.work(par, train, context.rates(values))
-        return candidates(context.path_cache, par, traffic, work, AXES)[0].cost.step_s
+        work = context.work(parallel, train, context.rates(values))
+        return candidates(context.path_cache, parallel, traffic, work, AXES)[0].cost.step_s
 
     return step_s
 
@@ -118,11 +125,11 @@ def context_of(
     job: Job, paths: dict[int, PathCache], profile: Profile | None = None
 ) -> CostContext:
     """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
-    cache = paths.get(id(job.cluster))
-    if cache is None:
+    path_cache = paths.get(id(job.cluster))
+    if path_cache is None:
         if len(paths) >= MOST_CLUSTERS:
             paths.clear()
-        cache = paths[id(job.cluster)] = PathCache(job.cluster)
-    named: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
-    named |= {"task": job.task, "slow_fabric": job.slow_fabric}
-    return CostContext(job.cluster, job.model, job.train, cache, **named)
+        path_cache = paths[id(job.cluster)] = PathCache(job.cluster)
+    settings: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
+    settings |= {"task": job.task, "slow_fabric": job.slow_fabric}
+    return CostContext(job.cluster, job.model, job.train, path_cache, **settings)

@@ -100,22 +100,22 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
     sweeps: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]]
     sweeps = defaultdict(lambda: defaultdict(list))
     fits: dict[tuple[str, str], int] = defaultdict(int)
-    for row, got in zip(rows, predictions, strict=True):
-        if got.step_time_s is None or got.peak_mem_gib is None:
+    for row, prediction in zip(rows, predictions, strict=True):
+        if prediction.step_time_s is None or prediction.peak_mem_gib is None:
             continue
         group = group_of(row)
         measured = _number(row, "step_time_s")
         peak = _number(row, "peak_mem_gib")
         if measured:
-            time[group].append(miss(got.step_time_s, measured, got.step_sd))
+            time[group].append(miss(prediction.step_time_s, measured, prediction.step_sd))
             sweep, layout = (
                 tuple(row.get(name, "") for name in names) for names in (SWEEP, LAYOUT)
             )
-            sweeps[group, *sweep][layout].append((measured, got.step_time_s))
+            sweeps[group, *sweep][layout].append((measured, prediction.step_time_s))
         if peak:
-            memory[group].append(miss(got.peak_mem_gib, peak, got.mem_sd))
+            memory[group].append(miss(prediction.peak_mem_gib, peak, prediction.mem_sd))
         if row.get("status") in ("ok", "oom"):
-            fits[row["status"], got.status] += 1
+            fits[row["status"], prediction.status] += 1
     return Score(_errors(time), _errors(memory), _orders(sweeps), dict(fits))
 
 
@@ -126,14 +126,14 @@ def miss(predicted: float, measured: float, sd: float) -> Miss:
 def unread(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """A line for each measured cell that cannot be: no number, not above 0, of another unit. A
     score leaves it out."""
-    found = []
+    complaints = []
     for number, row in enumerate(rows, 1):
         for name in MEASURED:
             try:
                 measured_in(row, name)
             except RowError as error:
-                found.append(f"row {number} ({row_id(row) or number}): {error}")
-    return found
+                complaints.append(f"row {number} ({row_id(row) or number}): {error}")
+    return complaints
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
@@ -145,41 +145,43 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
 
 def measured_in(row: Mapping[str, str], name: str) -> float | None:
     """The number in a measured cell, None where it is blank. RowError for one that cannot be."""
-    value, (least, most, what) = number_of(name, row.get(name) or ""), MEASURED[name]
-    if value is not None and not least <= value <= most:
-        raise RowError(f"{name}={value:g}: {what} from {least:g} to {most:g}")
+    value, (minimum, maximum, expectation) = number_of(name, row.get(name) or ""), MEASURED[name]
+    if value is not None and not minimum <= value <= maximum:
+        raise RowError(f"{name}={value:g}: {expectation} from {minimum:g} to {maximum:g}")
     return value
 
 
-def _errors(found: Mapping[str, list[Miss]]) -> list[Errors]:
+def _errors(misses_by_group: Mapping[str, list[Miss]]) -> list[Errors]:
     """By group, then of all rows and the mean of groups."""
-    result = [_summary(group, misses) for group, misses in sorted(found.items())]
-    if not result:
+    group_errors = [_summary(group, misses) for group, misses in sorted(misses_by_group.items())]
+    if not group_errors:
         return []
-    everything = [one for misses in found.values() for one in misses]
-    return [*result, _summary(ALL, everything), mean_of_groups(result)]
+    all_misses = [miss for misses in misses_by_group.values() for miss in misses]
+    return [*group_errors, _summary(ALL, all_misses), mean_of_groups(group_errors)]
 
 
 def mean_of_groups(groups: Sequence[Errors]) -> Errors:
     """Each group counts once, however many rows it has; its bias is the mean of biases."""
-    means = {name: _mean([getattr(one, name) for one in groups]) for name in Errors._fields[2:]}
+    means = {name: _mean([getattr(group, name) for group in groups]) for name in Errors._fields[2:]}
     return Errors(MEAN, len(groups), **means)
 
 
 def _mean(values: Sequence[float | None]) -> Any:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _summary(group: str, misses: Sequence[Miss]) -> Errors:
-    sizes = sorted(abs(one.error) for one in misses)
-    p90 = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-    bias = sum(one.error for one in misses) / len(misses)
-    inside = [
-        _mean([abs(one.z) <= sigmas for one in misses if one.z is not None])
+    absolute_errors = sorted(abs(miss.error) for miss in misses)
+    p90 = absolute_errors[min(len(absolute_errors) - 1, int(0.9 * len(absolute_errors)))]
+    bias = sum(miss.error for miss in misses) / len(misses)
+    inside_shares = [
+        _mean([abs(miss.z) <= sigmas for miss in misses if miss.z is not None])
         for sigmas in (1.0, SIGMAS)
     ]
-    return Errors(group, len(misses), sum(sizes) / len(sizes), p90, bias, *inside)
+    return Errors(
+        group, len(misses), sum(absolute_errors) / len(absolute_errors), p90, bias, *inside_shares
+    )
 
 
 def _orders(
@@ -188,36 +190,51 @@ def _orders(
     by_group: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     for key, layouts in sweeps.items():
         points = [
-            (_mean([m for m, _ in runs]), _mean([p for _, p in runs])) for runs in layouts.values()
+            (
+                _mean([measured_s for measured_s, _ in runs]),
+                _mean([predicted_s for _, predicted_s in runs]),
+            )
+            for runs in layouts.values()
         ]
         if len(points) >= 3 and len({measured for measured, _ in points}) > 1:
             by_group[key[0]].append(points)
-    result = []
-    for group, found in sorted(by_group.items()):
-        ranks = [spearman(points) for points in found]
-        regrets = [regret(points) for points in found]
-        result.append(
+    orders = []
+    for group, group_sweeps in sorted(by_group.items()):
+        ranks = [spearman(points) for points in group_sweeps]
+        regrets = [regret(points) for points in group_sweeps]
+        orders.append(
             Order(
-                group, len(found), sum(map(len, found)), _mean(ranks), _mean(regrets), max(regrets)
+                group,
+                len(group_sweeps),
+                sum(map(len, group_sweeps)),
+                _mean(ranks),
+                _mean(regrets),
+                max(regrets),
             )
         )
-    if result:
-        order, lost = (
-            _mean([getattr(one, name) for one in result]) for name in ("spearman", "regret")
+    if orders:
+        mean_spearman, mean_regret = (
+            _mean([getattr(group_order, name) for group_order in orders])
+            for name in ("spearman", "regret")
         )
-        count = sum(one.layouts for one in result)
-        worst = max(one.worst for one in result)
-        result.append(Order(MEAN, len(result), count, order, lost, worst))
-    return result
+        layout_count = sum(group_order.layouts for group_order in orders)
+        worst = max(group_order.worst for group_order in orders)
+        orders.append(Order(MEAN, len(orders), layout_count, mean_spearman, mean_regret, worst))
+    return orders
 
 
 def spearman(points: Sequence[tuple[float, float]]) -> float:
     """Rank correlation, ties at their mean rank. 0 where one side is constant."""
-    first, second = (_ranks([point[side] for point in points]) for side in (0, 1))
-    mean = (len(points) + 1) / 2
-    top = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True))
-    size = sum((a - mean) ** 2 for a in first) * sum((b - mean) ** 2 for b in second)
-    return top / size**0.5 if size else 0.0
+    measured_ranks, predicted_ranks = (_ranks([point[side] for point in points]) for side in (0, 1))
+    mean_rank = (len(points) + 1) / 2
+    covariance = sum(
+        (measured_rank - mean_rank) * (predicted_rank - mean_rank)
+        for measured_rank, predicted_rank in zip(measured_ranks, predicted_ranks, strict=True)
+    )
+    variance_product = sum(
+        (measured_rank - mean_rank) ** 2 for measured_rank in measured_ranks
+    ) * sum((predicted_rank - mean_rank) ** 2 for predicted_rank in predicted_ranks)
+    return covariance / variance_product**0.5 if variance_product else 0.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -227,5 +244,5 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def regret(points: Sequence[tuple[float, float]]) -> float:
     """Measured time of the layout predicted fastest, over the fastest measured, minus one."""
-    chosen = min(points, key=lambda point: point[1])[0]
-    return chosen / min(measured for measured, _ in points) - 1
+    chosen_s = min(points, key=lambda point: point[1])[0]
+    return chosen_s / min(measured for measured, _ in points) - 1

@@ -61,18 +61,18 @@ class Cells(NamedTuple):
 
 def model_of(row: Row) -> Model:
     """The model, its sequence length as `max_seq_len`. RowError where nothing says a shape."""
-    least = {
+    least_values = {
         "kv_heads": 0,
         "experts": 0,
         "topk": 0,
         "moe_ffn": 0,
     }  # tables write 0 where there are none
-    shape = {name: row.whole(name, least.get(name, 1)) or None for name in Cells._fields[2:]}
+    shape = {name: row.whole(name, least_values.get(name, 1)) or None for name in Cells._fields[2:]}
     for name, mark in (("layers", "l"), ("hidden", "h")):  # "GPT-h14400-L80"
         if shape[name] is None and (
-            found := re.search(rf"-{mark}(\d{{1,5}})\b", canonical(row.text("model")[:120]))
+            match := re.search(rf"-{mark}(\d{{1,5}})\b", canonical(row.text("model")[:120]))
         ):
-            shape[name] = min(int(found[1]), MOST[name]) or None
+            shape[name] = min(int(match[1]), MOST[name]) or None
     cells = Cells(row.text("model")[:120], _billions(row), **shape)
     model, assumed = _model(cells)
     row.assumed += assumed
@@ -81,20 +81,20 @@ def model_of(row: Row) -> Model:
 
 def _billions(row: Row) -> float | None:
     """`params_b`: billions, or what is clearly a count of parameters or millions of them."""
-    text = (row.cells.get("params_b") or "").strip()
-    value = number_of("params_b", text) if text else None
+    cell = (row.cells.get("params_b") or "").strip()
+    value = number_of("params_b", cell) if cell else None
     if value is None:
         return None
-    if text[-1:] in "bBtTmM" or value > MOST_BILLIONS:  # a suffix has made it a count
+    if cell[-1:] in "bBtTmM" or value > MOST_BILLIONS:  # a suffix has made it a count
         value /= 1e9
-        if text[-1:].isdigit():
+        if cell[-1:].isdigit():
             row.say(f"params_b={value:g}: read as a count of parameters")
     elif value > LARGEST:
         value /= 1e3
         row.say(f"params_b={value:g}: read as millions")
     if not 0 < value <= MOST_BILLIONS:
         raise RowError(
-            f"params_b={text[:40]!r}: want billions of parameters, above 0 and at most"
+            f"params_b={cell[:40]!r}: want billions of parameters, above 0 and at most"
             f" {MOST_BILLIONS:,.0f}"
         )
     return value
@@ -103,23 +103,34 @@ def _billions(row: Row) -> float | None:
 @lru_cache(maxsize=2048)
 def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
     """(model, what was assumed)."""
-    said: list[str] = []
-    known = _known(cells)
+    assumptions: list[str] = []
+    published = _known(cells)
     billions = cells.billions or size_in(cells.name)
-    layers, hidden = _depth_and_width(cells, known, billions, said)
+    layers, hidden = _depth_and_width(cells, published, billions, assumptions)
     usual = max(1, hidden // (128 if hidden >= 2048 else 64))
-    heads = _given(cells.heads, known.heads if known else None, usual, "heads", said)
+    heads = _given(cells.heads, published.heads if published else None, usual, "heads", assumptions)
     kv_heads = min(
-        heads, _given(cells.kv_heads, known.kv_heads if known else None, heads, "kv_heads", said)
+        heads,
+        _given(
+            cells.kv_heads,
+            published.kv_heads if published else None,
+            heads,
+            "kv_heads",
+            assumptions,
+        ),
     )
-    seq_len = _seq_len(cells, known, said)
+    seq_len = _seq_len(cells, published, assumptions)
     vocab = _given(
-        cells.vocab, known.vocab if known else None, _usual_vocab(cells.name), "vocab", said
+        cells.vocab,
+        published.vocab if published else None,
+        _usual_vocab(cells.name),
+        "vocab",
+        assumptions,
     )
-    moe = _moe(cells, known, hidden, said)
-    ffn = cells.ffn_hidden or (known.ffn_hidden if known else None)
-    if known and known.moe and known.moe.first_dense_layers:
-        ffn = known.ffn_hidden  # tables write the width of an expert here
+    moe = _moe(cells, published, hidden, assumptions)
+    ffn = cells.ffn_hidden or (published.ffn_hidden if published else None)
+    if published and published.moe and published.moe.first_dense_layers:
+        ffn = published.ffn_hidden  # tables write the width of an expert here
     values: dict[str, Any] = dict(
         name=cells.name or "model", layers=layers, hidden=hidden, heads=heads
     )
@@ -130,24 +141,26 @@ def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
         moe=moe,
         head_dim=max(1, hidden // heads),
     )
-    if known:
-        values |= dict(head_dim=known.head_dim or max(1, hidden // heads), mla=known.mla)
-        model = _build(values, ffn or known.ffn_hidden, known.gated, known.tied, known.position)
+    if published:
+        values |= dict(head_dim=published.head_dim or max(1, hidden // heads), mla=published.mla)
+        model = _build(
+            values, ffn or published.ffn_hidden, published.gated, published.tied, published.position
+        )
     else:
         model = _nearest(values, ffn, cells, billions)
         if ffn is None and moe is None:
-            said.append(f"ffn_hidden={model.ffn_hidden}")
-    return model, tuple(said)
+            assumptions.append(f"ffn_hidden={model.ffn_hidden}")
+    return model, tuple(assumptions)
 
 
 def _known(cells: Cells) -> Shape | None:
     """The published shape of the row's name, unless its cells are those of another model."""
-    known = known_shape(cells.name)
-    if known is None or cells.hidden not in (None, known.hidden):
+    published = known_shape(cells.name)
+    if published is None or cells.hidden not in (None, published.hidden):
         return None
-    if cells.billions and cells.layers is None and not 0.5 < cells.billions / _size(known) < 2:
+    if cells.billions and cells.layers is None and not 0.5 < cells.billions / _size(published) < 2:
         return None  # the name's family in another size
-    return known
+    return published
 
 
 @lru_cache(maxsize=256)
@@ -167,19 +180,21 @@ def _kind(shape: Shape) -> tuple[int, bool, bool, Position]:
     return shape.ffn_hidden, shape.gated, shape.tied, shape.position
 
 
-def _given(cell: int | None, known: int | None, default: int, name: str, said: list[str]) -> int:
+def _given(
+    cell: int | None, published: int | None, default: int, name: str, assumptions: list[str]
+) -> int:
     if cell is not None:
         return cell
-    value = known or default
-    said.append(f"{name}={value}")
+    value = published or default
+    assumptions.append(f"{name}={value}")
     return value
 
 
 def _depth_and_width(
-    cells: Cells, known: Shape | None, billions: float | None, said: list[str]
+    cells: Cells, published: Shape | None, billions: float | None, assumptions: list[str]
 ) -> tuple[int, int]:
-    layers = cells.layers or (known.layers if known else None)
-    hidden = cells.hidden or (known.hidden if known else None)
+    layers = cells.layers or (published.layers if published else None)
+    hidden = cells.hidden or (published.hidden if published else None)
     if layers is None or hidden is None:
         if billions is None:
             billions = _usual_size(layers, hidden)
@@ -188,7 +203,7 @@ def _depth_and_width(
                 f"layers is blank, and neither model={cells.name[:40]!r} nor params_b says the"
                 " shape"
             )
-        _, usual_layers, width = min(LADDER, key=lambda one: abs(math.log(one[0] / billions)))
+        _, usual_layers, width = min(LADDER, key=lambda rung: abs(math.log(rung[0] / billions)))
         table = (cells.vocab or _usual_vocab(cells.name)) * (hidden or width)
         blocks = (
             max(billions * 1e9 / 2, billions * 1e9 - table) / 12
@@ -199,9 +214,9 @@ def _depth_and_width(
             hidden = step * max(1, round(exact / step))
         layers = layers or min(1024, max(1, round(blocks / hidden**2)))
     if cells.layers is None:
-        said.append(f"layers={layers}")
+        assumptions.append(f"layers={layers}")
     if cells.hidden is None:
-        said.append(f"hidden={hidden}")
+        assumptions.append(f"hidden={hidden}")
     return layers, hidden
 
 
@@ -209,14 +224,16 @@ def _usual_size(layers: int | None, hidden: int | None) -> float | None:
     """Billions of parameters of usual models that are as wide, or as deep; None where neither is
     known."""
     if hidden:
-        one = min(LADDER, key=lambda one: abs(math.log(one[2] / hidden)))
-        return one[0] * (hidden / one[2]) ** 2  # as deep
-    return min(LADDER, key=lambda one: abs(math.log(one[1] / layers)))[0] if layers else None
+        rung = min(LADDER, key=lambda rung: abs(math.log(rung[2] / hidden)))
+        return rung[0] * (hidden / rung[2]) ** 2  # as deep
+    return min(LADDER, key=lambda rung: abs(math.log(rung[1] / layers)))[0] if layers else None
 
 
-def _seq_len(cells: Cells, known: Shape | None, said: list[str]) -> int:
+def _seq_len(cells: Cells, published: Shape | None, assumptions: list[str]) -> int:
     usual = 2048 if PLAIN.search(canonical(cells.name)) else 4096
-    return _given(cells.seq_len, known.seq_len if known else None, usual, "seq_len", said)
+    return _given(
+        cells.seq_len, published.seq_len if published else None, usual, "seq_len", assumptions
+    )
 
 
 def _usual_vocab(name: str) -> int:
@@ -224,23 +241,23 @@ def _usual_vocab(name: str) -> int:
     return 32000 if GATED.search(canonical(name)) else 51200
 
 
-def _moe(cells: Cells, known: Shape | None, hidden: int, said: list[str]) -> Moe | None:
-    listed = known.moe if known else None
+def _moe(cells: Cells, published: Shape | None, hidden: int, assumptions: list[str]) -> Moe | None:
+    listed = published.moe if published else None
     experts = cells.experts or (listed.experts if listed else 0)
     if experts <= 1:
         return None
     if cells.experts is None:
-        said.append(f"experts={experts}")
+        assumptions.append(f"experts={experts}")
     top_k = _given(
-        cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", said
+        cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", assumptions
     )
     if top_k > experts:
-        said.append(f"topk={experts} of {top_k}: as many as experts")
+        assumptions.append(f"topk={experts} of {top_k}: as many as experts")
         top_k = experts
     width = cells.moe_ffn or (listed.ffn_hidden if listed else None)
     if width is None:
         width = cells.ffn_hidden or 4 * hidden
-        said.append(f"moe_ffn={width}")
+        assumptions.append(f"moe_ffn={width}")
     shared, dense = (listed.shared_ffn_hidden, listed.first_dense_layers) if listed else (0, 0)
     if cells.layers is not None and dense >= cells.layers:
         return None  # cut down to its dense layers
@@ -259,18 +276,20 @@ def _nearest(
     """A gated or plain MLP, a tied or untied head: what the name says, or what comes nearest to the
     stated size."""
     hidden = values["hidden"]
-    word = canonical(cells.name)
+    canonical_name = canonical(cells.name)
     usual = {"gated": 256 * max(1, round(8 * hidden / 3 / 256)), "plain": 4 * hidden}
-    likely = "gated" if GATED.search(word) else "plain" if PLAIN.search(word) else ""
-    if not likely:  # shared keys and odd widths came with gated MLPs
+    likely_kind = (
+        "gated" if GATED.search(canonical_name) else "plain" if PLAIN.search(canonical_name) else ""
+    )
+    if not likely_kind:  # shared keys and odd widths came with gated MLPs
         gated = (
             values["moe"] is not None
             or values["kv_heads"] < values["heads"]
             or ffn not in (None, 4 * hidden)
         )
-        likely = "gated" if gated else "plain"
-    kinds = (likely, "plain" if likely == "gated" else "gated")
-    found = []
+        likely_kind = "gated" if gated else "plain"
+    kinds = (likely_kind, "plain" if likely_kind == "gated" else "gated")
+    candidates = []
     for kind in kinds:
         for tied in (kind == "plain", kind == "gated"):
             position: Position = (
@@ -280,13 +299,13 @@ def _nearest(
                 if values["max_seq_len"] <= 1 << 17
                 else "none"
             )
-            found.append(_build(values, ffn or usual[kind], kind == "gated", tied, position))
+            candidates.append(_build(values, ffn or usual[kind], kind == "gated", tied, position))
     if not billions:
-        return found[0]
-    usual_kind = min(found[:2], key=lambda model: abs(model.parameters / 1e9 - billions))
+        return candidates[0]
+    usual_kind = min(candidates[:2], key=lambda model: abs(model.parameters / 1e9 - billions))
     if abs(usual_kind.parameters / 1e9 / billions - 1) < _CLOSE:
         return usual_kind
-    return min(found, key=lambda model: abs(model.parameters / 1e9 - billions))
+    return min(candidates, key=lambda model: abs(model.parameters / 1e9 - billions))
 
 
 def _build(values: dict[str, Any], ffn: int, gated: bool, tied: bool, position: Position) -> Model:

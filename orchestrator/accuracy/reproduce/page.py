@@ -58,10 +58,10 @@ def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
 
 def _section(section: Section) -> str:
     table = _grid(section.rows) if any(row.column for row in section.rows) else _list(section.rows)
-    parts = [f"## {section.title}", f"Theirs: {section.source}.", table]
-    parts += [f"Ours: {section.about}"] if section.about else []
-    parts += [f"Why they differ: {section.why}"] if section.why else []
-    return "\n\n".join(parts) + "\n"
+    paragraphs = [f"## {section.title}", f"Theirs: {section.source}.", table]
+    paragraphs += [f"Ours: {section.about}"] if section.about else []
+    paragraphs += [f"Why they differ: {section.why}"] if section.why else []
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _list(rows: Sequence[Row]) -> str:
@@ -73,8 +73,8 @@ def _list(rows: Sequence[Row]) -> str:
             else f"{BOUND[row.bound]}{number(row.theirs)} {row.unit}".strip()
         )
         ours = f"{_ours(row)} {row.unit}".strip()
-        off = "-" if row.off is None else f"{row.off:+.1%}"
-        held = (
+        difference = "-" if row.off is None else f"{row.off:+.1%}"
+        tolerance = (
             ""
             if row.within is None
             else f"{row.within:.2g}"
@@ -82,7 +82,7 @@ def _list(rows: Sequence[Row]) -> str:
             else f"{row.within:.1%}"
         )
         lines.append(
-            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'} | {off} | {held} |"
+            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'} | {difference} | {tolerance} |"
         )
     return "\n".join(lines)
 
@@ -92,12 +92,12 @@ BOUND = {"": "", "more": "more than ", "less": "less than "}
 
 def _grid(rows: Sequence[Row]) -> str:
     columns = list(dict.fromkeys(row.column for row in rows))
-    down = list(dict.fromkeys(row.what for row in rows))
+    row_names = list(dict.fromkeys(row.what for row in rows))
     cells = {(row.what, row.column): row for row in rows}
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for what in down:
-        found = (cells.get((what, column)) for column in columns)
-        lines.append(f"| {what} | {' | '.join(_cell(row) for row in found)} |")
+    for row_name in row_names:
+        row_cells = (cells.get((row_name, column)) for column in columns)
+        lines.append(f"| {row_name} | {' | '.join(_cell(row) for row in row_cells)} |")
     return "\n".join(lines)
 
 

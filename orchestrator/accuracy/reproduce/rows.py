@@ -59,16 +59,16 @@ class Plans:
 
     def config(
         self,
-        words: str,
+        overrides: str,
         parallel: Mapping[str, Any] | None = None,
         train: Mapping[str, Any] | None = None,
         model: ModelSpec | None = None,
         nodes: int | None = None,
     ) -> Config:
         """The configuration of `words`; `nodes` of one switch level."""
-        if words not in self._configs:
-            self._configs[words] = self._load(words.split())
-        config = self._configs[words]
+        if overrides not in self._configs:
+            self._configs[overrides] = self._load(overrides.split())
+        config = self._configs[overrides]
         cluster = config.cluster
         if nodes is not None:
             level = structs.replace(cluster.levels[0], nodes_per_switch=nodes)
@@ -83,16 +83,16 @@ class Plans:
             model=model or config.model,
         )
 
-    def plan(self, words: str, **changes: Any) -> Plan:
+    def plan(self, overrides: str, **changes: Any) -> Plan:
         """The plan of `config(words, **changes)`."""
-        config = self.config(words, **changes)
+        config = self.config(overrides, **changes)
         return build_plan(config, build_cluster(config.cluster), any_layout=True)
 
     def gpt(self, layers: int, hidden: int, heads: int, seq_len: int = 1024) -> ModelSpec:
         """A model of GPT's kind, with GPT-2's vocabulary."""
-        base = self.config("model=gpt2").model
+        gpt2 = self.config("model=gpt2").model
         return structs.replace(
-            base,
+            gpt2,
             name=f"gpt_{layers}x{hidden}",
             layers=layers,
             hidden=hidden,
