@@ -1,5 +1,5 @@
-"""How far predictions are off on sources that the profile has not seen, and after one of their rows
-was measured."""
+"""Measures the error of predictions on sources that the profile has not seen, and the error that is
+left after one of their rows was measured."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .update import MOST_MISS, ROW_NOISE
 
 
 class Unseen(NamedTuple):
-    """A source as a profile predicts it that has not seen it."""
+    """The predictions of a source by a profile that has not seen it."""
 
-    at: list[int]  # indices of its observations
-    residuals: Floats  # ln(predicted / measured)
-    sd: Floats  # of it
-    after_one: (
-        float | None
-    )  # mean error after one row, over every choice of the row; None of a single row
+    at: list[int]  # Indices of the source's observations.
+    residuals: Floats  # ln(predicted / measured) of each observation.
+    sd: Floats  # Standard deviations of the residuals.
+    #: Mean error after one row was measured, averaged over every choice of the row. None if the
+    #: source has a single row.
+    after_one: float | None
 
 
 def accuracy(
@@ -36,10 +36,10 @@ def accuracy(
     seen: bool,
     tell: Tell,
 ) -> Score:
-    """The score of a table. `seen`: the profile was fitted to it, so each source is predicted by a
-    fit to the others.
+    """Scores the predictions of a table.
 
-    `predictions`: of all rows, by `profile`.
+    `predictions` has one prediction per row, made with `profile`. `seen` says that the profile was
+    fitted to this table: each source is then predicted by a fit to the other sources.
     """
     observed_steps = observations(rows)
     if not observed_steps:
@@ -102,15 +102,15 @@ def _unseen(indices: list[int], residuals: Floats, jacobian: Floats, uncertainty
 
 
 def _after_one(residuals: Floats, miss_covariance: Floats) -> float | None:
-    """Mean error of the other rows after `update` by one row: over every choice of it. shared: J S
-    J', [rows, rows]."""
+    """Returns the mean error of the other rows after `update` by one row, averaged over every
+    choice of that row. miss_covariance: J S J', float [rows, rows]."""
     count = len(residuals)
     if count < 2:
         return None
     clipped = np.clip(residuals, -MOST_MISS, MOST_MISS)
     corrections = (
         miss_covariance / (np.diag(miss_covariance) + ROW_NOISE**2) * clipped
-    )  # [of row i, by row j]
+    )  # Float [rows, rows]: the change of row i by row j.
     errors = error(residuals[:, None] - corrections)
     np.fill_diagonal(errors, 0.0)
     return float(errors.sum() / (count * (count - 1)))

@@ -1,4 +1,4 @@
-"""Rows of a table as observations: what was measured, and the cost model's prediction of it."""
+"""Reads rows of a table as observations: a measured step time and a function that predicts it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from .update import site_profile, update
 def observations(
     rows: Iterable[Mapping[str, str]], refused: list[str] | None = None
 ) -> list[Observation]:
-    """Of the rows that have a step time and can be read. `refused`: gets a line for each other row
-    that has one."""
+    """Returns an observation for each row that has a step time and can be read.
+
+    `refused` receives a line for each row that has a step time but cannot be read.
+    """
     paths: dict[int, PathCache] = {}
     observed_steps = []
     for number, cells in enumerate(rows, 1):
@@ -49,13 +51,14 @@ def _observation(
 
 
 def measured_s(cells: Mapping[str, str]) -> float | None:
-    """Seconds of a row's step, None where it has none. RowError for one that cannot be."""
+    """Returns the seconds of a row's step, or None if the row has none. Raises RowError for an
+    implausible one."""
     return measured_in(cells, "step_time_s")
 
 
 def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
-    """The profile of the machines of one row, after its step was measured. RowError where it has
-    none."""
+    """Returns `profile` after an update by the measured step of one row, which makes it the profile
+    of that row's machines. Raises RowError if the row has no measured step."""
     measured = measured_s(cells)
     if measured is None:
         raise RowError("step_time_s is empty: nothing was measured")

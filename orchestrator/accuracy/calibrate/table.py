@@ -1,5 +1,5 @@
-"""A profile from a table of measured runs, and how well it predicts the sources that it has not
-seen."""
+"""Fits a profile to a table of measured runs, and measures how well it predicts sources that it has
+not seen."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from orchestrator.plan.exits import Exit
 from .fit import Observation, by_source, fit, leave_one_source_out, linearised
 from .observations import observations
 
-MOST_ROWS = 10_000  # of a table that is fitted: minutes
-UNIT = 15.0  # a step that is so many times off every prediction is in another unit
+MOST_ROWS = 10_000  # The most rows that are fitted, which takes minutes.
+UNIT = 15.0  # A step that differs from its prediction by a larger factor is in another unit.
 
 Tell = Callable[[int, int, str], None]
 
 
 class TableFit(NamedTuple):
     profile: Profile
-    refused: list[str]  # rows that were left out, and why
+    refused: list[str]  # The rows that were left out, each with the reason.
 
 
 def fit_table(
     rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: str, tell: Tell
 ) -> TableFit:
-    """The profile that explains a table's step times best. `tell`: progress.
+    """Returns the profile that best explains a table's step times. `tell` receives the progress.
 
-    Raises OrchError (65) naming the row where the table cannot be used.
+    Raises OrchError (65) that names the row if the table cannot be used.
     """
     refused: list[str] = []
     observed_steps = observations(_limited(rows), refused)
@@ -79,7 +79,7 @@ def fit_table(
 
 
 def error(residuals: Floats) -> Floats:
-    """|predicted / measured - 1| of ln(predicted / measured)."""
+    """Returns |predicted / measured - 1|, computed from ln(predicted / measured)."""
     return np.abs(np.expm1(residuals))
 
 
@@ -97,8 +97,8 @@ def _limited(rows: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
 def _plausible(
     observed_steps: list[Observation], refused: list[str]
 ) -> tuple[list[Observation], Floats]:
-    """(rows within a factor of `UNIT` of what the prior predicts, ln(predicted / measured) of
-    them)."""
+    """Returns (the observations within a factor of `UNIT` of the prior's prediction, their
+    ln(predicted / measured)); the others are added to `refused`."""
     residuals, _ = linearised(observed_steps, PRIOR_VALUES)
     plausible_indices = []
     for index, (observation, miss) in enumerate(zip(observed_steps, residuals, strict=True)):
@@ -118,8 +118,8 @@ def _plausible(
 # ----------------------------------------------------------------------------------------------
 #     terms
 
-#: What the cost model is made of, and the parameters without which a term is not there: 1e-9, or 1
-#: for a factor.
+#: Term of the cost model -> (prefixes of its parameters, the value that removes the term: 1e-9, or
+#: 1 for a factor).
 TERMS: dict[str, tuple[tuple[str, ...], float]] = {
     "bytes of matrix products": (("gemm_bytes",), 1e-9),
     "memory-bound kernels": (("elementwise.",), 1e-9),
@@ -143,8 +143,8 @@ TERMS: dict[str, tuple[tuple[str, ...], float]] = {
 
 
 class Ablation(NamedTuple):
-    """Mean over sources of the mean absolute error without one term; everything else fitted
-    again."""
+    """The mean over sources of the mean absolute error without one term, with all other parameters
+    fitted without it."""
 
     term: str
     fitted: float
@@ -152,7 +152,8 @@ class Ablation(NamedTuple):
 
 
 def ablate(observed_steps: list[Observation], tell: Tell) -> list[Ablation]:
-    """The whole model, each term left out, and nothing fitted; the worst loss first."""
+    """Returns the errors of the whole model, of the model without each term (the largest error
+    first), and of the priors with nothing fitted."""
     start = fit(observed_steps).values
     ablations = [_ablation("the whole model", observed_steps, start, {})]
     for done, (term, (stems, value)) in enumerate(TERMS.items()):

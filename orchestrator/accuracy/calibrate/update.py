@@ -1,9 +1,10 @@
-"""Parameters after more measurements: a Bayesian update that moves the terms that caused the miss.
+"""Updates the parameters by new measurements: a Bayesian update that moves the terms that caused
+the miss.
 
 For measured steps with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior
-of a linear model with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960). A
-miss of a table's row is cut, so that one odd row cannot turn the model around (accuracy.md section
-4). The prediction moves with the parameters, others with theirs.
+of a linear model with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960).
+The miss of a table's row is clipped, so that one odd row cannot turn the model around (accuracy.md
+section 4). Every prediction that depends on a moved parameter moves with it.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from orchestrator.cost.time.imbalance import LEAST_SPREAD, spread_name, spread_o
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster, Model
 
-ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
+ROW_NOISE = 0.10  # Standard deviation of ln t of one measured row.
 MOST_MISS = 0.3
-#: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load
-#: in a step is other.
+#: Standard deviations of the logarithms of a run's median step, of a rate that `orch bench`
+#: measured, and of a link's rate, whose load inside a step differs from that of the benchmark.
 RUN_NOISE = 0.03
 RATE_NOISE = 0.08
 LINK_NOISE = 0.15
-LOAD_NOISE = 0.15  # of the spread of experts' loads, which goes on changing as a router learns
-# rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
+#: Standard deviation of the spread of experts' loads, which keeps changing while a router learns.
+LOAD_NOISE = 0.15
+#: Rate of NVLink's collectives inside a step over their rate alone (accuracy.md section 2;
+#: comm-0364).
 IN_STEP = 0.7
 ROUNDS = 5
-LEAST_PART = 0.01  # of a round's way
+LEAST_PART = 0.01  # The smallest fraction of a round's move that is tried.
 
 
 class Update(NamedTuple):
-    log_change: Floats  # of each parameter
+    log_change: Floats  # Change of the logarithm of each parameter.
     covariance: Floats
 
     def values(self, profile: Profile) -> dict[str, float]:
@@ -49,8 +52,11 @@ class Update(NamedTuple):
 def update(
     profile: Profile, misses: Sequence[float] | Floats, jacobian: Floats, noise: float = ROW_NOISE
 ) -> Update:
-    """misses: ln(predicted / measured) of each measurement; jacobian: float [measurements,
-    parameters]."""
+    """Updates the parameters by measured steps.
+
+    misses: ln(predicted / measured) of each measurement. jacobian: float [measurements,
+    parameters].
+    """
     clipped = np.clip(np.asarray(misses, dtype=float), -MOST_MISS, MOST_MISS)
     return _posterior(profile, clipped, jacobian, np.full(len(clipped), noise))
 
@@ -70,21 +76,22 @@ def update_with_step(
     noise: float = RUN_NOISE,
     rounds: int = ROUNDS,
 ) -> tuple[Update, Floats]:
-    """(update, derivatives at the profile's values) by one measured step, however far off it is.
+    """Updates the parameters by one measured step, however far it is from its prediction.
 
-    `step_s` predicts the step from parameter values. The model is not linear in what moves far, so
-    it is linearised again where the last round ended, with the same prior (Bell and Cathey 1993,
-    the iterated Kalman filter). A round that would end at something less likely goes a part of its
-    way: where a term has all but vanished its derivative has, too, and whole steps would run away.
+    Returns (update, derivatives at the profile's values). `step_s` predicts the step from parameter
+    values. The model is not linear in parameters that move far, so each round linearises it where
+    the last round ended, with the same prior (Bell and Cathey 1993, the iterated Kalman filter). A
+    round whose end would be less likely than its start takes only a fraction of its move: if a term
+    has almost vanished, so has its derivative, and whole moves would diverge.
     """
     precision = np.linalg.pinv(profile.uncertainty)
 
     def cost(miss: float, change: Floats) -> float:
-        """-2 ln of the posterior, but for a constant."""
+        """Returns -2 ln of the posterior, up to a constant."""
         return float((miss / noise) ** 2 + change @ precision @ change)
 
     def linearised_after(change: Floats) -> tuple[float, Floats]:
-        """(miss, its derivatives) with the parameters changed."""
+        """Returns (miss, its derivatives) after a change of the parameters."""
         step = step_s(duals(Update(change, profile.uncertainty).values(profile)))
         return float(np.log(value_of(step) / measured_s)), log_gradient(step)
 
@@ -111,8 +118,11 @@ def update_with_step(
 def update_with_loads(
     profile: Profile, model: Model, ranks: int, fullest: float, spread: float | None
 ) -> Update:
-    """By the loads of a run's experts: of the `fullest` of `ranks` ranks that share them, over the
-    mean; of one rank, whose load is always even, by the `spread` of single experts."""
+    """Updates the spread of experts' loads by the loads of a run.
+
+    `fullest` is the load of the fullest of the `ranks` ranks that share the experts, over the mean.
+    A single rank always has an even load, so the `spread` of the single experts counts there.
+    """
     assert model.moe is not None
     if ranks > 1:
         spread = spread_of(fullest, model.moe.experts, ranks)
@@ -124,16 +134,16 @@ def update_with_loads(
 
 
 def then(first: Update, second: Update) -> Update:
-    """Of `second`, which began where `first` ended."""
+    """Returns both updates in one; `second` began where `first` ended."""
     return Update(first.log_change + second.log_change, second.covariance)
 
 
 def update_with_bench(profile: Profile, data_sheet_cluster: Cluster, record: Record) -> Update:
-    """By the rates that `orch bench` found, each a direct observation of a parameter. `described`:
-    as in data sheets.
+    """Updates the parameters by the rates that `orch bench` measured, each of them a direct
+    observation of one parameter.
 
-    What is measured alone on a GPU stands for the same kernels in a step; NVLink is slower there
-    (`IN_STEP`).
+    `data_sheet_cluster` has the rates of the data sheets. A kernel that is measured alone counts as
+    the same kernel in a step, but NVLink is slower in a step (`IN_STEP`).
     """
     observed_rates = list(_observed(data_sheet_cluster, record))
     jacobian = np.zeros((len(observed_rates), len(NAMES)))
@@ -146,7 +156,7 @@ def update_with_bench(profile: Profile, data_sheet_cluster: Cluster, record: Rec
 
 
 def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]]:
-    """(parameter, its value, noise) of everything that was measured."""
+    """Returns (parameter, its value, noise) for every rate that was measured."""
     gpu = cluster.gpu
     measured = record.measured
     generation = generation_of(cluster.gpu.name, cluster.device)
@@ -185,8 +195,10 @@ def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]
 def site_profile(
     base: Profile, change: Update, kind: str, source: str, date: str, name: str
 ) -> Profile:
-    """`base` after an update, as a file. `source`: the run, or what else was measured; `name`: the
-    cluster's."""
+    """Returns `base` after an update, as a profile that can be written to a file.
+
+    `kind` and `source` say what was measured, such as a run and its id; `name` is the cluster's.
+    """
     base_fit = base.fitted_on
     is_site_profile = bool(base_fit.base)
     fitted_on = FittedOn(
@@ -199,8 +211,8 @@ def site_profile(
 
 
 def attribution(change: Update, jacobian: Floats, limit: int = 3) -> list[tuple[str, float]]:
-    """(parameter, its part of the change of ln t), the largest first. jacobian: float
-    [parameters]."""
+    """Returns (parameter, its contribution to the change of ln t), the largest first. jacobian:
+    float [parameters]."""
     contributions = change.log_change * jacobian
     order = sorted(range(len(contributions)), key=lambda index: -abs(contributions[index]))
     return [

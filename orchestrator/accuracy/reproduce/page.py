@@ -1,4 +1,4 @@
-"""All sections, as rows for `--json` and as the page docs/reproduce.md."""
+"""Writes all sections as rows for `--json` and as the page docs/reproduce.md."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ standard deviation of a prediction for machines that nobody has measured, from t
 
 
 def reproduce(load: Load, experiments: Sequence[str]) -> list[Section]:
-    """Every section, in the page's order. `load` composes a configuration; `experiments`: names of
-    the presets."""
+    """Computes every section, in the page's order.
+
+    `load` composes a configuration; `experiments` are the names of the presets.
+    """
     plans = Plans(load)
     return [*runs.sections(plans, experiments), *zero.sections(plans), *playbook.sections(plans)]
 
 
 def markdown(sections: Sequence[Section]) -> str:
-    """The page, with a final newline."""
+    """Returns the page in Markdown, with a final newline."""
     return "\n".join([TITLE, *map(_section, sections)])
 
 
 def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
-    """One dictionary a section."""
+    """Returns one dictionary per section."""
     return [
         {
             "title": section.title,
@@ -82,7 +84,8 @@ def _list(rows: Sequence[Row]) -> str:
             else f"{row.within:.1%}"
         )
         lines.append(
-            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'} | {difference} | {tolerance} |"
+            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'}"
+            f" | {difference} | {tolerance} |"
         )
     return "\n".join(lines)
 
@@ -109,12 +112,12 @@ def _cell(row: Row | None) -> str:
 
 
 def _ours(row: Row) -> str:
-    """With one standard deviation either way, where there is one."""
+    """Prints our figure, with plus or minus one standard deviation if it has one."""
     return f"{number(row.ours)} ± {number(row.ours * row.sd)}" if row.sd else number(row.ours)
 
 
 def number(value: float) -> str:
-    """Three digits: 31.4, 4,190, 3.14e+23."""
+    """Prints a number with three significant digits: 31.4, 4,190, 3.14e+23."""
     if abs(value) >= 1e6:
         return f"{value:.2e}"
     if value == 0:

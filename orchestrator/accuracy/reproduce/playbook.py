@@ -1,5 +1,5 @@
-"""The Ultra-Scale Playbook: memory by sequence length, ZeRO, tensor and pipeline parallelism,
-all-reduce by nodes."""
+"""Reproduces the Ultra-Scale Playbook: memory by sequence length, ZeRO, tensor and pipeline
+parallelism, and the bandwidth of an all-reduce by number of nodes."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _zero_bars(plans: Plans) -> Section:
 
 
 def _three_b(plans: Plans) -> ModelSpec:
-    """The playbook's 3B model, with 3.57 billion parameters."""
+    """Returns the playbook's 3B model, which has 3.57 billion parameters."""
     llama = plans.config("model=llama3_8b").model
     shape = {
         "layers": 28,
@@ -280,7 +280,7 @@ def _tensor_parallel(plans: Plans) -> Section:
 
 
 def _most_sequences(plans: Plans, tp: int, sp: bool) -> int:
-    """Of 4,096 tokens in one micro-batch that fits."""
+    """Returns the number of sequences of 4,096 tokens in the largest micro-batch that fits."""
     low = 0
     high = 256
     while high - low > 1:
@@ -371,8 +371,8 @@ def _all_reduce(plans: Plans) -> Section:
 
 
 def bus_bandwidth(plans: Plans, nodes: int, size: int) -> float:
-    """GB/s while nothing else runs, counted as nccl-tests do: 2 (n - 1) / n bytes of each byte
-    reduced."""
+    """Returns the bus bandwidth in GB/s while nothing else runs, counted as nccl-tests counts it:
+    2 (n - 1) / n bytes per byte reduced."""
     cluster = build_cluster(plans.config("cluster=h100x64", nodes=nodes).cluster)
     gpus = 8 * nodes
     path = Fabric(cluster).path(np.arange(gpus).reshape(1, gpus), "ring")

@@ -1,4 +1,5 @@
-"""Published training runs: the presets' steps, and what whole trainings cost."""
+"""Reproduces published training runs: the step times of the presets, and the cost of whole
+trainings."""
 
 from __future__ import annotations
 

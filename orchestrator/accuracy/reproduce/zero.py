@@ -1,5 +1,5 @@
-"""ZeRO (arXiv 1910.02054) and DeepSpeed's BERT: memory, the largest models, traffic and throughput
-on V100."""
+"""Reproduces ZeRO (arXiv 1910.02054) and DeepSpeed's BERT: memory, the largest models, traffic and
+throughput on V100."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sections(plans: Plans) -> Iterator[Section]:
                 published,
                 "GB",
                 name,
-                0.006 if published > 1 else 0.03,  # printed to two digits
+                0.006 if published > 1 else 0.03,  # The paper prints two digits.
             )
             for size, by_ranks in pub.ZERO_STATES.items()
             for gpus, published_by_stage in by_ranks.items()
@@ -83,7 +83,7 @@ def sections(plans: Plans) -> Iterator[Section]:
 
 
 def _state_bytes(plans: Plans) -> dict[int, list[float]]:
-    """N_d -> bytes of states a parameter for ZeRO-0 to 3."""
+    """Returns a map N_d -> bytes of states per parameter with ZeRO-0 to ZeRO-3."""
     bytes_by_ranks = {}
     for ranks in (1, 4, 16, 64, 256, 1024):
         bytes_by_stage = []
@@ -101,7 +101,8 @@ def _state_bytes(plans: Plans) -> dict[int, list[float]]:
 
 
 def _largest(plans: Plans, mp: int, zero: int) -> float:
-    """Billions of parameters of the deepest model that fits, 64 replicas of `mp` V100."""
+    """Returns the size, in billions of parameters, of the deepest model that fits on 64 replicas
+    of `mp` V100 each."""
     hidden, heads = (1920, 16) if mp == 1 and zero == 0 else (4096, 32) if mp == 1 else (8192, 64)
 
     def fits(layers: int) -> Plan | None:
@@ -224,7 +225,7 @@ def _throughput(plans: Plans) -> Section:
 
 
 def _sixty(plans: Plans, nodes: int) -> Plan:
-    """60B with the largest micro-batch that fits."""
+    """Plans the 60B model with the largest micro-batch that fits."""
     fitting_plan = None
     micro_batch_size = 1
     while True:
