@@ -108,9 +108,8 @@ def _after_one(residuals: Floats, miss_covariance: Floats) -> float | None:
     if count < 2:
         return None
     clipped = np.clip(residuals, -MOST_MISS, MOST_MISS)
-    corrections = (
-        miss_covariance / (np.diag(miss_covariance) + ROW_NOISE**2) * clipped
-    )  # Float [rows, rows]: the change of row i by row j.
+    # Float [rows, rows]: the change of row i after the update by row j.
+    corrections = miss_covariance / (np.diag(miss_covariance) + ROW_NOISE**2) * clipped
     errors = error(residuals[:, None] - corrections)
     np.fill_diagonal(errors, 0.0)
     return float(errors.sum() / (count * (count - 1)))

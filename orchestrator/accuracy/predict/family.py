@@ -1,5 +1,5 @@
-"""Which software ran a row: its `framework`, with what `notes`, GPU, precision and shape say of its
-age and kernels."""
+"""Finds the software that ran a row from its `framework`, and the age and kernels of that software
+from its `notes`, GPU, precision and shape."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from orchestrator.cost.software import SOFTWARE, Software
 
 
 class Facts(NamedTuple):
-    """What decides a row's software; all of it hashable, as tables repeat it."""
+    """The facts that decide a row's software. They are hashable, because tables repeat them and the
+    software is cached."""
 
     framework: str
     notes: str
-    gpu: str  # a name of `hardware.GPUS`
+    gpu: str  # A name in `hardware.GPUS`.
     fp16: bool
-    gated: bool  # Llama-like models came in 2023
+    gated: bool  # True for Llama-like models, which came in 2023.
     seq_len: int
     zero: int | None
-    source: str = ""  # who published the row
+    source: str = ""  # The publisher of the row.
 
 
-#: Word in `framework` -> family; the first match counts.
+#: (pattern of a word in `framework`, family). The first match counts.
 _FAMILIES: tuple[tuple[str, str], ...] = (
     (r"\borch\b", "orch"),
     (r"hai-?llm|deepseek.{0,4}(internal|ai\b)", "deepseek"),
@@ -47,16 +48,17 @@ _FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (r"fsdp|torch|fairscale|metaseq|lightning|lit-?gpt", "fsdp"),
     (
-        r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl|verl\b",
+        r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl"
+        r"|verl\b",
         "fsdp",
     ),
     (r"colossal|alpa|oneflow|merak|bmtrain|galvatron|hetu|mindspore|hivemind|slapo", "fsdp"),
 )
-#: "container 25.09", "v24.11.1", "NeMo 24.07"; not "28.29 GiB".
+#: Matches the release in "container 25.09", "v24.11.1" and "NeMo 24.07", but not "28.29 GiB".
 _RELEASE = re.compile(
     r"(?:container|nemo|framework|bridge|release|ngc|image|tag|\bv)[ :=]*(2[3-9])\.(\d{2})(?!\d)"
 )
-#: Fused attention, years, and software that did not exist before.
+#: Matches fused attention, years from 2023 on, and software that did not exist before.
 _SINCE_2023 = re.compile(
     r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan"
 )
@@ -64,9 +66,9 @@ _SINCE_2023 = re.compile(
 _MODERN_RELEASE = (26, 6)
 #: The first container whose recipes dispatch tokens with DeepEP or HybridEP.
 _DISPATCHER_RELEASE = (26, 4)
-#: Sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README of r0.8,
-#: "Training Speed and Scalability"); whoever starts it without that option overlaps no tensor
-#: parallelism.
+#: Matches the sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README
+#: of r0.8, "Training Speed and Scalability"). Without that option Megatron-LM does not overlap the
+#: communication of tensor parallelism.
 _OWN_BENCHMARKS = re.compile(r"(nvidia )?megatron-lm (readme|examples)")
 _HOPPER = ("H", "GH", "B", "GB")
 _OLD = ("V100", "A100", "A800")
@@ -80,14 +82,15 @@ _NAMED = re.compile(
 
 
 def named_in(description: str) -> str:
-    """The first software that a text names; empty where it names none."""
+    """Returns the first software that a description names; an empty string if it names none."""
     match = _NAMED.search(description)
     return match[0] if match else ""
 
 
 @lru_cache(maxsize=4096)
 def software_of(facts: Facts) -> tuple[Software, str]:
-    """(the family with the row's own traits, what was assumed; empty where the row says it)."""
+    """Returns (the family with the row's own traits, the assumption that was made). The assumption
+    is empty if the row names its software."""
     framework = facts.framework.lower()
     name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
     if not name:
@@ -105,14 +108,13 @@ def software_of(facts: Facts) -> tuple[Software, str]:
     own_memory = dict[str, object]()
     if name == "deepspeed":
         sharded = facts.zero == 3
-        base = (
-            ("deepspeed_2021" if sharded else "megatron_2021") if before_2023 else "transformers"
-        )  # it has no models itself
+        # DeepSpeed has no models of its own.
+        base = ("deepspeed_2021" if sharded else "megatron_2021") if before_2023 else "transformers"
         own_memory = {"memory": "deepspeed"} if before_2023 else {}
     elif name == "megatron":
         base = "megatron_2021" if before_2023 else "megatron"
     elif name == "fsdp_triton" and hopper:
-        base = "fsdp"  # the Triton kernel of 2023 ran on A100
+        base = "fsdp"  # The Triton kernel of 2023 ran on A100.
     if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", description):
         base = "fsdp_compile"
     software = SOFTWARE[base]
@@ -127,23 +129,23 @@ def software_of(facts: Facts) -> tuple[Software, str]:
         elif not hopper:
             traits["attention"] = "flash"
     if name == "nemo" and not re.search(r"nemo|bridge|mlperf", description):
-        traits["grad_bytes"] = None  # Megatron-Core by itself sums in fp32
+        traits["grad_bytes"] = None  # Megatron-Core by itself sums gradients in fp32.
         traits["tp_overlap"] = bool(_OWN_BENCHMARKS.match(facts.source.lower()))
     if re.search(r"internevo|paddle", framework):
-        traits["growing_buckets"] = False  # both sum gradients by their own code
+        traits["growing_buckets"] = False  # Both sum gradients with code of their own.
     if name == "megatron_deepspeed" and not before_2023:
         traits["attention"] = "flash"
     if base.endswith("_2021") and not assumption:
         assumption = "software of 2021: attention is not fused"
     if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in description:
-        traits["attention"] = "unfused"  # flash kernels want Ampere
+        traits["attention"] = "unfused"  # Flash kernels need Ampere or later.
     traits |= _stated(description, software, hopper)
     return (structs.replace(software, **traits) if traits else software), assumption
 
 
 def _before_2023(facts: Facts, description: str) -> bool:
-    """Whether a row is of the time before fused attention: GPT-like models of short samples on V100
-    or A100."""
+    """Returns True for a row that was probably measured before fused attention was common: a
+    GPT-like model with short samples on V100 or A100."""
     if _SINCE_2023.search(description) or _RELEASE.search(description):
         return False
     if re.search(r"20(19|20|21|22)\b", description):
@@ -152,7 +154,7 @@ def _before_2023(facts: Facts, description: str) -> bool:
 
 
 def _stated(description: str, software: Software, hopper: bool) -> dict[str, object]:
-    """Traits that a row's own words say."""
+    """Returns the software traits that a row's own words state."""
     traits: dict[str, object] = {}
     if re.search(
         r"no flash|without flash|unfused attention|w/o flash|eager attention", description

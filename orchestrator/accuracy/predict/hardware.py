@@ -1,5 +1,5 @@
-"""Clusters from a table's names of GPUs and networks. What a name does not say is assumed, and
-reported as such."""
+"""Builds clusters from a table's names of GPUs and networks. What a name does not state is assumed,
+and reported as assumed."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ GIB = 1 << 30
 
 
 class GpuData(NamedTuple):
-    """Data-sheet values; rates are dense."""
+    """Data-sheet values of a GPU; rates are without sparsity."""
 
     memory_gib: float
-    half_tflops: float  # bf16 and fp16
+    half_tflops: float  # TFLOP/s in bf16 and fp16.
     fp8_tflops: float
     hbm_gb_per_s: float
-    link_gb_per_s: (
-        float  # one way, of one GPU to the others of its node: NVLink, Infinity Fabric or PCIe
-    )
-    nic_gbit: float  # of the reference system, a GPU
+    #: One-way rate from one GPU to the others of its node, by NVLink, Infinity Fabric or PCIe.
+    link_gb_per_s: float
+    nic_gbit: float  # Gb/s per GPU of the reference system.
     per_node: int = 8
     fp4_tflops: float = 0.0
 
 
-#: Data sheets. Memory is what the driver shows. A GPU without 8-bit products has the 16-bit rate.
+#: Name of a GPU -> values of its data sheet. The memory is what the driver shows. A GPU without
+#: 8-bit products has its 16-bit rate there.
 GPUS: dict[str, GpuData] = {
     "P100": GpuData(16, 21.2, 21.2, 732, 80, 12.5),
     "V100-16GB": GpuData(16, 125, 125, 900, 150, 25),
     "V100-32GB": GpuData(32, 125, 125, 900, 150, 50),
     "A100-40GB": GpuData(40, 312, 312, 1555, 300, 200),
     "A100-40GB-PCIe": GpuData(40, 312, 312, 1555, 32, 100),
-    "A100-64GB": GpuData(64, 312, 312, 1640, 300, 100, 4),  # Leonardo's
+    "A100-64GB": GpuData(64, 312, 312, 1640, 300, 100, 4),  # The GPU of Leonardo.
     "A100-80GB": GpuData(80, 312, 312, 2039, 300, 200),
     "A100-80GB-PCIe": GpuData(80, 312, 312, 1935, 32, 100),
-    "A800-80GB": GpuData(80, 312, 312, 2039, 200, 200),  # NVLink of 400 GB/s
+    "A800-80GB": GpuData(80, 312, 312, 2039, 200, 200),  # Its NVLink has 400 GB/s.
     "A40": GpuData(45, 150, 150, 696, 32, 50),
     "A30": GpuData(24, 165, 165, 933, 32, 50),
     "A10G": GpuData(22.5, 70, 70, 600, 32, 12.5),
@@ -55,9 +55,10 @@ GPUS: dict[str, GpuData] = {
     "L40S": GpuData(45, 362, 733, 864, 32, 50),
     "L40": GpuData(45, 181, 362, 864, 32, 50),
     "H20": GpuData(95.6, 148, 296, 4000, 450, 400),
-    "H800": GpuData(79.6, 989, 1979, 3350, 200, 400),  # NVLink of 400 GB/s
+    "H800": GpuData(79.6, 989, 1979, 3350, 200, 400),  # Its NVLink has 400 GB/s.
     "H100-80GB": GpuData(79.6, 989, 1979, 3350, 450, 400),
-    "H100-96GB-HBM2e": GpuData(95, 860, 1721, 2400, 450, 400),  # 500 W: 0.87 of the clock of 700 W
+    # At 500 W its clock is 0.87 of that at 700 W.
+    "H100-96GB-HBM2e": GpuData(95, 860, 1721, 2400, 450, 400),
     "H100-PCIe": GpuData(79.6, 756, 1513, 2000, 64, 100),
     "H100-NVL": GpuData(93.6, 835, 1671, 3900, 300, 200),
     "GH200": GpuData(95.6, 989, 1979, 4000, 450, 200, 4),
@@ -67,23 +68,24 @@ GPUS: dict[str, GpuData] = {
     "B300": GpuData(268, 2250, 4500, 8000, 900, 800, 8, 13500),
     "GB300": GpuData(277, 2500, 5000, 8000, 900, 800, 4, 15000),
     "MI210": GpuData(64, 181, 181, 1638, 100, 100),
-    "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),  # one of the two dies, each a device
+    # One of the two dies, each of which is a device.
+    "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),
     "MI300X": GpuData(192, 1307, 2615, 5300, 448, 400),
     "MI325X": GpuData(256, 1307, 2615, 6000, 448, 400),
     "MI355X": GpuData(288, 2516, 5033, 8000, 538, 400, 8, 10066),
     "Gaudi2": GpuData(96, 432, 865, 2450, 262, 300),
     "Gaudi3": GpuData(128, 1835, 1835, 3700, 525, 600),
     "Ascend910B": GpuData(64, 376, 376, 1600, 196, 200),
-    "TPUv3": GpuData(
-        32, 123, 123, 900, 164, 164, 4
-    ),  # of TPUs, links are those of the torus, all in one domain
+    # The links of TPUs are those of the torus, all in one domain.
+    "TPUv3": GpuData(32, 123, 123, 900, 164, 164, 4),
     "TPUv4": GpuData(32, 275, 275, 1228, 150, 150, 4),
     "TPUv5e": GpuData(16, 197, 197, 819, 100, 100, 4),
     "TPUv5p": GpuData(95, 459, 459, 2765, 300, 300, 4),
     "TPUv6e": GpuData(32, 918, 918, 1640, 224, 224, 4),
 }
-#: GPUs that stand by fours without NVSwitch: each pair has a third of their links (HGX A100 and
-#: H100 of four GPUs; the quad GH200 of Alps and JUPITER, arXiv 2408.11556, section II).
+#: GPUs whose nodes of four have no NVSwitch: a third of a GPU's links goes to each of the others
+#: (HGX A100 and H100 with four GPUs; the quad GH200 of Alps and JUPITER, arXiv 2408.11556, section
+#: II).
 _DIRECT = (
     "V100-16GB",
     "V100-32GB",
@@ -95,13 +97,13 @@ _DIRECT = (
     "GH200",
 )
 SOURCE = "data sheets"
-#: What may stand before a GPU's name without a space.
+#: Matches what may precede a GPU's name without a space.
 _BEFORE = (
     r"(?:\d+X|NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX|INTEL|ASCEND|GOOGLE|CLOUD|TPU"
     r"|MI)"
 )
-#: Patterns of names in upper case, words apart by one space, before the GPU they mean. The first
-#: match counts: names of GPUs, then of systems and clouds' machines, then of generations.
+#: (pattern of a name in upper case, with single spaces between words, the GPU that it means). The
+#: first match counts: names of GPUs, then of systems and of clouds' machines, then of generations.
 _NAMES: tuple[tuple[str, str], ...] = (
     *(
         (name, name)
@@ -166,8 +168,11 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 @lru_cache(maxsize=1024)
 def gpu_of(name: str) -> tuple[str, bool]:
-    """(the GPU that `name` means, True), or an H100 and False: of workstation GPUs too that bear
-    the number of another or the name of their generation (Quadro RTX, RTX PRO)."""
+    """Returns (the GPU that `name` means, True), or an H100 and False if the name is not known.
+
+    Workstation GPUs whose names contain the number of another GPU or the name of their generation
+    (Quadro RTX, RTX PRO) are not known.
+    """
     if gpu_model(name).startswith(("quadro", "pro")):
         return "H100-80GB", False
     upper_name = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
@@ -178,28 +183,28 @@ def gpu_of(name: str) -> tuple[str, bool]:
 
 
 class Network(NamedTuple):
-    """What an interconnect's words say."""
+    """The network that an interconnect's words describe."""
 
-    gbit_per_gpu: float | None  # None: no rate
+    gbit_per_gpu: float | None  # None if no rate is stated.
     nics_per_node: int | None
-    nvlink: bool | None  # None: not said; False: "PCIe", "no NVLink"
-    domain_gpus: int | None  # of one NVLink domain that spans nodes
-    per_node: int | None  # GPUs of a node, from "DGX-2" or "(8 GPU)"
-    slow: bool  # a cloud's or an Ethernet fabric
+    nvlink: bool | None  # None if it is not stated; False for "PCIe" and "no NVLink".
+    domain_gpus: int | None  # GPUs of one NVLink domain that spans nodes.
+    per_node: int | None  # GPUs per node, from "DGX-2" or "(8 GPU)".
+    slow: bool  # True for a cloud's network or Ethernet.
 
 
 _SEVERAL = re.compile(r"(\d+)\s*[x×]\s*(\d+(?:\.\d+)?)\s*(g|t)(?:b/?e?|bps|bit|ig)", re.I)
 _ONE = re.compile(
-    r"(\d+(?:\.\d+)?)\s*(g|t)(bps|b/s|bit/s|igabit|bit|be|ige|b)\b[^,;+]*?(?:(?:per|a|/)\s*(gpu|nic|node|host|server|port)|$|[+,;(])",
+    r"(\d+(?:\.\d+)?)\s*(g|t)(bps|b/s|bit/s|igabit|bit|be|ige|b)\b[^,;+]*?"
+    r"(?:(?:per|a|/)\s*(gpu|nic|node|host|server|port)|$|[+,;(])",
     re.I,
 )
 _NICS = re.compile(r"(\d+)\s*(?:x\s*)?(?:nics?|hcas?|ports?|rails?)", re.I)
 _CLASSES = re.compile(
     r"(\d+)\s*[x×]\s*(?:ib\s*|infiniband\s*|mellanox\s*)?(?:[ehnxf]dr|connectx|cx-?\d)", re.I
 )
-_WHOLE_NODE = re.compile(
-    r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I
-)  # a rate without "per" is the node's
+#: Matches networks whose rate is that of the node if it is stated without "per".
+_WHOLE_NODE = re.compile(r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I)
 _CLASS = {
     "edr": 100,
     "hdr100": 100,
@@ -221,7 +226,7 @@ _FAST = re.compile(r"infiniband|\bib\b|[ehnx]dr\b|omni|slingshot|quantum|nvl ?\d
 
 @lru_cache(maxsize=1024)
 def network_of(interconnect: str, gpus_per_node: int) -> Network:
-    """What `interconnect` says of a system whose nodes have `gpus_per_node` GPUs."""
+    """Reads the words of `interconnect` for a system whose nodes have `gpus_per_node` GPUs."""
     shortened = interconnect[:200]
     lower = shortened.lower()
     domain = re.search(r"nvl ?(\d{2,3})\b", lower)
@@ -232,9 +237,8 @@ def network_of(interconnect: str, gpus_per_node: int) -> Network:
     by_class = _CLASSES.search(lower)
     if by_class and nics is None:
         nics = int(by_class[1])
-    external = re.sub(
-        r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower
-    )  # the rate of NVLink is its generation's
+    # The rate of NVLink follows from its generation, not from these words.
+    external = re.sub(r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower)
     gbit = None
     if product_match := _SEVERAL.search(external):
         nics = int(product_match[1])
@@ -282,10 +286,11 @@ def _gbit(number: str, letter: str) -> float:
 
 @lru_cache(maxsize=512)
 def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) -> Cluster:
-    """A cluster with one switch level over all nodes: tables say nothing about switches.
+    """Returns a cluster with one switch level over all nodes, because tables do not describe
+    switches.
 
-    Where nothing is said of the network it is that of the GPU's reference system. `gpus_per_node`:
-    of a whole node, of which a small job takes some.
+    If the row does not describe its network, the cluster has that of the GPU's reference system.
+    `gpus_per_node` counts the GPUs of a whole node, of which a small job takes only some.
     """
     sheet = GPUS[gpu]
     node_gpus = gpus_per_node
@@ -298,8 +303,8 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
     )
     nodes = -(-num_gpus // gpus_per_node)
     domain_limit = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
-    # of larger domains than the job needs it has equal parts: 512 GPUs are 64 of each of eight
-    # NVL72 racks
+    # If a domain does not divide the job, the job has an equal part of each domain: 512 GPUs are 64
+    # GPUs in each of eight NVL72 racks.
     nodes_per_domain = next(
         (
             nodes_of_part

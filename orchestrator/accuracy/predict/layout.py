@@ -1,5 +1,5 @@
-"""Degrees, schedule and batch of a row: what it says, what follows from the rest of it, and else
-what is usual."""
+"""Finds the degrees, schedule and batch of a row: what the row states, what follows from its other
+cells, and else what is usual."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from orchestrator.plan.document import AXES, Model, Parallel
 from .batches import batch_of, tokens_that_fit
 from .cells import MOST, MOST_GPUS, Row, RowError
 
-#: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The
-#: first match counts.
+#: (pattern of words in `pp_schedule`, in lower case without separators, the schedule that they
+#: mean). The first match counts.
 _SCHEDULES: tuple[tuple[str, str], ...] = (
     ("zbv|zeroblev|zerobubblev|vhalf|vmin", "zbv"),
     ("zb2p|zbh2|zb2", "zb_h2"),
@@ -31,17 +31,17 @@ _SCHEDULES: tuple[tuple[str, str], ...] = (
     ("1f1b|onef|pipedream|default", "1f1b"),
     ("gpipe|afab|allforward|fillandrain|filldrain", "afab"),
 )
-#: Families whose recipes interleave pipeline stages unless told otherwise.
+#: Families whose recipes interleave pipeline stages by default.
 _INTERLEAVE = ("nemo", "megatron")
-#: Families that shard states over data parallelism when a row does not say how.
+#: Families that shard states over data parallelism if a row does not state a ZeRO stage.
 _SHARDED = ("fsdp", "torchtitan", "fsdp_triton", "maxtext", "eager", "deepspeed_2021")
-_STATE_BYTES = 18  # a parameter: weights, gradients and optimizer
-_WEIGHT_BYTES = 6  # of them, where the optimizer's are sharded
-_FULL = 0.6  # of a GPU's memory, that states may take in an assumed layout
+_STATE_BYTES = 18  # Bytes per parameter of weights, gradients and optimizer state.
+_WEIGHT_BYTES = 6  # Bytes per parameter that remain if the optimizer state is sharded.
+_FULL = 0.6  # Share of a GPU's memory that states may take in an assumed layout.
 
 
 class Experts(NamedTuple):
-    """As in `Parallel`."""
+    """The degrees of expert parallelism, with the names of `Parallel`."""
 
     ep: int
     etp: int | UnsetType
@@ -52,14 +52,15 @@ class Degrees(NamedTuple):
     tp: int
     cp: int
     pp: int
-    replicas: int  # of the dense weights
+    replicas: int  # Replicas of the dense weights.
     gpus: int
 
 
 def layout_of(
     row: Row, model: Model, software: Software, memory_bytes: int, per_node: int
 ) -> Parallel:
-    """The row's parallelism. `memory_bytes`: of a GPU. RowError for numbers that mean nothing."""
+    """Returns the row's parallelism. `memory_bytes` is the memory of one GPU. Raises RowError for
+    numbers that no job can have."""
     zero = stated_zero(row)
     degrees = _degrees(row, model, software, zero, memory_bytes, per_node)
     tp, cp, pp, replicas, gpus = degrees
@@ -111,8 +112,8 @@ def layout_of(
 
 
 def _bucket_bytes(model: Model, software: Software, zero: int, tp: int, replicas: int) -> int:
-    """Bytes of the gradients that one collective sums: PyTorch's 25 MiB, or a layer that ZeRO-3
-    gathers.
+    """Returns the bytes of gradients that one collective sums: PyTorch's 25 MiB, or one layer with
+    ZeRO-3.
 
     Megatron-Core's buckets grow with the replicas (`DistributedDataParallelConfig.bucket_size`).
     """
@@ -124,8 +125,8 @@ def _bucket_bytes(model: Model, software: Software, zero: int, tp: int, replicas
 
 
 def stated_zero(row: Row) -> int | None:
-    """ZeRO stage that the row's own column or the name of its software says; None where neither
-    does. RowError."""
+    """Returns the ZeRO stage that the row's own column states, or else the name of its software or
+    its notes; None if none of them does. Raises RowError for a stage that does not exist."""
     zero = zero_of(row.text("zero_stage"))
     if zero is None and (match := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", _words(row))):
         zero = int(match[1])
@@ -133,13 +134,13 @@ def stated_zero(row: Row) -> int | None:
 
 
 def _words(row: Row) -> str:
-    """What the row says in free words."""
+    """Returns the free words of a row, in lower case."""
     return f"{row.text('framework')}; {row.text('notes')}".lower()
 
 
 def zero_of(cell: str) -> int | None:
-    """ZeRO stage from "3", "ZeRO-1", "FSDP", "distributed optimizer"; None where blank.
-    RowError."""
+    """Returns the ZeRO stage of "3", "ZeRO-1", "FSDP" or "distributed optimizer"; None if the cell
+    is blank. Raises RowError for other words."""
     if not cell:
         return None
     lower = cell.lower()
@@ -170,13 +171,11 @@ def _degrees(
     cp = cp or 1
     sp_cell = row.text("sp")
     if cp == 1 and tp in (None, 1) and sp_cell.isdecimal() and 1 < int(sp_cell) <= MOST["cp"]:
-        cp = int(
-            sp_cell
-        )  # DeepSpeed-Ulysses and others shard the sequence without tensor parallelism
+        # DeepSpeed-Ulysses and others shard the sequence without tensor parallelism.
+        cp = int(sp_cell)
         row.say(f"cp={cp}: from sp")
-    if (
-        gpus is not None and dp is not None and (tp is None) != (pp is None)
-    ):  # the one that is left follows
+    # If one of tp and pp is stated, the other follows from the GPUs and dp.
+    if gpus is not None and dp is not None and (tp is None) != (pp is None):
         remaining_degree, remainder = divmod(gpus, dp * cp * (tp or pp or 1))
         if remaining_degree and not remainder:
             tp = tp or remaining_degree
@@ -226,13 +225,13 @@ def _usual_split(
     per_node: int,
     gpus: int | None,
 ) -> tuple[int, int]:
-    """(tp, pp) where a row says neither: none with sharded states, else as few ranks as hold the
-    states."""
+    """Returns (tp, pp) for a row that states neither: (1, 1) with sharded states, else the fewest
+    ranks that hold the states."""
     if software.memory in ("fsdp", "orch", "deepspeed") or (zero or 0) > 1:
         return 1, 1
     gpu_limit = gpus or 1 << 14
     held_parameters = float(model.parameters)
-    if model.moe:  # experts are spread over data parallelism first
+    if model.moe:  # Experts are spread over data parallelism first.
         experts = expert_params(model)
         held_parameters += experts / (row.degree("ep") or 8) - experts
     ranks_needed = (
@@ -249,7 +248,7 @@ def _usual_split(
 
 
 def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int:
-    """Replicas that hold the sharded states; at least a node."""
+    """Returns the number of replicas that hold the sharded states; at least one node."""
     ranks_needed = model.parameters * _STATE_BYTES / (memory * _FULL)
     replicas = max(1, per_node // ranks)
     while replicas * ranks < ranks_needed:
@@ -258,7 +257,8 @@ def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int
 
 
 def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, memory: int) -> int:
-    """What a family's recipes do; where a family shards everything or nothing, what fits."""
+    """Returns the ZeRO stage of a family's recipes; for a family that shards everything or nothing,
+    the one that fits."""
     description = _words(row)
     if re.search(r"\bddp\b", description) and "fsdp" not in description:
         zero = 0
@@ -274,8 +274,8 @@ def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, me
 
 
 def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
-    """Ranks that share one copy of what ZeRO-3 shards, where `notes` or `framework` say a group; 0:
-    all."""
+    """Returns the number of ranks that share one copy of what ZeRO-3 shards, if `notes` or
+    `framework` state such a group; 0 for all ranks."""
     if zero < 3:
         return 0
     description = _words(row)
@@ -290,18 +290,20 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
 
 
 def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
-    """Tables count dp over all replicas of the dense weights, and ep on the experts' own mesh: over
-    dp, then over cp, and where it is larger than both over tp too, whose ranks then hold whole
-    experts."""
+    """Returns the row's degrees of expert parallelism.
+
+    Tables count dp over all replicas of the dense weights, and ep on the experts' own mesh: over dp
+    first, then over cp. An ep that is larger than both extends over tp as well, whose ranks then
+    hold whole experts.
+    """
     tp = degrees.tp
     replicas = degrees.replicas
     stated = row.degree("ep")
     if model.moe is None:
         return Experts(1, UNSET, UNSET)
     if stated is None:
-        ep_limit = (
-            replicas if zero == 3 else min(replicas, 8)
-        )  # to gather experts would cost more than to send tokens
+        # With ZeRO-3, gathering experts would cost more than sending tokens.
+        ep_limit = replicas if zero == 3 else min(replicas, 8)
         stated = math.gcd(model.moe.experts, ep_limit)
         row.say(f"ep={stated}")
     if stated > model.moe.experts:
@@ -328,7 +330,7 @@ def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
 
 
 def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str, int]:
-    """(name in the plan's schedules, virtual stages of a rank)."""
+    """Returns (name of the plan's schedule, virtual stages per rank)."""
     stated_schedule = re.sub(r"[\s_\-]+", "", row.text("pp_schedule").lower())
     vpp = row.degree("vpp")
     if pp == 1:
@@ -342,7 +344,8 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
         and software.name == "nemo"
         and "lora" not in row.text("task").lower()
     ):
-        name = "interleaved"  # its recipes interleave; tables that know better write vpp 1
+        # NeMo's recipes interleave by default; tables of runs without interleaving write vpp 1.
+        name = "interleaved"
     if name in ("zb_h1", "zb_h2", "1f1b", "dualpipe") and "notstated" not in stated_schedule:
         if vpp is not None and vpp > 1:
             row.say(
@@ -370,7 +373,7 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
     if name == "interleaved" or (name is None and software.name in _INTERLEAVE):
         vpp = _most_stages(model.layers, pp)
         if software.memory in ("fsdp", "orch"):
-            vpp = min(2, model.layers // pp)  # PyTorch's pipelines: two stages a rank
+            vpp = min(2, model.layers // pp)  # PyTorch's pipelines have two stages per rank.
         elif name is None:
             vpp = max((stages for stages in range(2, 13) if vpp % stages == 0), default=vpp)
         schedule = "interleaved" if vpp > 1 else "1f1b"
@@ -381,8 +384,8 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
 
 
 def _most_stages(layers: int, pp: int) -> int:
-    """Virtual stages of a rank with one layer each; where layers do not divide, embedding and head
-    count as layers."""
+    """Returns the number of virtual stages per rank if each has one layer. If the layers do not
+    divide evenly, the embedding and the head count as layers."""
     if layers % pp == 0:
         return layers // pp
     if (layers + 2) % pp == 0:
@@ -392,8 +395,11 @@ def _most_stages(layers: int, pp: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _even(layers: int, stages: int) -> tuple[int, ...] | None:
-    """An even split as frameworks make it; embedding and head, or the head, count as layers where
-    that divides."""
+    """Returns the layers of each stage of an even split, or None if there is none.
+
+    As in the frameworks, the embedding and the head, or the head alone, count as layers if only
+    then the layers divide evenly.
+    """
     if layers % stages == 0:
         return (layers // stages,) * stages
     if stages > 1 and (layers + 2) % stages == 0:
@@ -406,8 +412,8 @@ def _even(layers: int, stages: int) -> tuple[int, ...] | None:
 
 
 def _stage_layers(model: Model, stages: int, software: Software) -> list[int]:
-    """Decoder layers of each stage: as evenly as frameworks do; nanotron balances the head against
-    layers."""
+    """Returns the number of decoder layers of each stage, split as evenly as frameworks do it.
+    Nanotron balances the cost of the head against the layers."""
     balanced = software.name == "nanotron" and stages <= model.layers
     even = None if balanced else _even(model.layers, stages)
     return list(even or balance_stages(model, stages, model.max_seq_len))

@@ -1,5 +1,5 @@
-"""One row of a table -> model, cluster, degrees, software. Missing values are assumed, and each
-assumption is said."""
+"""Reads one row of a table as a job: model, cluster, degrees and software. Missing values are
+assumed, and each assumption is reported."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Task = Literal["pretrain", "sft", "lora"]
 
 
 class Job(NamedTuple):
-    """What a row ran."""
+    """The job that a row describes."""
 
     cluster: Cluster
     model: Model
     parallel: Parallel
-    train: Train  # `train.recompute` is "none" where the row does not say
-    matmul: Matmul  # precision of matrix products where it is narrower than the tensors'
+    train: Train  # `train.recompute` is "none" if the row does not state it.
+    matmul: Matmul  # Precision of matrix products, if it is narrower than that of the tensors.
     software: Software
     task: Task
-    mem_kind: str  # how memory was measured, in the table's words
-    recompute: Recompute | None  # None: the row does not say
-    recompute_share: float  # of the layers, that recompute
-    slow_fabric: bool  # a cloud's or an Ethernet network
-    group: str  # the row's source: its id without the number
+    mem_kind: str  # The way memory was measured, in the table's words.
+    recompute: Recompute | None  # None if the row does not state it.
+    recompute_share: float  # Share of the layers that are recomputed.
+    slow_fabric: bool  # True for a cloud's network or Ethernet.
+    group: str  # The row's source: its id without the number.
     assumed: list[str]
 
 
 def read_row(cells: Mapping[str, str]) -> Job:
-    """The job of one row. Raises RowError naming the column."""
+    """Returns the job of one row. Raises RowError that names the column."""
     if problem := cells.get(PROBLEM):
         raise RowError(problem)
     row = Row(cells)
@@ -50,7 +50,8 @@ def read_row(cells: Mapping[str, str]) -> Job:
     gpu, network, per_node = _hardware(row)
     matmul, precision = _precision(row, gpu)
     if matmul == "fp8_tensor" and model.mla and row.text("precision").lower() == "fp8":
-        matmul = "fp8_block"  # as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3)
+        # DeepSeek-V3 was trained with scales per block (arXiv 2412.19437, section 3.3).
+        matmul = "fp8_block"
     seq_len = model.max_seq_len
     facts = Facts(
         row.text("framework") or _framework_of(row),
@@ -100,8 +101,8 @@ def read_row(cells: Mapping[str, str]) -> Job:
 
 
 def _framework_of(row: Row) -> str:
-    """Software of a row that names none: what its other words name, else what its parallelism is
-    usual with."""
+    """Returns the software of a row whose `framework` is blank: the one that its other words name,
+    else the one that usually has its parallelism."""
     framework = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
     if not framework:
         tp, pp, vpp = (row.degree(name) or 1 for name in ("tp", "pp", "vpp"))
@@ -115,17 +116,17 @@ def _framework_of(row: Row) -> str:
 
 
 def row_id(cells: Mapping[str, str]) -> str:
-    """The id of a row; empty where it has none."""
+    """Returns the id of a row; an empty string if it has none."""
     return (cells.get("id") or "").strip()
 
 
 def group_of(cells: Mapping[str, str]) -> str:
-    """The source of a row: its id without the number."""
+    """Returns the source of a row: its id without the number."""
     return (cells.get("id") or "").rpartition("-")[0] or "all"
 
 
 def _hardware(row: Row) -> tuple[str, Network, int]:
-    """(name of the GPU, what is said of the network, GPUs of a node)."""
+    """Returns (name of the GPU, the network, GPUs per node)."""
     stated_gpu = row.text("gpu")
     interconnect = row.text("interconnect")
     name, is_known = gpu_of(stated_gpu or _gpu_of_network(interconnect))
@@ -142,11 +143,11 @@ def _hardware(row: Row) -> tuple[str, Network, int]:
         row.say(f"gpus_per_node={per_node}")
         network = network_of(interconnect, per_node)
     if name.startswith("GB") and network.domain_gpus is None:
-        network = network._replace(domain_gpus=72)  # a rack
+        network = network._replace(domain_gpus=72)  # An NVL72 rack is one domain.
     return name, network, per_node
 
 
-#: Words of an interconnect that belong to one generation of GPUs.
+#: (pattern of words in `interconnect`, the generation of GPUs that they belong to).
 _GENERATIONS = (
     ("nvl72", "GB200"),
     ("nvlink5|xdr", "B200"),
@@ -156,7 +157,8 @@ _GENERATIONS = (
 
 
 def _gpu_of_network(interconnect: str) -> str:
-    """The GPU whose generation an interconnect's words name; empty where they name none."""
+    """Returns the GPU whose generation an interconnect's words imply; an empty string if they imply
+    none."""
     compact_name = interconnect.lower().replace(" ", "")
     return next(
         (gpu for pattern, gpu in _GENERATIONS if re.search(pattern, compact_name)),
@@ -172,7 +174,7 @@ _WIDE: tuple[tuple[str, Precision], ...] = (
 
 
 def _precision(row: Row, gpu: str) -> tuple[Matmul, Precision]:
-    """(precision of the matrix products where narrower, precision of the tensors)."""
+    """Returns (precision of the matrix products, if it is narrower, precision of the tensors)."""
     stated_precision = row.text("precision")
     matmul, tensor_precision, assumption = _precision_words(stated_precision.lower(), gpu)
     if assumption:
@@ -237,8 +239,8 @@ def _task(row: Row) -> Task:
 
 
 def _recompute(row: Row, software: Software) -> tuple[Recompute | None, float, Selective]:
-    """(mode, None where the row does not say; share of the layers; what selective means to this
-    software)."""
+    """Returns (mode, share of the layers, what selective means to this software). The mode is None
+    if the row does not state it."""
     selective: Selective = "core"
     if not software.memory.startswith(("megatron", "deepspeed")):
         description = f"{row.text('framework')}; {row.text('notes')}".lower()

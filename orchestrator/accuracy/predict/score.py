@@ -1,5 +1,5 @@
-"""Errors of predictions against a table's measurements: by group, in the order of layouts, and fits
-or OOM."""
+"""Scores predictions against a table's measurements: errors by group, the order of layouts, and
+whether jobs fit in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cells import RowError, number_of
 from .predict import Prediction
 from .rows import group_of, row_id
 
-#: Rows that agree in these differ in layout only.
+#: Rows that agree in these columns differ only in their layout.
 SWEEP = (
     "model",
     "layers",
@@ -27,8 +27,8 @@ SWEEP = (
     "framework",
     "task",
 )
-#: A row's layout. Of rows that agree in it too, the mean counts: releases and repetitions are no
-#: layouts.
+#: Columns of a row's layout. Rows that agree in these too count as their mean: another release or
+#: repetition is not another layout.
 LAYOUT = (
     "tp",
     "sp",
@@ -42,9 +42,9 @@ LAYOUT = (
     "micro_batch",
     "recompute",
 )
-#: What a score reads of a row.
+#: Columns of a row that a score reads.
 COMPARED = (*SWEEP, *LAYOUT, "id", "step_time_s", "peak_mem_gib", "status")
-#: Measured column -> what can be.
+#: Measured column -> (lowest plausible number, highest, what the column holds).
 MEASURED: dict[str, tuple[float, float, str]] = {
     "step_time_s": (1e-4, 1e5, "a step takes seconds"),
     "peak_mem_gib": (1e-3, 1e4, "a GPU has GiB"),
@@ -52,42 +52,42 @@ MEASURED: dict[str, tuple[float, float, str]] = {
 
 
 class Errors(NamedTuple):
-    """Of (predicted - measured) / measured."""
+    """Errors of one group of rows. An error is (predicted - measured) / measured."""
 
     group: str
     rows: int
-    mean: float  # of the absolute error
+    mean: float  # Mean of the absolute error.
     p90: float
-    bias: float  # mean with its sign
-    #: share of the measurements inside that interval; None without intervals
+    bias: float  # Mean of the error with its sign.
+    #: Share of the measurements inside the 68 % and the 95 % interval. None without intervals.
     inside68: float | None = None
     inside95: float | None = None
-    fitted: float | None = None  # mean, in a fit that has seen these rows
-    #: mean after one row of the group was measured: over every choice of the row
+    fitted: float | None = None  # Mean error of a fit that has seen these rows.
+    #: Mean error after one row of the group was measured, averaged over every choice of that row.
     after_one: float | None = None
 
 
 class Order(NamedTuple):
     group: str
-    sweeps: int  # with at least three layouts
+    sweeps: int  # Number of sweeps with at least three layouts.
     layouts: int
-    spearman: float  # mean over sweeps
-    regret: float  # mean: how much slower the layout predicted fastest is than the fastest
-    worst: float
+    spearman: float  # Mean over sweeps.
+    regret: float  # Mean over sweeps of `regret`.
+    worst: float  # Largest regret of a sweep.
 
 
 class Score(NamedTuple):
     time: list[Errors]
     memory: list[Errors]
     order: list[Order]
-    fits: dict[tuple[str, str], int]  # (measured, predicted) -> rows
+    fits: dict[tuple[str, str], int]  # (measured status, predicted status) -> number of rows.
 
 
 class Miss(NamedTuple):
-    """One prediction against its measurement."""
+    """The error of one prediction."""
 
-    error: float  # predicted / measured - 1
-    z: float | None  # ln(predicted / measured) / standard deviation, None without an interval
+    error: float  # predicted / measured - 1.
+    z: float | None  # ln(predicted / measured) / standard deviation. None without an interval.
 
 
 ALL = "all"
@@ -124,8 +124,8 @@ def miss(predicted: float, measured: float, sd: float) -> Miss:
 
 
 def unread(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each measured cell that cannot be: no number, not above 0, of another unit. A
-    score leaves it out."""
+    """Returns a line for each measured cell that a score leaves out, because it is not a number,
+    not above 0, or in another unit."""
     complaints = []
     for number, row in enumerate(rows, 1):
         for name in MEASURED:
@@ -144,7 +144,8 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
 
 
 def measured_in(row: Mapping[str, str], name: str) -> float | None:
-    """The number in a measured cell, None where it is blank. RowError for one that cannot be."""
+    """Returns the number in a measured cell, or None if it is blank. Raises RowError for a number
+    that is not plausible."""
     value, (minimum, maximum, expectation) = number_of(name, row.get(name) or ""), MEASURED[name]
     if value is not None and not minimum <= value <= maximum:
         raise RowError(f"{name}={value:g}: {expectation} from {minimum:g} to {maximum:g}")
@@ -152,7 +153,7 @@ def measured_in(row: Mapping[str, str], name: str) -> float | None:
 
 
 def _errors(misses_by_group: Mapping[str, list[Miss]]) -> list[Errors]:
-    """By group, then of all rows and the mean of groups."""
+    """Returns the errors of each group, then those of all rows and the mean of groups."""
     group_errors = [_summary(group, misses) for group, misses in sorted(misses_by_group.items())]
     if not group_errors:
         return []
@@ -161,7 +162,8 @@ def _errors(misses_by_group: Mapping[str, list[Miss]]) -> list[Errors]:
 
 
 def mean_of_groups(groups: Sequence[Errors]) -> Errors:
-    """Each group counts once, however many rows it has; its bias is the mean of biases."""
+    """Returns the mean over groups. Each group counts once, however many rows it has; the bias is
+    the mean of their biases."""
     means = {name: _mean([getattr(group, name) for group in groups]) for name in Errors._fields[2:]}
     return Errors(MEAN, len(groups), **means)
 
@@ -224,7 +226,7 @@ def _orders(
 
 
 def spearman(points: Sequence[tuple[float, float]]) -> float:
-    """Rank correlation, ties at their mean rank. 0 where one side is constant."""
+    """Returns the rank correlation, with ties at their mean rank; 0 if one side is constant."""
     measured_ranks, predicted_ranks = (_ranks([point[side] for point in points]) for side in (0, 1))
     mean_rank = (len(points) + 1) / 2
     covariance = sum(
@@ -243,6 +245,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def regret(points: Sequence[tuple[float, float]]) -> float:
-    """Measured time of the layout predicted fastest, over the fastest measured, minus one."""
+    """Returns how much slower the layout that was predicted fastest is than the fastest one:
+    the ratio of their measured times, minus 1."""
     chosen_s = min(points, key=lambda point: point[1])[0]
     return chosen_s / min(measured for measured, _ in points) - 1

@@ -1,5 +1,5 @@
-"""The model of a row: its own cells, then the published shape of its name, then a usual shape of
-its size."""
+"""Finds the model of a row: from its own cells, then the published shape of its name, then the usual
+shape of its size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from orchestrator.plan.document import Model, Moe
 from .cells import MOST, Row, RowError, number_of
 from .known_models import GATED, PLAIN, Shape, canonical, known_shape, size_in
 
-#: (billions of parameters, layers, hidden) of plain transformers: GPT-3 (arXiv 2005.14165 table
-#: 2.1), Narayanan et al. (arXiv 2104.04473 table 1).
+#: (billions of parameters, layers, hidden size) of plain transformers, from GPT-3 (arXiv 2005.14165
+#: table 2.1) and Narayanan et al. (arXiv 2104.04473 table 1).
 LADDER = (
     (0.125, 12, 768),
     (0.35, 24, 1024),
@@ -36,14 +36,14 @@ LADDER = (
     (1008.0, 128, 25600),
 )
 Position = Literal["rope", "learned", "none"]
-LARGEST = 3000.0  # billions: no published model has as many
+LARGEST = 3000.0  # Billions of parameters; no published model has as many.
 MOST_BILLIONS = 1e5
-# of the parameters: a family's usual MLP is believed if it meets the stated size this well
+#: A family's usual MLP is assumed if its number of parameters is this close to the stated one.
 _CLOSE = 0.1
 
 
 class Cells(NamedTuple):
-    """What a row says of its model; None where it does not."""
+    """The cells of a row that describe its model; None for those that are blank."""
 
     name: str
     billions: float | None
@@ -60,13 +60,10 @@ class Cells(NamedTuple):
 
 
 def model_of(row: Row) -> Model:
-    """The model, its sequence length as `max_seq_len`. RowError where nothing says a shape."""
-    least_values = {
-        "kv_heads": 0,
-        "experts": 0,
-        "topk": 0,
-        "moe_ffn": 0,
-    }  # tables write 0 where there are none
+    """Returns the model, with the row's sequence length as `max_seq_len`. Raises RowError if no
+    cell implies a shape."""
+    # Tables write 0 in these columns if there are none.
+    least_values = {"kv_heads": 0, "experts": 0, "topk": 0, "moe_ffn": 0}
     shape = {name: row.whole(name, least_values.get(name, 1)) or None for name in Cells._fields[2:]}
     for name, mark in (("layers", "l"), ("hidden", "h")):  # "GPT-h14400-L80"
         if shape[name] is None and (
@@ -80,12 +77,13 @@ def model_of(row: Row) -> Model:
 
 
 def _billions(row: Row) -> float | None:
-    """`params_b`: billions, or what is clearly a count of parameters or millions of them."""
+    """Returns the billions of parameters in `params_b`, which may also hold a count of parameters
+    or millions of them if that is unmistakable."""
     cell = (row.cells.get("params_b") or "").strip()
     value = number_of("params_b", cell) if cell else None
     if value is None:
         return None
-    if cell[-1:] in "bBtTmM" or value > MOST_BILLIONS:  # a suffix has made it a count
+    if cell[-1:] in "bBtTmM" or value > MOST_BILLIONS:  # A suffix makes it a count.
         value /= 1e9
         if cell[-1:].isdigit():
             row.say(f"params_b={value:g}: read as a count of parameters")
@@ -102,7 +100,7 @@ def _billions(row: Row) -> float | None:
 
 @lru_cache(maxsize=2048)
 def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
-    """(model, what was assumed)."""
+    """Returns (model, the assumptions that were made)."""
     assumptions: list[str] = []
     published = _known(cells)
     billions = cells.billions or size_in(cells.name)
@@ -130,7 +128,7 @@ def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
     moe = _moe(cells, published, hidden, assumptions)
     ffn = cells.ffn_hidden or (published.ffn_hidden if published else None)
     if published and published.moe and published.moe.first_dense_layers:
-        ffn = published.ffn_hidden  # tables write the width of an expert here
+        ffn = published.ffn_hidden  # Tables write the width of an expert in this column.
     values: dict[str, Any] = dict(
         name=cells.name or "model", layers=layers, hidden=hidden, heads=heads
     )
@@ -154,18 +152,18 @@ def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
 
 
 def _known(cells: Cells) -> Shape | None:
-    """The published shape of the row's name, unless its cells are those of another model."""
+    """Returns the published shape of the row's name, unless its cells belong to another model."""
     published = known_shape(cells.name)
     if published is None or cells.hidden not in (None, published.hidden):
         return None
     if cells.billions and cells.layers is None and not 0.5 < cells.billions / _size(published) < 2:
-        return None  # the name's family in another size
+        return None  # The row has another size of the family.
     return published
 
 
 @lru_cache(maxsize=256)
 def _size(shape: Shape) -> float:
-    """Billions of parameters of a published shape."""
+    """Returns the billions of parameters of a published shape."""
     head_dim = shape.head_dim or shape.hidden // shape.heads
     values: dict[str, Any] = dict(
         name="", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, moe=shape.moe
@@ -205,9 +203,8 @@ def _depth_and_width(
             )
         _, usual_layers, width = min(LADDER, key=lambda rung: abs(math.log(rung[0] / billions)))
         table = (cells.vocab or _usual_vocab(cells.name)) * (hidden or width)
-        blocks = (
-            max(billions * 1e9 / 2, billions * 1e9 - table) / 12
-        )  # about 12 layers hidden^2, and the token table
+        # A model has about 12 layers hidden^2 parameters, and the token table.
+        blocks = max(billions * 1e9 / 2, billions * 1e9 - table) / 12
         if hidden is None:
             exact = math.sqrt(blocks / (layers or usual_layers))
             step = 128 if exact < 2560 else 512 if exact < 8192 else 1024
@@ -221,11 +218,11 @@ def _depth_and_width(
 
 
 def _usual_size(layers: int | None, hidden: int | None) -> float | None:
-    """Billions of parameters of usual models that are as wide, or as deep; None where neither is
-    known."""
+    """Returns the billions of parameters of a usual model that is as wide, or else as deep; None if
+    neither is known."""
     if hidden:
         rung = min(LADDER, key=lambda rung: abs(math.log(rung[2] / hidden)))
-        return rung[0] * (hidden / rung[2]) ** 2  # as deep
+        return rung[0] * (hidden / rung[2]) ** 2  # The same depth is assumed.
     return min(LADDER, key=lambda rung: abs(math.log(rung[1] / layers)))[0] if layers else None
 
 
@@ -237,7 +234,8 @@ def _seq_len(cells: Cells, published: Shape | None, assumptions: list[str]) -> i
 
 
 def _usual_vocab(name: str) -> int:
-    """Megatron's padded GPT-2 vocabulary, or that of the first two Llamas."""
+    """Returns the vocabulary of Llama 1 and 2 for models like them, else Megatron's padded GPT-2
+    vocabulary."""
     return 32000 if GATED.search(canonical(name)) else 51200
 
 
@@ -260,7 +258,7 @@ def _moe(cells: Cells, published: Shape | None, hidden: int, assumptions: list[s
         assumptions.append(f"moe_ffn={width}")
     shared, dense = (listed.shared_ffn_hidden, listed.first_dense_layers) if listed else (0, 0)
     if cells.layers is not None and dense >= cells.layers:
-        return None  # cut down to its dense layers
+        return None  # The model is cut down to its dense layers.
     return Moe(
         experts=experts,
         top_k=top_k,
@@ -273,15 +271,15 @@ def _moe(cells: Cells, published: Shape | None, hidden: int, assumptions: list[s
 def _nearest(
     values: dict[str, Any], ffn: int | None, cells: Cells, billions: float | None
 ) -> Model:
-    """A gated or plain MLP, a tied or untied head: what the name says, or what comes nearest to the
-    stated size."""
+    """Returns the model with a gated or a plain MLP and a tied or an untied head: those that its
+    name implies, or those whose size is nearest to the stated one."""
     hidden = values["hidden"]
     canonical_name = canonical(cells.name)
     usual = {"gated": 256 * max(1, round(8 * hidden / 3 / 256)), "plain": 4 * hidden}
     likely_kind = (
         "gated" if GATED.search(canonical_name) else "plain" if PLAIN.search(canonical_name) else ""
     )
-    if not likely_kind:  # shared keys and odd widths came with gated MLPs
+    if not likely_kind:  # Shared keys and odd widths came with gated MLPs.
         gated = (
             values["moe"] is not None
             or values["kv_heads"] < values["heads"]

@@ -1,5 +1,5 @@
-"""Rows of a CSV file, one at a time: separators, names of columns, and lines that are not rows of
-the table."""
+"""Reads the rows of a CSV file one at a time: finds the separator and the columns, and reports lines
+that are not rows of the table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO, TextIO
 
-#: Key of a row that cannot be read, with the reason; no column has an empty name.
+#: Key under which a row that cannot be read has the reason; no column has an empty name.
 PROBLEM = ""
-MOST_CELL = 131_072  # characters: what the csv module takes
+MOST_CELL = 131_072  # The most characters that the csv module takes.
 MOST_LINE = 1 << 20
 SEPARATORS = ",;\t|"
-#: Columns that predictions read, and what is measured.
+#: Columns that predictions read, and the measured columns.
 COLUMNS = (
     "id",
     "model",
@@ -58,7 +58,7 @@ COLUMNS = (
     "peak_mem_gib",
     "status",
 )
-#: Other names of these columns, without units.
+#: Other names of these columns -> column, without units.
 _ALIASES: dict[str, str] = {
     **dict.fromkeys(
         ("params", "parameters", "params_billion", "size_b", "model_size", "n_params"), "params_b"
@@ -129,7 +129,7 @@ _ALIASES: dict[str, str] = {
         ("tokens_per_gpu_per_s", "tokens_per_second_per_gpu", "tok_s_gpu"), "tokens_per_s_per_gpu"
     ),
 }
-#: Measured columns in other units: factor to the column's own.
+#: (measured column, another unit) -> factor to the column's own unit.
 _UNITS = {("step_time_s", "ms"): 1e-3, ("step_time_s", "us"): 1e-6, ("step_time_s", "min"): 60.0}
 _UNITS |= {
     ("peak_mem_gib", "mib"): 1 / 1024,
@@ -139,14 +139,14 @@ _UNITS |= {
 
 
 class TableError(ValueError):
-    """A file that is not a table; the message names the row and what is wrong with it."""
+    """Says that a file is not a table; the message names the row and what is wrong with it."""
 
 
 def read_rows(file: BinaryIO) -> Iterator[dict[str, str]]:
-    """The rows below the first line, by column. TableError at once where the first line names no
-    columns.
+    """Returns the rows below the first line, each as a dictionary by column.
 
-    A line that is not a row has `PROBLEM`. Bytes that are not UTF-8 become replacement characters.
+    Raises TableError at once if the first line names no columns. A line that is not a row has the
+    key `PROBLEM`. Bytes that are not UTF-8 become replacement characters.
     """
     stream = _decoded(file)
     first_line = stream.readline(MOST_LINE)
@@ -175,8 +175,8 @@ def _decoded(file: BinaryIO) -> TextIO:
 
 
 def _lines(first_line: str, stream: TextIO) -> Iterator[str]:
-    """Lines of at most MOST_LINE characters; what is longer is cut, which its reader refuses as a
-    cell."""
+    """Yields lines of at most MOST_LINE characters. A longer line is cut, and the csv reader then
+    refuses it because of its long cell."""
     yield first_line
     while line := stream.readline(MOST_LINE):
         yield line
@@ -185,11 +185,12 @@ def _lines(first_line: str, stream: TextIO) -> Iterator[str]:
 
 
 def columns_of(header: list[str]) -> list[tuple[str, float]]:
-    """(column, factor of its unit) of each cell of the first line; an empty name where it is not
-    read. TableError."""
+    """Returns (column, factor of its unit) for each cell of the first line, with an empty name for
+    a column that is not read. Raises TableError if a column is repeated or no column describes a
+    model."""
     normalized_names = [re.sub(r"[\s\-]+", "_", cell.strip().lower()) for cell in header]
     columns = [_column(name) for name in normalized_names]
-    for index, (column, _) in enumerate(columns):  # a column's own name wins over its other names
+    for index, (column, _) in enumerate(columns):  # A column's own name beats its aliases.
         if column and column != normalized_names[index] and column in normalized_names:
             columns[index] = ("", 1.0)
     repeated = [
@@ -210,7 +211,8 @@ def columns_of(header: list[str]) -> list[tuple[str, float]]:
 
 
 def _column(name: str) -> tuple[str, float]:
-    """("step_time_s", 0.001) of "step_time_(ms)" or "step_time_ms"."""
+    """Returns the column and the factor of a name: ("step_time_s", 0.001) for "step_time_(ms)" or
+    "step_time_ms"."""
     if name in COLUMNS:
         return name, 1.0
     if name in _ALIASES:
@@ -240,9 +242,8 @@ def _rows(
             reason = f"a cell of more than {MOST_CELL:,} characters, or a quote that is not closed"
             yield {PROBLEM: reason if "field larger" in str(error) else str(error)}
             continue
-        if not "".join(cells).strip(
-            " |:-"
-        ):  # an empty line, or the rule below a Markdown table's first
+        # Empty lines and the rule below the first line of a Markdown table are skipped.
+        if not "".join(cells).strip(" |:-"):
             continue
         if len(cells) < width and "\n" in cells[-1]:
             row = {PROBLEM: f"a quote that is not closed: {cells[-1][:20]!r}..."}

@@ -9,13 +9,18 @@ from orchestrator.accuracy.reproduce import playbook, runs, zero
 
 from .rows import Load, Plans, Row, Section
 
-TITLE = """# The headline results, reproduced
-
-Written by `orch reproduce`; a test computes it again. *Theirs* are published figures, *ours* are computed by the
-planner's own functions on every call: nothing is stored. Cells of grids read theirs / ours. **Bold**: further from
-theirs than the limit of that row, or on the wrong side of a bound; where there is no limit, the text says why. ±: one
-standard deviation of a prediction for machines that nobody has measured, from the shipped profile.
-"""
+TITLE = (
+    "# The headline results, reproduced\n"
+    "\n"
+    "Written by `orch reproduce`; a test computes it again. *Theirs* are published figures, *ours*"
+    " are computed by the\n"
+    "planner's own functions on every call: nothing is stored. Cells of grids read theirs / ours."
+    " **Bold**: further from\n"
+    "theirs than the limit of that row, or on the wrong side of a bound; where there is no limit,"
+    " the text says why. ±: one\n"
+    "standard deviation of a prediction for machines that nobody has measured, from the shipped"
+    " profile.\n"
+)
 
 
 def reproduce(load: Load, experiments: Sequence[str]) -> list[Section]:
