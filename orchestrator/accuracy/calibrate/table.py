@@ -32,7 +32,7 @@ def fit_table(
 ) -> TableFit:
     """Returns the profile that best explains a table's step times. `tell` receives the progress.
 
-    Raises OrchError (65) that names the row if the table cannot be used.
+    Raises an OrchError (65) that names the row if the table cannot be used.
     """
     refused: list[str] = []
     observed_steps = observations(_limited(rows), refused)
@@ -116,7 +116,7 @@ def _plausible(
 
 
 # ----------------------------------------------------------------------------------------------
-#     terms
+#     Terms of the cost model
 
 #: Term of the cost model -> (prefixes of its parameters, the value that removes the term: 1e-9, or
 #: 1 for a factor).
@@ -143,8 +143,8 @@ TERMS: dict[str, tuple[tuple[str, ...], float]] = {
 
 
 class Ablation(NamedTuple):
-    """The mean over sources of the mean absolute error without one term, with all other parameters
-    fitted without it."""
+    """The mean over sources of the mean absolute error without one term, after a fit of the other
+    parameters."""
 
     term: str
     fitted: float

@@ -1,5 +1,5 @@
-"""Finds the micro-batch and the global batch of a row. What fits in the GPUs decides if the row does
-not state them."""
+"""Finds the micro-batch and the global batch of a row; if the row does not state them, the memory of
+the GPUs decides."""
 
 from __future__ import annotations
 

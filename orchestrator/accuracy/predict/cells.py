@@ -66,7 +66,7 @@ _PRODUCT = re.compile(r"(\d{1,7})\s*[x×*]\s*(\d{1,7})(?:\s*(?:gpus?|=.*|\([^()]
 
 
 class RowError(ValueError):
-    """Says that a row cannot be predicted; the message names the column."""
+    """The error of a row that cannot be predicted; its message names the column."""
 
 
 @lru_cache(maxsize=8192)

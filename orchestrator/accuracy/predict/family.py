@@ -90,7 +90,7 @@ def named_in(description: str) -> str:
 @lru_cache(maxsize=4096)
 def software_of(facts: Facts) -> tuple[Software, str]:
     """Returns (the family with the row's own traits, the assumption that was made). The assumption
-    is empty if the row names its software."""
+    is an empty string if none was made."""
     framework = facts.framework.lower()
     name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
     if not name:

@@ -327,7 +327,7 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
         else 0.0
     )
     link_bytes_per_s = (pcie_gb_per_s or sheet.link_gb_per_s) * 1e9
-    if is_direct:  # of the node's links those between the job's GPUs
+    if is_direct:  # Only the links between the job's own GPUs count.
         link_bytes_per_s *= max(1, gpus_per_node - 1) / (node_gpus - 1)
     nics = network.nics_per_node or gpus_per_node
     return Cluster(

@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 def read_row(cells: Mapping[str, str]) -> Job:
-    """Returns the job of one row. Raises RowError that names the column."""
+    """Returns the job of one row. Raises a RowError that names the column if it cannot be read."""
     if problem := cells.get(PROBLEM):
         raise RowError(problem)
     row = Row(cells)

@@ -1,5 +1,5 @@
-"""Finds the model of a row: from its own cells, then the published shape of its name, then the usual
-shape of its size."""
+"""Finds the model of a row: from its own cells, then from the published shape of its name, then from
+the usual shape of its size."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads the rows of a CSV file one at a time: finds the separator and the columns, and reports lines
-that are not rows of the table."""
+"""Reads the rows of a CSV file one at a time: finds the separator and the columns, and reports the
+lines that are not rows of the table."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ _UNITS |= {
 
 
 class TableError(ValueError):
-    """Says that a file is not a table; the message names the row and what is wrong with it."""
+    """The error of a file that is not a table; its message names the row and the reason."""
 
 
 def read_rows(file: BinaryIO) -> Iterator[dict[str, str]]:

@@ -117,12 +117,12 @@ def _cell(row: Row | None) -> str:
 
 
 def _ours(row: Row) -> str:
-    """Prints our figure, with plus or minus one standard deviation if it has one."""
+    """Formats our figure, with plus or minus one standard deviation if it has one."""
     return f"{number(row.ours)} ± {number(row.ours * row.sd)}" if row.sd else number(row.ours)
 
 
 def number(value: float) -> str:
-    """Prints a number with three significant digits: 31.4, 4,190, 3.14e+23."""
+    """Formats a number with three significant digits: 31.4, 4,190, 3.14e+23."""
     if abs(value) >= 1e6:
         return f"{value:.2e}"
     if value == 0:

@@ -1,5 +1,5 @@
-"""Reproduces the Ultra-Scale Playbook: memory by sequence length, ZeRO, tensor and pipeline
-parallelism, and the bandwidth of an all-reduce by number of nodes."""
+"""Reproduces figures of the Ultra-Scale Playbook: memory by sequence length, ZeRO, tensor and
+pipeline parallelism, and the bandwidth of an all-reduce by number of nodes."""
 
 from __future__ import annotations
 

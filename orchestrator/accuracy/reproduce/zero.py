@@ -101,7 +101,7 @@ def _state_bytes(plans: Plans) -> dict[int, list[float]]:
 
 
 def _largest(plans: Plans, mp: int, zero: int) -> float:
-    """Returns the size, in billions of parameters, of the deepest model that fits on 64 replicas
+    """Returns the size, in billions of parameters, of the deepest model that fits with 64 replicas
     of `mp` V100 each."""
     hidden, heads = (1920, 16) if mp == 1 and zero == 0 else (4096, 32) if mp == 1 else (8192, 64)
 
