@@ -74,7 +74,7 @@ class Attribution(NamedTuple):
     assumed: float
     found: float  # The most probable value after this measurement.
     unit: str
-    share: float  # The part of the difference that all parameters explain together.
+    share: float  # Share of the change of ln t that all parameters explain together.
     text: str
 
 

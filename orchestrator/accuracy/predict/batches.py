@@ -1,5 +1,5 @@
-"""Finds the micro-batch and the global batch of a row; if the row does not state them, the memory of
-the GPUs decides."""
+"""Finds the micro-batch and the global batch of a row; if the row does not state them, the memory
+of the GPUs decides."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def batch_of(
             accumulation_steps = pp * min(
                 32, max(4, round(STEP_TOKENS / (replicas * size * seq_len * pp)))
             )
-        # Steps of pre-training have about this number of tokens.
         elif not accumulation_steps and (accumulates or not is_stated):
+            # Steps of pre-training have about this number of tokens.
             accumulation_steps = max(1, round(STEP_TOKENS / (replicas * size * seq_len)))
         batch = replicas * size * (accumulation_steps or 1)
         row.say(f"global_batch={batch}")

@@ -68,7 +68,7 @@ GPUS: dict[str, GpuData] = {
     "B300": GpuData(268, 2250, 4500, 8000, 900, 800, 8, 13500),
     "GB300": GpuData(277, 2500, 5000, 8000, 900, 800, 4, 15000),
     "MI210": GpuData(64, 181, 181, 1638, 100, 100),
-    # One of the two dies, each of which is a device.
+    # The values are those of one of its two dies, each of which is a device.
     "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),
     "MI300X": GpuData(192, 1307, 2615, 5300, 448, 400),
     "MI325X": GpuData(256, 1307, 2615, 6000, 448, 400),
@@ -303,8 +303,8 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
     )
     nodes = -(-num_gpus // gpus_per_node)
     domain_limit = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
-    # If a domain does not divide the job, the job has an equal part of each domain: 512 GPUs are 64
-    # GPUs in each of eight NVL72 racks.
+    # A job that does not fill whole domains takes an equal part of each: 512 GPUs are 64 GPUs in
+    # each of eight NVL72 racks.
     nodes_per_domain = next(
         (
             nodes_of_part

@@ -126,7 +126,7 @@ def _bucket_bytes(model: Model, software: Software, zero: int, tp: int, replicas
 
 def stated_zero(row: Row) -> int | None:
     """Returns the ZeRO stage that the row's own column states, or else the name of its software or
-    its notes; None if none of them does. Raises RowError for a stage that does not exist."""
+    its notes; None if none of them does. Raises RowError for a column that cannot be read."""
     zero = zero_of(row.text("zero_stage"))
     if zero is None and (match := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", _words(row))):
         zero = int(match[1])

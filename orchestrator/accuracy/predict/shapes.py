@@ -1,5 +1,5 @@
-"""Finds the model of a row: from its own cells, then from the published shape of its name, then from
-the usual shape of its size."""
+"""Finds the model of a row: from its own cells, then from the published shape of its name, then
+from the usual shape of its size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def model_of(row: Row) -> Model:
     # Tables write 0 in these columns if there are none.
     least_values = {"kv_heads": 0, "experts": 0, "topk": 0, "moe_ffn": 0}
     shape = {name: row.whole(name, least_values.get(name, 1)) or None for name in Cells._fields[2:]}
-    for name, mark in (("layers", "l"), ("hidden", "h")):  # "GPT-h14400-L80"
+    for name, mark in (("layers", "l"), ("hidden", "h")):  # Such as "GPT-h14400-L80".
         if shape[name] is None and (
             match := re.search(rf"-{mark}(\d{{1,5}})\b", canonical(row.text("model")[:120]))
         ):

@@ -24,7 +24,7 @@ class Row(Struct, frozen=True):
     theirs: float | None = None
     unit: str = ""
     column: str = ""  # Rows with a column form a grid: `what` names its rows.
-    within: float | None = None  # A test holds |ours / theirs - 1| to this.
+    within: float | None = None  # A test checks that |ours / theirs - 1| is at most this.
     bound: str = ""  # "more" or "less": the published figure is a bound.
     sd: float = 0.0  # Standard deviation of our relative error, if a step is predicted.
 
