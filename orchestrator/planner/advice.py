@@ -41,7 +41,7 @@ def warnings(
     parallelism inside NVLink. `any_layout`: the plan is for a program of the user's, so what the
     bundled trainer does not run is no warning.
     """
-    found = [
+    warning_lines = [
         None if any_layout else refusal(plan),
         _memory(plan),
         _faster_than_measured(plan),
@@ -58,18 +58,18 @@ def warnings(
         _nothing_to_put_away(plan),
         _demo(plan),
     ]
-    return [line for line in found if line]
+    return [line for line in warning_lines if line]
 
 
 def _memory(plan: Plan) -> str | None:
     memory = plan.memory
     if memory.total <= memory.capacity:
         return None
-    parts = {
+    bytes_by_category = {
         name: getattr(memory, name)
         for name in ("params", "grads", "optimizer", "activations", "buffers")
     }
-    largest = max(parts, key=lambda name: parts[name])
+    largest = max(bytes_by_category, key=lambda name: bytes_by_category[name])
     change = {
         "params": "raise tp or pp, or shard them (zero3)",
         "grads": "raise tp or pp, or shard them (zero2)",
@@ -80,13 +80,13 @@ def _memory(plan: Plan) -> str | None:
     return (
         f"does not fit: rank {memory.worst_rank} needs {memory.total / GIB:.1f} GiB of"
         f" {memory.capacity / GIB:.1f} GiB; the largest part is {largest} with"
-        f" {parts[largest] / GIB:.1f} GiB: {change}"
+        f" {bytes_by_category[largest] / GIB:.1f} GiB: {change}"
     )
 
 
 def _faster_than_measured(plan: Plan) -> str | None:
     gpu = gpu_model(plan.cluster.gpu.name).upper() or plan.cluster.gpu.name
-    best, where = BEST_MEASURED.get(
+    best, source = BEST_MEASURED.get(
         SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"]
     )  # the highest on any GPU
     if (
@@ -98,7 +98,7 @@ def _faster_than_measured(plan: Plan) -> str | None:
         return None
     return (
         f"predicted MFU {plan.mfu:.1%} is above {best:.1%}, the best ever measured in 16 bits on"
-        f" this GPU ({where}): count on a slower step"
+        f" this GPU ({source}): count on a slower step"
     )
 
 
@@ -121,26 +121,34 @@ def _idle(plan: Plan) -> str | None:
     """GPUs that the job leaves idle because groups do not divide their NVLink domains."""
     par = plan.parallel
     domains = domains_of(plan.cluster)
-    parts = domains.parts(par.tp, par.cp, par.ep, par.pp, par.dp)
-    parts = domains.parts(par.tp, par.cp, par.ep, par.pp) if par.world_size not in parts else parts
-    part = min((gpus for gpus in parts if par.world_size <= gpus < domains.gpus), default=0)
-    if not part or par.world_size == domains.gpus:
+    group_of_usable = domains.parts(par.tp, par.cp, par.ep, par.pp, par.dp)
+    group_of_usable = (
+        domains.parts(par.tp, par.cp, par.ep, par.pp)
+        if par.world_size not in group_of_usable
+        else group_of_usable
+    )
+    usable_gpus = min(
+        (gpus for gpus in group_of_usable if par.world_size <= gpus < domains.gpus), default=0
+    )
+    if not usable_gpus or par.world_size == domains.gpus:
         return None
-    left = domains.gpus - par.world_size
-    idle = f"{left} GPU{'s' * (left > 1)} idle as spares"
+    idle_gpus = domains.gpus - par.world_size
+    idle = f"{idle_gpus} GPU{'s' * (idle_gpus > 1)} idle as spares"
     sizes = [str(nodes * domains.gpus_per_node) for nodes, _ in domains.sizes]
-    why = f"groups of {parts[part]} do not divide {' or '.join(sizes)}"
+    reason = f"groups of {group_of_usable[usable_gpus]} do not divide {' or '.join(sizes)}"
     busy = range(par.world_size // domains.gpus_per_node)  # ranks fill the first nodes
-    each = {
+    busy_per_domain = {
         sum(node in busy for node in nodes) * domains.gpus_per_node
         for nodes in plan.cluster.nvlink_domains
     }
-    if len(sizes) == len(each) == 1:
-        return f"{each.pop()} of each NVLink domain's {sizes[0]} GPUs are used: {why}; {idle}"
-    used = f"{par.world_size} of {domains.gpus} GPUs are used: {why}, the GPUs of an NVLink domain"
+    if len(sizes) == len(busy_per_domain) == 1:
+        return f"{busy_per_domain.pop()} of each NVLink domain's {sizes[0]} GPUs are used: {reason}; {idle}"
+    used = (
+        f"{par.world_size} of {domains.gpus} GPUs are used: {reason}, the GPUs of an NVLink domain"
+    )
     copies = (
-        f", and dp={par.dp} copies of the model take no more of the {part} left"
-        if par.world_size < part
+        f", and dp={par.dp} copies of the model take no more of the {usable_gpus} left"
+        if par.world_size < usable_gpus
         else ""
     )
     return f"{used}{copies}; {idle}"
@@ -199,26 +207,26 @@ def _sharded_gradients(plan: Plan) -> str | None:
     par = plan.parallel
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     replicas = par.dp * par.cp * par.ep
-    many = reductions(par, software.reduces_by_round)
-    if par.zero < 2 or replicas == 1 or many == 1:
+    rounds = reductions(par, software.reduces_by_round)
+    if par.zero < 2 or replicas == 1 or rounds == 1:
         return None
     if par.zero == 2:
-        text = (
-            f"zero2 reduce-scatters every gradient for each of {many} micro-batches: {many + 1} Psi"
+        traffic = (
+            f"zero2 reduce-scatters every gradient for each of {rounds} micro-batches: {rounds + 1} Psi"
             " a step"
         )
     elif par.pp > 1:
-        text = (
+        traffic = (
             f"zero3 with pp={par.pp} holds every weight gathered during a step, and reduce-scatters"
-            f" each gradient for each of {many} micro-batches: {many + 1} Psi a step"
+            f" each gradient for each of {rounds} micro-batches: {rounds + 1} Psi a step"
         )
     else:
-        text = (
-            f"zero3 gathers weights twice and reduce-scatters gradients for each of {many}"
+        traffic = (
+            f"zero3 gathers weights twice and reduce-scatters gradients for each of {rounds}"
             " micro-batches:"
         )
-        text += f" {3 * many} Psi a step"
-    return f"{text} (zero1: 2 Psi); a larger parallel.micro_batch_size or zero1 sends less"
+        traffic += f" {3 * rounds} Psi a step"
+    return f"{traffic} (zero1: 2 Psi); a larger parallel.micro_batch_size or zero1 sends less"
 
 
 def _nothing_to_share(plan: Plan) -> str | None:
@@ -229,10 +237,12 @@ def _nothing_to_share(plan: Plan) -> str | None:
         shares_inputs(par, train) and train.recompute != "none"
     ):
         return None
-    why = "with tp=1 no rank holds the same activations" if par.tp == 1 else "nothing is recomputed"
+    reason = (
+        "with tp=1 no rank holds the same activations" if par.tp == 1 else "nothing is recomputed"
+    )
     if par.tp > 1 and par.sp:
-        why = "sequence parallelism (sp) shards the inputs of recomputed layers already"
-    return f"train.partition_activations changes nothing: {why}"
+        reason = "sequence parallelism (sp) shards the inputs of recomputed layers already"
+    return f"train.partition_activations changes nothing: {reason}"
 
 
 def _nothing_to_put_away(plan: Plan) -> str | None:
@@ -253,10 +263,10 @@ def _no_latents(plan: Plan) -> str | None:
         mla is not None and train.recompute in ("selective", "budget")
     ):
         return None
-    why = f"model {plan.model.name} has no latent attention"
+    reason = f"model {plan.model.name} has no latent attention"
     if mla is not None:
-        why = f"train.recompute={train.recompute}; it belongs to selective"
-    return f"train.recompute_latents changes nothing: {why}"
+        reason = f"train.recompute={train.recompute}; it belongs to selective"
+    return f"train.recompute_latents changes nothing: {reason}"
 
 
 def _offload(plan: Plan) -> str | None:

@@ -39,15 +39,15 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         "allow_tp_across_nvlink",
         "uneven",
     )
-    same: dict[str, Any] = {name: getattr(par, name) for name in names}
-    tp = same["tp"]
-    ep = same["ep"]
-    pp = same["pp"]
+    degrees: dict[str, Any] = {name: getattr(par, name) for name in names}
+    tp = degrees["tp"]
+    ep = degrees["ep"]
+    pp = degrees["pp"]
     samples = global_batch(config)
-    gpus = domains_of(cluster).filled(tp, same["cp"], ep, pp, par.allow_tp_across_nvlink)
-    dp = par.dp or max(1, gpus // (tp * same["cp"] * ep * pp))
+    gpus = domains_of(cluster).filled(tp, degrees["cp"], ep, pp, par.allow_tp_across_nvlink)
+    dp = par.dp or max(1, gpus // (tp * degrees["cp"] * ep * pp))
     return Case(
-        **same,
+        **degrees,
         dp=dp,
         sp=tp > 1 if par.sp is None else par.sp,
         etp=UNSET if par.etp is None else par.etp,
@@ -87,10 +87,12 @@ def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, une
         return 1
 
     def fits(size: int) -> bool:
-        many, rest = divmod(samples, size)
-        slowest = -(-many // replicas) * replicas / max(1, many)
+        micro_batches, rest = divmod(samples, size)
+        slowest = -(-micro_batches // replicas) * replicas / max(1, micro_batches)
         return (
-            not rest and many // replicas >= 2 * pp and slowest <= (MOST_SLOWER if uneven else 1.0)
+            not rest
+            and micro_batches // replicas >= 2 * pp
+            and slowest <= (MOST_SLOWER if uneven else 1.0)
         )
 
     return next(filter(fits, (8, 4, 2)), 1)
@@ -109,12 +111,12 @@ def global_batch(config: Config) -> int:
         )
     samples, rest = divmod(tokens, seq_len)
     if rest or not samples:
-        near = max(1, round(tokens / seq_len)) * seq_len
-        text = (
+        nearest = max(1, round(tokens / seq_len)) * seq_len
+        message = (
             f"train.global_batch_tokens={tokens} is not a multiple of train.seq_len={seq_len};"
-            f" nearest: {near}"
+            f" nearest: {nearest}"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(message, Exit.CONFIG)
     return samples
 
 
@@ -136,10 +138,10 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
     ]
     names += ["expert_all_to_all"]
     names += ["micro_batch_size", "micro_batches", "global_batch_samples"]
-    same: dict[str, Any] = {name: getattr(case, name) for name in names}
+    case_fields: dict[str, Any] = {name: getattr(case, name) for name in names}
     par = config.parallel
     return doc.Parallel(
-        **same,
+        **case_fields,
         sp=case.sp and case.tp > 1,
         world_size=case.ranks,
         order=list(doc.AXES) if par.order is None else _order(par.order),
@@ -162,17 +164,17 @@ def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
     return list(order)
 
 
-def _stage_layers(given: Sequence[int] | None, case: Case, stages: int) -> list[int]:
-    if given is None:
+def _stage_layers(stage_layers: Sequence[int] | None, case: Case, stages: int) -> list[int]:
+    if stage_layers is None:
         return balance_stages(case.model, stages, case.seq_len)
-    if len(given) != stages or sum(given) != case.model.layers:
+    if len(stage_layers) != stages or sum(stage_layers) != case.model.layers:
         raise OrchError(
-            f"parallel.stage_layers={list(given)} must be pp x vpp = {stages} numbers that sum to"
+            f"parallel.stage_layers={list(stage_layers)} must be pp x vpp = {stages} numbers that sum to"
             f" {case.model.layers} layers; balanced:"
             f" {balance_stages(case.model, stages, case.seq_len)}",
             Exit.CONFIG,
         )
-    return list(given)
+    return list(stage_layers)
 
 
 def _schedule_rows(par: ParallelSpec) -> list[list[str]]:

@@ -96,7 +96,8 @@ def results_of_experts(workload: Workload, moe: Moe, kept_later: float) -> float
     token that shared experts keep later, if no exchange lies between.
 
     Results that come back from other ranks are of this rank's own tokens. Without an exchange a
-    tensor-parallel rank has gathered those of all, which only shared experts would keep."""
+    tensor-parallel rank has gathered those of all, which only shared experts would keep.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train

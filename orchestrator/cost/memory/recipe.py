@@ -200,8 +200,7 @@ RECIPES: dict[str, Recipe] = {one.name: one for one in _LISTED}
 
 
 def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
-    """The recipe of a family of `cost.software`, with the state of an optimizer (None:
-    AdamW).
+    """The recipe of a family of `cost.software`, with the state of an optimizer (None: AdamW).
 
     Muon's is counted as AdamW's, which its embeddings, head, vectors and experts have; its other
     matrices have half of that, so what a plan says is the most that it takes. Raises OrchError (65)

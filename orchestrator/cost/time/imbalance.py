@@ -2,14 +2,11 @@
 mean.
 
 Every layer waits for its fullest rank: for its products, and for what the exchange brings it. Loads
-of single experts
-differ by a share `spread` of their mean (a standard deviation, of one layer and step; `parameters`,
-"moe.spread"). A
-rank holds an ep-th of the experts: were ranks independent, loads would differ by spread * sqrt(ep /
-(experts - 1))
-of the mean, and the fullest of them is as far above it as the largest of ep normal numbers is
-expected to be (Blom
-1958). That their sum is fixed moves all of them alike. Nothing where every rank holds all experts.
+of single experts differ by a share `spread` of their mean (a standard deviation, of one layer and
+step; `parameters`, "moe.spread"). A rank holds an ep-th of the experts: were ranks independent,
+loads would differ by spread * sqrt(ep / (experts - 1)) of the mean, and the fullest of them is as
+far above it as the largest of ep normal numbers is expected to be (Blom 1958). That their sum is
+fixed moves all of them alike. Nothing where every rank holds all experts.
 """
 
 from __future__ import annotations

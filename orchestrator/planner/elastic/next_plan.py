@@ -42,21 +42,21 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
     size = legal_size(sizes, len(healthy))
     if size is None:
         return None
-    held = used_nodes(current)
-    kept = [node for node in held if node in healthy]
+    used = used_nodes(current)
+    surviving = [node for node in used if node in healthy]
     full_plan = sizes[max(sizes)].cluster
-    if size != len(held):
+    if size != len(used):
         return replan(
             sizes[size],
             restrict(
-                full_plan, in_cluster_order(full_plan, _chosen(full_plan, kept, healthy, size))
+                full_plan, in_cluster_order(full_plan, _chosen(full_plan, surviving, healthy, size))
             ),
         )
-    if len(kept) == len(held):
+    if len(surviving) == len(used):
         return current
-    spares = in_cluster_order(full_plan, set(healthy) - set(kept))
+    spares = in_cluster_order(full_plan, set(healthy) - set(surviving))
     nodes = []
-    for node in held:
+    for node in used:
         if node not in healthy:
             node = min(
                 spares, key=functools.partial(_distance, full_plan, node)
@@ -103,53 +103,59 @@ def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> 
 #     nodes
 
 
-def restrict(whole: Cluster, nodes: Sequence[str]) -> Cluster:
+def restrict(cluster: Cluster, nodes: Sequence[str]) -> Cluster:
     """`whole` with exactly these nodes, in this order. Unknown nodes are under a switch of their
     own."""
-    at = {node: index for index, node in enumerate(nodes)}
-    old = {index: at[node] for index, node in enumerate(whole.node_names) if node in at}
-    strange = [at[node] for node in nodes if node not in whole.node_names]
+    new_index = {node: index for index, node in enumerate(nodes)}
+    new_index_of = {
+        index: new_index[node] for index, node in enumerate(cluster.node_names) if node in new_index
+    }
+    unknown = [new_index[node] for node in nodes if node not in cluster.node_names]
 
     def cut(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-        found = [sorted(old[node] for node in block if node in old) for block in blocks]
-        return [block for block in found if block]
+        restricted = [
+            sorted(new_index_of[node] for node in block if node in new_index_of) for block in blocks
+        ]
+        return [block for block in restricted if block]
 
     levels: list[SwitchLevel] = []
-    for level in whole.levels:
-        switches = cut(level.switches) + ([strange] if strange else [])
+    for level in cluster.levels:
+        switches = cut(level.switches) + ([unknown] if unknown else [])
         levels.append(structs.replace(level, switches=sorted(switches)))
     levels[-1] = structs.replace(levels[-1], switches=[list(range(len(nodes)))])
-    domains = sorted(cut(whole.nvlink_domains) + [[node] for node in strange])
-    return structs.replace(whole, node_names=list(nodes), nvlink_domains=domains, levels=levels)
+    domains = sorted(cut(cluster.nvlink_domains) + [[node] for node in unknown])
+    return structs.replace(cluster, node_names=list(nodes), nvlink_domains=domains, levels=levels)
 
 
-def in_cluster_order(whole: Cluster, nodes: Collection[str]) -> list[str]:
+def in_cluster_order(cluster: Cluster, nodes: Collection[str]) -> list[str]:
     """`nodes` in the cluster's order; unknown ones last, by name."""
-    known = [node for node in whole.node_names if node in nodes]
-    return known + sorted(set(nodes) - set(known))
+    cluster_nodes = [node for node in cluster.node_names if node in nodes]
+    return cluster_nodes + sorted(set(nodes) - set(cluster_nodes))
 
 
-def _chosen(whole: Cluster, kept: Sequence[str], healthy: Collection[str], size: int) -> list[str]:
+def _chosen(
+    cluster: Cluster, surviving: Sequence[str], healthy: Collection[str], size: int
+) -> list[str]:
     """`size` of the healthy nodes: first those that hold ranks now, then those closest to them."""
-    rest = in_cluster_order(whole, set(healthy) - set(kept))
-    chosen = list(kept)
+    candidates = in_cluster_order(cluster, set(healthy) - set(surviving))
+    chosen = list(surviving)
     while len(chosen) > size:  # the node farthest from the others becomes a spare
-        chosen.remove(max(reversed(chosen), key=lambda node: _apart(whole, node, chosen)))
+        chosen.remove(max(reversed(chosen), key=lambda node: _apart(cluster, node, chosen)))
     while len(chosen) < size:
-        chosen.append(min(rest, key=lambda node: _apart(whole, node, chosen)))
-        rest.remove(chosen[-1])
+        chosen.append(min(candidates, key=lambda node: _apart(cluster, node, chosen)))
+        candidates.remove(chosen[-1])
     return chosen
 
 
-def _apart(whole: Cluster, node: str, others: Sequence[str]) -> int:
-    return sum(_distance(whole, node, other) for other in others if other != node)
+def _apart(cluster: Cluster, node: str, neighbours: Sequence[str]) -> int:
+    return sum(_distance(cluster, node, neighbour) for neighbour in neighbours if neighbour != node)
 
 
-def _distance(whole: Cluster, a: str, b: str) -> int:
+def _distance(cluster: Cluster, a: str, b: str) -> int:
     """Lowest tier on which two nodes share a block: 0 is an NVLink domain. Unknown nodes are above
     all tiers."""
-    tiers = [whole.nvlink_domains, *(level.switches for level in whole.levels)]
-    index = {node: i for i, node in enumerate(whole.node_names)}
+    tiers = [cluster.nvlink_domains, *(level.switches for level in cluster.levels)]
+    index = {node: i for i, node in enumerate(cluster.node_names)}
     if a in index and b in index:
         for height, blocks in enumerate(tiers):
             if any(index[a] in block and index[b] in block for block in blocks):

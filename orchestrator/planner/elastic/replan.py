@@ -59,20 +59,27 @@ def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def _placed(
-    plan: Plan, context: CostContext, certificate: Certificate, only: Sequence[Axis] | None = None
+    plan: Plan,
+    context: CostContext,
+    certificate: Certificate,
+    given_order: Sequence[Axis] | None = None,
 ) -> Plan:
     """`plan` with rank map and predictions for the context's nodes, in the best nesting order or
     the order `only`."""
     cluster = context.cluster
-    parallel, best, traffic, time = solve(context, plan.parallel, only)
+    parallel, best, traffic, time = solve(context, plan.parallel, given_order)
     coordinates = coords(parallel.order, degrees(parallel))
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
     accounts = memory.memory_by_pp_rank(
         Workload(plan.model, parallel, plan.job.train), cluster, recipe, plan.job.matmul
     )
     worst = max(accounts, key=lambda account: account.total)
-    faster = plan.time.step_s / time.step_s
-    same = {"sd": plan.time.sd, "profile": plan.time.profile, "parameters": plan.time.parameters}
+    speed_up = plan.time.step_s / time.step_s
+    unchanged_time = {
+        "sd": plan.time.sd,
+        "profile": plan.time.profile,
+        "parameters": plan.time.parameters,
+    }
     return seal(
         structs.replace(
             plan,
@@ -89,9 +96,9 @@ def _placed(
                     if coord["pp"] == worst.worst_rank
                 ),
             ),
-            time=structs.replace(time, **same),
-            mfu=plan.mfu * faster,
-            tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * faster,
+            time=structs.replace(time, **unchanged_time),
+            mfu=plan.mfu * speed_up,
+            tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * speed_up,
             certificate=certified(certificate, time.step_s),
         )
     )
@@ -126,13 +133,15 @@ class Difference(Struct, frozen=True, kw_only=True):
         change = (
             "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
         )
-        where = (
+        placement = (
             f"on {compress(self.nodes)}"
             if not self.same_nodes
             else f"{self.moved_ranks} ranks moved"
         )
-        said = f"{where}: {', '.join(levels) or 'every axis on the level that was planned'}"
-        return f"{said}; {change}" if self.step_s[0] else said
+        description = (
+            f"{placement}: {', '.join(levels) or 'every axis on the level that was planned'}"
+        )
+        return f"{description}; {change}" if self.step_s[0] else description
 
 
 def difference(planned: Plan, real: Plan) -> Difference:

@@ -89,8 +89,8 @@ def _inputs(
     yield from code(*ROOMS_OF_A_PLAN)
     yield msgspec.__version__.encode()
     if (numpy := PathFinder.find_spec("numpy")) and numpy.origin:
-        found = os.stat(numpy.origin)
-        yield f"numpy {found.st_size} {found.st_mtime_ns}".encode()
+        status = os.stat(numpy.origin)
+        yield f"numpy {status.st_size} {status.st_mtime_ns}".encode()
 
 
 def plan_sizes(
@@ -112,11 +112,11 @@ def plan_sizes(
     if program:
         return _program_sizes(config, resolve)
     if config.nproc is not None:
-        text = (
+        reason = (
             f"nproc={config.nproc} is for a program of your own, without a model: orch submit"
             " nproc=N -- program"
         )
-        raise OrchError(text, Exit.USAGE)
+        raise OrchError(reason, Exit.USAGE)
     if config.nodes is None:
         plan = plan_of(config, resolve(config.cluster), any_layout, profile)
         return Sizes([Size(config.cluster.nodes, config, plan)], {})
@@ -127,12 +127,13 @@ def plan_sizes(
             Exit.USAGE,
         )
     if config.train.batch_ramp is not None:
-        text = (
+        reason = (
             "a ramp grows in whole micro-batches on every replica, so each size would make steps of"
             " its own"
         )
         raise OrchError(
-            f"nodes={config.nodes} with train.batch_ramp: {text}; leave one of them out", Exit.USAGE
+            f"nodes={config.nodes} with train.batch_ramp: {reason}; leave one of them out",
+            Exit.USAGE,
         )
     file = config.cluster.topology_file
     if file is not None and not file.startswith(LIVE):
@@ -149,16 +150,16 @@ def plan_sizes(
         config = _with_layout(
             config, settled(largest, resolve(largest.cluster), any_layout, profile)
         )
-    found: dict[int, Size] = {}
+    legal: dict[int, Size] = {}
     refused: dict[int, str] = {}
     site = _Site(resolve, profile)
     for nodes in range(first, last + 1):
         try:
-            size = _replicas(config, site, nodes, any_memory, found[max(found)] if found else None)
+            size = _replicas(config, site, nodes, any_memory, legal[max(legal)] if legal else None)
             if (
                 size.nodes >= first
             ):  # of several clusters that hold a size the largest, which knows most spares
-                found[size.nodes] = size
+                legal[size.nodes] = size
                 refused.pop(size.nodes, None)
             if size.nodes < nodes:
                 refused[nodes] = (
@@ -166,17 +167,17 @@ def plan_sizes(
                 )
         except OrchError as error:
             refused[nodes] = error.message
-    if not found:
+    if not legal:
         raise OrchError(
             f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
         )
-    for nodes in range(first, min(found)):
-        other = _other_pipeline(config, site, nodes, any_memory)
-        if other is not None and other.nodes == nodes:
-            found[nodes] = other
+    for nodes in range(first, min(legal)):
+        repiped = _other_pipeline(config, site, nodes, any_memory)
+        if repiped is not None and repiped.nodes == nodes:
+            legal[nodes] = repiped
             del refused[nodes]
     return Sizes(
-        [found[nodes] for nodes in sorted(found, reverse=True)],
+        [legal[nodes] for nodes in sorted(legal, reverse=True)],
         dict(sorted(refused.items(), reverse=True)),
     )
 
@@ -196,37 +197,37 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
             Exit.USAGE,
         )
     _check_has(config, last)
-    found = []
+    legal = []
     refused = {}
     for nodes in range(last, first - 1, -1):
-        at = _at(config, nodes)
+        sized_config = _at(config, nodes)
         try:
-            cluster = resolve(at.cluster)
-            plan = plan_program(at, cluster)
+            cluster = resolve(sized_config.cluster)
+            plan = plan_program(sized_config, cluster)
             used = -(-plan.parallel.world_size // cluster.gpus_per_node)
             if used == nodes:
-                found.append(Size(nodes, at, plan))
+                legal.append(Size(nodes, sized_config, plan))
             else:
                 refused[nodes] = (
                     f"groups that stay in their NVLink domain use {used} of these nodes"
                 )
         except OrchError as error:
             refused[nodes] = error.message
-    if not found:
+    if not legal:
         raise OrchError(
             f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
         )
-    return Sizes(found, refused)
+    return Sizes(legal, refused)
 
 
-def node_range(text: str) -> tuple[int, int]:
+def node_range(size_range: str) -> tuple[int, int]:
     """`4..8` -> (4, 8). Raises OrchError (64) for an empty or very long range."""
-    first, last = map(int, text.split(".."))
+    first, last = map(int, size_range.split(".."))
     if first > last:
-        raise OrchError(f"nodes={text} is empty: the smaller number comes first", Exit.USAGE)
+        raise OrchError(f"nodes={size_range} is empty: the smaller number comes first", Exit.USAGE)
     if last - first >= MAX_SIZES:
         raise OrchError(
-            f"nodes={text} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned",
+            f"nodes={size_range} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned",
             Exit.USAGE,
         )
     return first, last
@@ -247,26 +248,26 @@ def _at(config: Config, nodes: int) -> Config:
 def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
     if isinstance(per_switch, int):
         return per_switch
-    kept: list[int] = []
+    cut_switches: list[int] = []
     for size in per_switch:
-        kept.append(min(size, nodes - sum(kept)))
-    return [size for size in kept if size]
+        cut_switches.append(min(size, nodes - sum(cut_switches)))
+    return [size for size in cut_switches if size]
 
 
-def _with_layout(config: Config, found: Config) -> Config:
+def _with_layout(config: Config, settled_config: Config) -> Config:
     parallel = structs.replace(
-        found.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size
+        settled_config.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size
     )
-    return structs.replace(config, parallel=parallel, train=found.train)
+    return structs.replace(config, parallel=parallel, train=settled_config.train)
 
 
 def _check_has(config: Config, nodes: int) -> None:
     """Raises OrchError (65) for more nodes than a described cluster has."""
     if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
-        text = (
+        message = (
             f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(message, Exit.CONFIG)
 
 
 def _replicas(
@@ -289,11 +290,11 @@ def _replicas(
     )
     if smaller is not None and size.plan.time.step_s >= smaller.plan.time.step_s:
         counts = " or ".join(map(str, sorted(set(taken(size.plan.parallel)))))
-        text = (
+        reason = (
             f"replicas would take {counts} micro-batches, which is no faster than {smaller.nodes}"
             " nodes"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(reason, Exit.CONFIG)
     return size
 
 
@@ -305,7 +306,7 @@ def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -
     stages.
     """
     par = config.parallel
-    found = []
+    candidates = []
     stages, rest = divmod(
         nodes * config.cluster.gpus_per_node, prod(getattr(par, a) or 1 for a in ("tp", "cp", "ep"))
     )
@@ -317,32 +318,32 @@ def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -
         if stages % pp == 0 and pp != (par.pp or 1)
     ):
         for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
-            other = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
+            parallel = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
             try:
-                found.append(
+                candidates.append(
                     _replicas(
-                        structs.replace(config, parallel=other), site, nodes, any_memory, None
+                        structs.replace(config, parallel=parallel), site, nodes, any_memory, None
                     )
                 )
             except OrchError:
                 continue
             break
-    return min(found, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
+    return min(candidates, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
 
 
 def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
     par = config.parallel
     gpus = nodes * config.cluster.gpus_per_node
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
-    at = _at(config, nodes)
-    cluster = site.resolve(at.cluster)
+    sized_config = _at(config, nodes)
+    cluster = site.resolve(sized_config.cluster)
     if _filled(config, cluster) % replica:
         raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
-    plan = plan_of(at, cluster, profile=site.profile)
+    plan = plan_of(sized_config, cluster, profile=site.profile)
     if _over(plan) and not (any_memory or config.run.allow_oom):
-        text = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
-        raise OrchError(f"rank {plan.memory.worst_rank} needs {text}", Exit.CONFIG)
-    return Size(-(-plan.parallel.world_size // cluster.gpus_per_node), at, plan)
+        usage = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
+        raise OrchError(f"rank {plan.memory.worst_rank} needs {usage}", Exit.CONFIG)
+    return Size(-(-plan.parallel.world_size // cluster.gpus_per_node), sized_config, plan)
 
 
 def _filled(config: Config, cluster: Cluster) -> int:

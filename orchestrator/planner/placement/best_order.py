@@ -36,7 +36,7 @@ def choose(rest: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
         return sum(rank[candidate.worst_level(axis)] for axis in AXES)
 
     fastest = math.inf
-    for candidate in sorted(rest, key=lambda one: one.lower_bound_s):
+    for candidate in sorted(rest, key=lambda option: option.lower_bound_s):
         if candidate.lower_bound_s > fastest * (1 + TIE):
             break
         fastest = min(fastest, candidate.step_s)

@@ -28,28 +28,31 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
 
     def key(node: int) -> tuple[object, ...]:
         """Path above a node: used switches by name, unused ones by shape."""
-        result: list[tuple[int, int]] = []
-        for position, at in enumerate(path[node]):
-            if not used.get(at):
-                return (*result, *(shapes[here] for here in path[node][position:]))
-            result.append(at)
-        return tuple(result)
+        signature: list[tuple[int, int]] = []
+        for position, switch in enumerate(path[node]):
+            if not used.get(switch):
+                return (
+                    *signature,
+                    *(shapes[unused_switch] for unused_switch in path[node][position:]),
+                )
+            signature.append(switch)
+        return tuple(signature)
 
     def fill() -> Iterator[tuple[int, ...]]:
         if len(chosen) == slots:
             yield tuple(chosen)
             return
-        alike: dict[tuple[object, ...], int] = {}
+        node_by_key: dict[tuple[object, ...], int] = {}
         for node in range(total):
             if node not in chosen:
-                alike.setdefault(key(node), node)
-        for node in alike.values():
+                node_by_key.setdefault(key(node), node)
+        for node in node_by_key.values():
             chosen.append(node)
-            for at in path[node]:
-                used[at] = used.get(at, 0) + 1
+            for switch in path[node]:
+                used[switch] = used.get(switch, 0) + 1
             yield from fill()
-            for at in path[node]:
-                used[at] -= 1
+            for switch in path[node]:
+                used[switch] -= 1
             chosen.pop()
 
     return fill()
@@ -66,8 +69,8 @@ def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
         names, sizes = np.unique(blocks, return_counts=True)
         below: dict[int, list[int]] = {int(name): [] for name in names}
         if tier:
-            inner, where = np.unique(fabric.block[tier - 1], return_index=True)
-            for child, node in zip(inner, where, strict=True):
+            inner, first_nodes = np.unique(fabric.block[tier - 1], return_index=True)
+            for child, node in zip(inner, first_nodes, strict=True):
                 below[int(blocks[node])].append(shapes[tier - 1, int(child)])
         described = {
             int(name): (int(size), int(fabric.gpus[tier][name]), tuple(sorted(below[int(name)])))
@@ -97,10 +100,10 @@ def packed_node_orders(
             if reach % fabric.gpus_per_node == 0 and 1 < count < slots and count not in groups:
                 groups.append(count)
         for depth in range(len(groups) + 1):
-            wanted = tuple(groups[:depth])
-            if wanted not in seen:
-                seen.add(wanted)
-                yield _packed(fabric, shapes, wanted, slots)
+            group_sizes = tuple(groups[:depth])
+            if group_sizes not in seen:
+                seen.add(group_sizes)
+                yield _packed(fabric, shapes, group_sizes, slots)
 
 
 def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int, ...]]:
@@ -110,22 +113,22 @@ def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int
     One order for each size that is a multiple of `group` ranks and leaves `slots` nodes; fullest
     domains first. The first nodes where there is none.
     """
-    of = fabric.block[0]
+    domain_of_node = fabric.block[0]
     domains = [
-        np.flatnonzero(of == of[first]).tolist()
-        for first in np.sort(np.unique(of, return_index=True)[1])
+        np.flatnonzero(domain_of_node == domain_of_node[first]).tolist()
+        for first in np.sort(np.unique(domain_of_node, return_index=True)[1])
     ]
     largest = max(map(len, domains))
     step = math.lcm(group, fabric.gpus_per_node) // fabric.gpus_per_node
-    found: dict[tuple[int, ...], None] = {}
+    distinct_orders: dict[tuple[int, ...], None] = {}
     for unit in range(step, largest + 1, step):
-        kept = sorted(
+        filled_domains = sorted(
             (nodes[: len(nodes) // unit * unit] for nodes in domains), key=len, reverse=True
         )
-        chosen = [node for nodes in kept for node in nodes][:slots]
+        chosen = [node for nodes in filled_domains for node in nodes][:slots]
         if len(chosen) == slots:
-            found[tuple(chosen)] = None
-    return list(found) or [tuple(range(slots))]
+            distinct_orders[tuple(chosen)] = None
+    return list(distinct_orders) or [tuple(range(slots))]
 
 
 def _packed(
@@ -155,7 +158,7 @@ def _packed(
 def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
     """Runs joined in sets of `width`: first inside one domain, then under one switch, tier by
     tier."""
-    result: list[tuple[int, ...]] = []
+    joined: list[tuple[int, ...]] = []
     rest = list(runs)
     for tier in range(block.shape[0]):
         by_block: dict[int, list[tuple[int, ...]]] = {}
@@ -163,25 +166,27 @@ def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tu
             by_block.setdefault(int(block[tier][run[0]]), []).append(run)
         rest = []
         for members in by_block.values():
-            whole = len(members) // width * width
-            for start in range(0, whole, width):
-                result.append(tuple(node for run in members[start : start + width] for node in run))
-            rest += members[whole:]
-    first = {node: place for place, node in enumerate(n for run in runs for n in run)}
-    return sorted(result, key=lambda run: first[run[0]])
+            joined_count = len(members) // width * width
+            for start in range(0, joined_count, width):
+                joined.append(tuple(node for run in members[start : start + width] for node in run))
+            rest += members[joined_count:]
+    first = {node: position for position, node in enumerate(n for run in runs for n in run)}
+    return sorted(joined, key=lambda run: first[run[0]])
 
 
 def _tightest(block: Ints, runs: Sequence[tuple[int, ...]], slots: int) -> list[int]:
     """Nodes of the runs; where there are more than needed, of those under the smallest sufficient
     switch."""
-    have = sum(map(len, runs))
-    if have > slots:
+    node_count = sum(map(len, runs))
+    if node_count > slots:
         for tier in range(block.shape[0]):
-            under: dict[int, list[tuple[int, ...]]] = {}
+            runs_by_switch: dict[int, list[tuple[int, ...]]] = {}
             for run in runs:
-                under.setdefault(int(block[tier][run[0]]), []).append(run)
-            enough = [members for members in under.values() if sum(map(len, members)) >= slots]
-            if enough:
-                runs = min(enough, key=lambda members: sum(map(len, members)))
+                runs_by_switch.setdefault(int(block[tier][run[0]]), []).append(run)
+            sufficient = [
+                members for members in runs_by_switch.values() if sum(map(len, members)) >= slots
+            ]
+            if sufficient:
+                runs = min(sufficient, key=lambda members: sum(map(len, members)))
                 break
     return [node for run in runs for node in run]

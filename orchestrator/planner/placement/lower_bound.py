@@ -33,22 +33,22 @@ def placement_lower_bound(
     ratio = nvlink_over_fabric(work.rate)
     cuts = Cuts.of(parallel)
     paths = {}
-    known = True
+    inner_known = True
     for key in keys:
         wrap = key != (("pp",), "chain") or parallel.vpp > 1
         members, pattern = communicating(order, sizes, key, cuts)
         paths[key] = path_lower_bound(fabric, members, pattern, wrap, ratio)
         inner = key[0][0] in INNER and (len(key[0]) == 1 or key[1] == "exchange")
         if inner:  # groups of one node cost the same wherever the node is
-            known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
-    return StepCost(work, paths).bound_over(known)
+            inner_known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
+    return StepCost(work, paths).bound_over(inner_known)
 
 
 def nvlink_over_fabric(rate: Rates) -> float:
     """The least by which the share that is reached of NVLink exceeds that of the network, for any
     collective."""
     links = (rate.tensor, rate.tensor_outside, rate.ring)
-    return min(value_of(one.nvlink) / value_of(one.nic) for one in links)
+    return min(value_of(link.nvlink) / value_of(link.nic) for link in links)
 
 
 def path_lower_bound(

@@ -118,8 +118,10 @@ class PlacementCosts:
             def outside(order: tuple[Axis, ...], varying: tuple[Axis, ...] = varying) -> bool:
                 last = max((order.index(axis) for axis in varying if sizes[axis] > 1), default=-1)
                 reach = math.prod(sizes[inner] for inner in order[: last + 1])
-                whole = fabric.gpus_per_node % reach == 0 or reach == self.parallel.world_size
-                return last >= 0 and (reach > fabric.gpus_per_node or not whole)
+                fills_evenly = (
+                    fabric.gpus_per_node % reach == 0 or reach == self.parallel.world_size
+                )
+                return last >= 0 and (reach > fabric.gpus_per_node or not fills_evenly)
 
             inside = [order for order in self.orders if not outside(order)]
             self.orders = inside or self.orders
@@ -131,31 +133,31 @@ class PlacementCosts:
         if pattern not in self._by_signature:
             best: tuple[PlacementScore, Candidate] | None = None
             for index, order in enumerate(self.orders):
-                found = candidates(path_cache, self.parallel, self.traffic, self.work, order)[0]
-                scored = self._score(found, index), found
+                candidate = candidates(path_cache, self.parallel, self.traffic, self.work, order)[0]
+                scored = self._score(candidate, index), candidate
                 best = scored if best is None or scored[0] < best[0] else best
             assert best is not None
             self._by_signature[pattern] = best
         return self._by_signature[pattern]
 
-    def _score(self, found: Candidate, index: int) -> PlacementScore:
+    def _score(self, candidate: Candidate, index: int) -> PlacementScore:
         names = self.path_cache.fabric.names
         busy = 0.0
         for rank in {id(items): items for items in self.traffic}.values():
             total = 0.0
             for item in rank:
-                path = found.paths[item.key]
+                path = candidate.paths[item.key]
                 once = collective.seconds(
                     item.operation, item.size, item.members, path, self.work.rate.ring
                 )
                 total += item.count * value_of(once)
             busy = max(busy, total)
-        levels = [found.worst_level(axis) for axis in AXES]
+        levels = [candidate.worst_level(axis) for axis in AXES]
         height = sum(names.index(level) + 1 for level in levels if level in names)
-        tp = found.outside_nvlink("tp")
-        ep = found.outside_nvlink("ep")
+        tp = candidate.outside_nvlink("tp")
+        ep = candidate.outside_nvlink("ep")
         return PlacementScore(
-            not found.legal, tp, ep, _round(found.step_s), _round(busy), height, index
+            not candidate.legal, tp, ep, _round(candidate.step_s), _round(busy), height, index
         )
 
     def bound(self) -> float:
@@ -182,9 +184,9 @@ def place_nodes(
     their order, except that the given order wins ties.
     """
     costs = PlacementCosts(path_cache, parallel, traffic, work, only)
-    given = tuple(range(costs.slots))
+    given_order = tuple(range(costs.slots))
     bound = costs.bound()
-    best = (*costs.cost(given), given)
+    best = (*costs.cost(given_order), given_order)
     given_score = best[0]
 
     def done() -> bool:
@@ -201,7 +203,7 @@ def place_nodes(
         is not None
     ):
         for nodes in placements:
-            best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
+            best = min(best, (*costs.cost(nodes), nodes), key=lambda scored: scored[0])
         return NodePlacement(
             best[2], best[1], best[0], min(bound, best[0].step_s), True, given_score
         )
@@ -213,15 +215,15 @@ def place_nodes(
         else domain_node_orders(path_cache.fabric, parallel.tp, costs.slots)
     )
     for nodes in itertools.chain(packed, by_domain):
-        best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
+        best = min(best, (*costs.cost(nodes), nodes), key=lambda scored: scored[0])
     if not done() and costs.total <= MAX_SWAP_NODES:
         best = _improve_by_swaps(costs, best)
     return NodePlacement(best[2], best[1], best[0], min(bound, best[0].step_s), False, given_score)
 
 
-def _up_to(limit: int, found: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
-    result = list(itertools.islice(found, limit + 1))
-    return result if len(result) <= limit else None
+def _up_to(limit: int, placements: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
+    taken_placements = list(itertools.islice(placements, limit + 1))
+    return taken_placements if len(taken_placements) <= limit else None
 
 
 def _improve_by_swaps(
@@ -229,7 +231,7 @@ def _improve_by_swaps(
 ) -> tuple[PlacementScore, Candidate, tuple[int, ...]]:
     """Swap the nodes of two slots, or a used and a free node, while that helps; at most `MAX_SWAPS`
     tries."""
-    left = MAX_SWAPS
+    tries_left = MAX_SWAPS
     improved = True
     while improved:
         improved = False
@@ -238,13 +240,13 @@ def _improve_by_swaps(
         pairs = [(i, j) for i in range(len(nodes)) for j in range(i + 1, len(nodes))]
         tries = [_swapped(nodes, i, j) for i, j in pairs]
         tries += [(*nodes[:i], node, *nodes[i + 1 :]) for i in range(len(nodes)) for node in spare]
-        for other in tries:
-            if left == 0:
+        for swapped in tries:
+            if tries_left == 0:
                 return best
-            left -= 1
-            scored = costs.cost(other)
+            tries_left -= 1
+            scored = costs.cost(swapped)
             if _is_worth_swapping(scored[0], best[0]):
-                best = (*scored, other)
+                best = (*scored, swapped)
                 improved = True
                 break
     return best
@@ -256,9 +258,9 @@ def _is_worth_swapping(new: PlacementScore, old: PlacementScore) -> bool:
 
 
 def _swapped(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
-    result = list(nodes)
-    result[i], result[j] = result[j], result[i]
-    return tuple(result)
+    swapped = list(nodes)
+    swapped[i], swapped[j] = swapped[j], swapped[i]
+    return tuple(swapped)
 
 
 def reorder(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
@@ -266,11 +268,11 @@ def reorder(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
     spares."""
     chosen = set(nodes)
     order = [*nodes, *(node for node in range(len(cluster.node_names)) if node not in chosen)]
-    at = np.empty(len(order), dtype=np.int64)
-    at[order] = np.arange(len(order))
+    new_index = np.empty(len(order), dtype=np.int64)
+    new_index[order] = np.arange(len(order))
 
     def moved(blocks: list[list[int]]) -> list[list[int]]:
-        return sorted(sorted(int(at[node]) for node in block) for block in blocks)
+        return sorted(sorted(int(new_index[node]) for node in block) for block in blocks)
 
     return structs.replace(
         cluster,
@@ -315,9 +317,9 @@ def make_context(
     already."""
     software = software_named(config.cost.software)
     matmul = config.train.matmul
-    same: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
-    same |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
-    return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **same)
+    settings: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
+    settings |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
+    return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **settings)
 
 
 def place_job(
@@ -336,12 +338,15 @@ def place_job(
         costs = PlacementCosts(context.path_cache, parallel, traffic, work, only)
         bound = costs.bound()
         return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
-    found = place_nodes(context.path_cache, parallel, traffic, work, only)
-    given = found.given.step_s
+    placement = place_nodes(context.path_cache, parallel, traffic, work, only)
+    given_step_s = placement.given.step_s
     certificate = Certificate(
-        bound_s=found.bound_s, gap=found.gap, exact=found.exact, given_step_s=given
+        bound_s=placement.bound_s,
+        gap=placement.gap,
+        exact=placement.exact,
+        given_step_s=given_step_s,
     )
-    return _moved(context, found.nodes), certificate
+    return _moved(context, placement.nodes), certificate
 
 
 def _moved(context: CostContext, nodes: Sequence[int]) -> CostContext:

@@ -78,9 +78,9 @@ def whole_unit(plan: Plan, block: int) -> int:
     busy = [
         sum(node < nodes for node in domain) for domain in plan.cluster.nvlink_domains
     ]  # ranks fill the first
-    part = max(busy)
-    equal = {*busy} <= {0, part} and part < max(map(len, plan.cluster.nvlink_domains))
-    return part if equal and part <= block and part % best == 0 else best
+    domain_part = max(busy)
+    equal = {*busy} <= {0, domain_part} and domain_part < max(map(len, plan.cluster.nvlink_domains))
+    return domain_part if equal and domain_part <= block and domain_part % best == 0 else best
 
 
 def save_seconds(plan: Plan, gb_per_s_per_node: float) -> float:

@@ -50,10 +50,10 @@ def search(
     """
     seeker = Search(config, cluster, any_layout, profile)
     answer = _run(seeker, near)
-    shown = {one.layout: one for one in (*answer.front, *answer.equal)}
-    shown = {layout: _with_interval(one, seeker.context) for layout, one in shown.items()}
+    shown = {costed.layout: costed for costed in (*answer.front, *answer.equal)}
+    shown = {layout: _with_interval(costed, seeker.context) for layout, costed in shown.items()}
     front, equal = (
-        [shown[one.layout] for one in layouts] for layouts in (answer.front, answer.equal)
+        [shown[costed.layout] for costed in layouts] for layouts in (answer.front, answer.equal)
     )
     return answer._replace(front=front, equal=equal)
 

@@ -148,8 +148,8 @@ class BestPaths:
     def by_domain(self, members: int, etp: int, moe: Moe) -> list[Path]:
         """Best paths of an all-to-all by domain, for each number of members that may lie in each
         domain."""
-        most = min(members, self.members_in_block(etp))
-        inside = [count for count in range(1, most + 1) if members % count == 0]
+        largest = min(members, self.members_in_block(etp))
+        inside = [count for count in range(1, largest + 1) if members % count == 0]
         return [
             self._parted(members, etp, count)
             for count in inside

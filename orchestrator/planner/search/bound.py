@@ -84,7 +84,7 @@ class MeshBound:
         self.shapes = shapes
         cost = self.cost = layers.costs[0]
         self.cp_methods = layers.cp_methods
-        key = *mesh[:5], *(one.experts for one in layers.costs)
+        key = *mesh[:5], *(layer_cost.experts for layer_cost in layers.costs)
         self.degrees: DegreesBound = cost.share(key, DegreesBound, mesh, layers.costs, best)
         context = cost.context
         self.overlapped = (
@@ -131,11 +131,11 @@ class MeshBound:
             chain = work.forwards + (0.5 if late.split else 1.0) * work.backwards
             chain *= not (late.split and self.overlapped)
             span = max(average, chain, heaviest * m * work.layer, ahead + late.own * m * work.layer)
-            own = span + self.exposed(
+            rank_s = span + self.exposed(
                 degrees.average_gradients_s, span / m
             )  # of an average rank: no longer than all
-            own = max(own, heaviest * of_layer, ahead + late.own * of_layer)
-            least = min(least, own + once * (m * late.sends + 2 * (pp - 1)))
+            rank_s = max(rank_s, heaviest * of_layer, ahead + late.own * of_layer)
+            least = min(least, rank_s + once * (m * late.sends + 2 * (pp - 1)))
         return (least + degrees.constant_s) * degrees.factor
 
     def exposed(self, byte_s: float, micro_batch_s: float) -> float:
@@ -157,8 +157,8 @@ class MeshBound:
         ZeRO stage that needs least."""
         average = self.cost.average_params(self.mesh.pp)
         fewest = self.cost.fewest_params(self.shapes.least)
-        return min(one.bytes_of(*average) for one in self.sharded), min(
-            one.bytes_of(*fewest) for one in self.sharded
+        return min(stage.bytes_of(*average) for stage in self.sharded), min(
+            stage.bytes_of(*fewest) for stage in self.sharded
         )
 
 
@@ -174,17 +174,21 @@ def gradient_shares(mesh: Mesh, cost: LayerCost) -> list[GradientShare]:
     """Those of which one shows least, whatever hides them; ZeRO stages 0 and 1 send once a step,
     and hide alike."""
     context, (weight, gradient) = cost.context, cost.widths
-    found = []
+    shares = []
     for zero in (1, 2, 3):
         par = structs.replace(cost.in_mesh(mesh), zero=zero, schedule="interleaved")
-        many = reductions(par, context.software.reduces_by_round)
+        rounds = reductions(par, context.software.reduces_by_round)
         size = (
-            min(2 * gradient, many * gradient + weight) if zero == 1 else many * gradient + weight
+            min(2 * gradient, rounds * gradient + weight)
+            if zero == 1
+            else rounds * gradient + weight
         )
         shown, windows = gradient_overlap(par, context.rate, context.software)
-        found.append(GradientShare(size, min(1.0, value_of(shown)), windows))
-    most = min(one.size for one in found)  # of one that hides nothing at all
-    return [one for one in found if one.size == most or one.shown * one.size < most]
+        shares.append(GradientShare(size, min(1.0, value_of(shown)), windows))
+    smallest = min(share.size for share in shares)  # of one that hides nothing at all
+    return [
+        share for share in shares if share.size == smallest or share.shown * share.size < smallest
+    ]
 
 
 class DegreesBound:
@@ -202,7 +206,7 @@ class DegreesBound:
         ]
         self.nodes = -(-par.world_size // context.cluster.gpus_per_node)
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
-        dense, experts = min(one.average_params(mesh.pp) for one in folds)
+        dense, experts = min(layer_cost.average_params(mesh.pp) for layer_cost in folds)
         self.constant_s = value_of(constant_seconds(par, context.rate, dense + experts, self.nodes))
         dense_s, experts_s = self._byte_seconds(best)
         experts_s *= len(folds) == 1  # replicas of experts differ from fold to fold
@@ -210,11 +214,11 @@ class DegreesBound:
         #: for a byte of each parameter: of an average rank, and of one layer at least
         self.average_gradients_s = min(
             dense_s * plain + experts_s * routed
-            for plain, routed in (one.average_params(mesh.pp) for one in folds)
+            for plain, routed in (layer_cost.average_params(mesh.pp) for layer_cost in folds)
         )
         self.layer_gradients_s = min(
             dense_s * plain + experts_s * routed
-            for plain, routed in (one.fewest_params(1) for one in folds)
+            for plain, routed in (layer_cost.fewest_params(1) for layer_cost in folds)
         )
 
     def _byte_seconds(self, best: BestPaths) -> tuple[float, float]:
@@ -226,8 +230,12 @@ class DegreesBound:
         of_experts = replicas(self.mesh)
         members = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp
         dense_s, experts_s = (
-            (many - 1) / many * min(best.per_byte(paths[alike, "ring"]) for paths in self.nestings)
-            for many, alike in zip(members, (DENSE_REPLICAS, of_experts), strict=True)
+            (member_count - 1)
+            / member_count
+            * min(best.per_byte(paths[replica_axes, "ring"]) for paths in self.nestings)
+            for member_count, replica_axes in zip(
+                members, (DENSE_REPLICAS, of_experts), strict=True
+            )
         )
         return dense_s, experts_s
 
@@ -254,11 +262,11 @@ class ZeroStage:
         if par.zero >= 3 and (
             self.pipeline or memory.is_one_stage(par, recipe)
         ):  # gradients may come after the peak
-            whole = (
+            gathered_bytes = (
                 DTYPE_BYTES[self.context.train.precision] if self.pipeline else 0.0
             )  # gathered weights
             self.dense_bytes, self.expert_bytes = (
-                one.params + one.optimizer + whole for one in self.states(1)
+                state.params + state.optimizer + gathered_bytes for state in self.states(1)
             )
         workload = Workload(self.context.model, par, self.context.train)
         self.one_stage = memory.is_one_stage(par, recipe)
@@ -274,14 +282,17 @@ class ZeroStage:
         """Of a dense and an expert parameter. copies: of the model on a pipeline, which share the
         shards."""
         if copies not in self._states:
-            same = (self.par, self.context.train, self._recipe)
+            arguments = (self.par, self.context.train, self._recipe)
             cost = self._cost
             zero_key = self.par.zero, self.par.micro_batches > 1
             dense, experts = (
                 cost.share(
-                    (copies * many, *zero_key), memory.param_state_bytes, copies * many, *same
+                    (copies * sharers, *zero_key),
+                    memory.param_state_bytes,
+                    copies * sharers,
+                    *arguments,
                 )
-                for many in self._replicas
+                for sharers in self._replicas
             )
             self._states[copies] = dense, experts
         return self._states[copies]
@@ -349,8 +360,13 @@ class RecomputeBound:
         """
         cost, (average, fewest) = self.cost, self.base.states
         layers = cost.kept("1f1b").layers(self.recompute)
-        kept = self.base.shapes.least * min(one.stored for one in layers if one.stored)
-        size = max(average + kept, fewest + min(self.mesh.micro_batches, self.mesh.pp) * kept)
+        activation_bytes = self.base.shapes.least * min(
+            layer.stored for layer in layers if layer.stored
+        )
+        size = max(
+            average + activation_bytes,
+            fewest + min(self.mesh.micro_batches, self.mesh.pp) * activation_bytes,
+        )
         return cost.recipe.process_bytes(size) * ROUNDING
 
     @cached_property

@@ -132,7 +132,9 @@ class Kept:
     def stage_layers(self, recompute: str, dense: int, moe: int) -> list[Layers]:
         kinds = enumerate(zip((dense, moe), self.layers(recompute), strict=True))
         return [
-            (many, kind, layer.stored, layer.recomputing) for kind, (many, layer) in kinds if many
+            (count, kind, layer.stored, layer.recomputing)
+            for kind, (count, layer) in kinds
+            if count
         ]
 
     def stored(self, recompute: str, stage: StageShape) -> float:
@@ -185,7 +187,7 @@ def least_work(
 
     def least() -> LeastWork:
         every = [cost.least(recompute, cp_methods, sp_open) for cost in costs]
-        many = (costs[0].dense, costs[0].moe)
+        layer_counts = (costs[0].dense, costs[0].moe)
         first = min(cost.first for cost in every)
         forward, backward, last = (
             [min(kind) for kind in zip(*kinds, strict=True)]
@@ -195,10 +197,14 @@ def least_work(
         )
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         return LeastWork(
-            forwards=many[0] * forward[0] + many[1] * forward[1] + first + last[0],
-            backwards=many[0] * backward[0] + many[1] * backward[1] + last[1],
-            layer=min(seconds for seconds, layers in zip(both, many, strict=True) if layers),
-            forward=min(seconds for seconds, layers in zip(forward, many, strict=True) if layers),
+            forwards=layer_counts[0] * forward[0] + layer_counts[1] * forward[1] + first + last[0],
+            backwards=layer_counts[0] * backward[0] + layer_counts[1] * backward[1] + last[1],
+            layer=min(
+                seconds for seconds, layers in zip(both, layer_counts, strict=True) if layers
+            ),
+            forward=min(
+                seconds for seconds, layers in zip(forward, layer_counts, strict=True) if layers
+            ),
         )
 
     key = "least", len(costs), recompute, cp_methods, sp_open
@@ -302,7 +308,7 @@ class LayerCost:
             for sp in along
         ]
         *layer_seconds, table, last = (
-            value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True)
+            value_of(min(variants, key=value_of)) for variants in zip(*tensors, strict=True)
         )
         rings = {
             "ring" if method == "zigzag" else method for method in cp_methods
@@ -360,7 +366,7 @@ class LayerCost:
         """With the way of tokens to experts that takes least."""
         context = self.context
         train = self.trains[recompute]
-        over: PathKey = axes(self.par), "exchange"
+        exchange_key: PathKey = axes(self.par), "exchange"
         seconds_by_way, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
         for all_to_all in self.all_to_alls if ep > 1 else ("direct",):
             by_domain = (
@@ -371,8 +377,10 @@ class LayerCost:
             par = structs.replace(
                 self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else all_to_all
             )
-            for path in [self.paths[over]] if by_domain is None else by_domain:
-                seconds = expert_seconds(context.workload(par, train), context.rate, {over: path})
+            for path in [self.paths[exchange_key]] if by_domain is None else by_domain:
+                seconds = expert_seconds(
+                    context.workload(par, train), context.rate, {exchange_key: path}
+                )
                 seconds_by_way.append(value_of(seconds))
         return min(seconds_by_way, default=inf)  # no number of domains in which they may go
 
@@ -386,8 +394,8 @@ class LayerCost:
 
     def kept(self, schedule: str) -> Kept:
         """Activation bytes; the same for all schedules that do alike with backward."""
-        alike = schedule if schedule in SPLIT_BACKWARD else "1f1b"
-        activations_kept: Kept = self._once((alike,), Kept, self, alike)
+        like_schedule = schedule if schedule in SPLIT_BACKWARD else "1f1b"
+        activations_kept: Kept = self._once((like_schedule,), Kept, self, like_schedule)
         return activations_kept
 
     # --------------------------------------------------------------------------------------

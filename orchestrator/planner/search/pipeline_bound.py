@@ -44,13 +44,13 @@ class PipelineBound:
         mesh = branch.mesh
         base = branch.base
         self.params = cost.pipeline_params(shape)
-        one = self.one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
+        stage_s = self.one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
         #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one
         #: micro-batch)
-        self.ranks = [self._rank(rank, one) for rank in shape.ranks]
+        self.ranks = [self._rank(rank, stage_s) for rank in shape.ranks]
         sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
         self.transfers = [once * sends for once in base.transfers]
-        chain = 0.0 if split and base.overlapped else cost.chain(one, 0.5 if split else 1.0)
+        chain = 0.0 if split and base.overlapped else cost.chain(stage_s, 0.5 if split else 1.0)
         self.longest = max(chain, *(end for end, _ in self.ranks))
         self.most_params = max(map(sum, self.params))
         constant = branch.sharded[-1].constant(
@@ -67,9 +67,9 @@ class PipelineBound:
     def _hiding(self, longest: float) -> list[float]:
         """The most seconds of a micro-batch on each rank, in a pipeline of `longest` seconds."""
         if self.branch.base.inner_known:
-            return [own for _, own in self.ranks]
+            return [micro_batch_s for _, micro_batch_s in self.ranks]
         m = self.branch.mesh.micro_batches
-        return [own + (longest - end) / m for end, own in self.ranks]
+        return [micro_batch_s + (longest - end) / m for end, micro_batch_s in self.ranks]
 
     def _gradients(self) -> float:
         """The least that gradients and weights show on any rank, whatever the ZeRO stage."""
@@ -81,18 +81,18 @@ class PipelineBound:
             )
         )
 
-    def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
+    def _rank(self, rank: RankShape, stage_s: StageSeconds) -> tuple[float, float]:
         stages, dense, moe = (
             (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
         )
-        (forward, of_moe), (backward, back_of_moe), first, last = one
+        (forward, of_moe), (backward, back_of_moe), first, last = stage_s
         ahead = dense * forward + moe * of_moe + (first if stages else 0.0)
         if not self.split:
             ahead += dense * backward + moe * back_of_moe
-        own = rank.dense * (forward + backward) + rank.moe * (of_moe + back_of_moe)
-        own += rank.table * first + rank.head * sum(last)
-        own /= self.shape.copies
-        return ahead + self.branch.mesh.micro_batches * own, own
+        micro_batch_s = rank.dense * (forward + backward) + rank.moe * (of_moe + back_of_moe)
+        micro_batch_s += rank.table * first + rank.head * sum(last)
+        micro_batch_s /= self.shape.copies
+        return ahead + self.branch.mesh.micro_batches * micro_batch_s, micro_batch_s
 
     # ---------------------------------------------------------------------------------- of one
     #     schedule and ZeRO
@@ -133,10 +133,10 @@ class PipelineBound:
         temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
         rest = sent + temporary
 
-        def in_flight(where: int) -> int:
+        def in_flight(rank_index: int) -> int:
             if keeps.kernels.fills_limit and schedule in LIMITS:
                 return min(m, LIMITS[schedule] * mesh.pp)
-            return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, where)
+            return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank_index)
 
         if exact and len(rank.unlike) > 1:
             stage_bytes = [keeps.stage_bytes(recompute, stage, deferred) for stage in rank.stages]
@@ -150,8 +150,8 @@ class PipelineBound:
         if deferred:
             head = keeps.head if rank.head else None
             return rest + max(
-                deferred.peak(where, in_flight(where), stored, self.held, layers, head)
-                for where in {rank.rank, rank.inner}
+                deferred.peak(rank_index, in_flight(rank_index), stored, self.held, layers, head)
+                for rank_index in {rank.rank, rank.inner}
             )
         recomputing = max((temporaries for *_, temporaries in layers), default=0.0)
         if rank.head:
@@ -192,19 +192,23 @@ class PipelineBound:
         """Bytes of a rank that holds the whole model."""
         cost, ((plain, experts),) = self.branch.cost, self.params
         keeps, (dense, expert) = cost.kept("1f1b"), sharded.states(1)
-        of_stage = keeps.one_stage(self.branch.recompute)
+        stage_activations = keeps.one_stage(self.branch.recompute)
         grads = plain * dense.grads + experts * expert.grads
         backward = keeps.backward + sharded.bucket_bytes
         train = cost.trains[self.branch.recompute]
         peak = peak_of_one_stage(
-            Workload(cost.context.model, sharded.par, train), of_stage, grads, keeps.loss, backward
+            Workload(cost.context.model, sharded.par, train),
+            stage_activations,
+            grads,
+            keeps.loss,
+            backward,
         )
         states = (
             plain * (dense.params + dense.optimizer)
             + experts * (expert.params + expert.optimizer)
             + grads
         )
-        tensors = states + of_stage.most + sharded.buffer_bytes
+        tensors = states + stage_activations.most + sharded.buffer_bytes
         return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
 
     def seconds_of(self, sharded: ZeroStage) -> float:

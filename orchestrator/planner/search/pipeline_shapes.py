@@ -81,10 +81,10 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
             StageShape(*kinds[stage], stage == stages - 1) for stage in held_stages
         )
         ahead = (min(held_stages), *dense_and_moe(model, 0, starts[min(held_stages)]))
-        alike = held_stages.count(0), *sorted(stage_shapes)
+        same_shape = held_stages.count(0), *sorted(stage_shapes)
         dense, moe, head = (sum(column) for column in zip(*stage_shapes, strict=True))
         unlike = tuple(set(stage_shapes))
-        first = rank_shapes.get(alike) or RankShape(
+        first = rank_shapes.get(same_shape) or RankShape(
             dense,
             moe,
             head,
@@ -99,7 +99,7 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
         inner = max(
             first.inner, rank, key=lambda candidate: min(candidate, len(held) - 1 - candidate)
         )
-        rank_shapes[alike] = first._replace(before=max(first.before, ahead), inner=inner)
+        rank_shapes[same_shape] = first._replace(before=max(first.before, ahead), inner=inner)
     ranks = list(rank_shapes.values())
     copies = sum(map(len, held)) // stages
     key = (placement, parallel.pp, parallel.vpp)

@@ -277,8 +277,8 @@ class Search:
                 )
 
     def _branches(self, base: MeshBound, byte_limit: int) -> Iterator[Node]:
-        alike = (*base.mesh[:7], base.mesh.fold)  # the same for all variants
-        base.sharded = self._sharded.setdefault(alike, base.sharded)
+        shared_key = (*base.mesh[:7], base.mesh.fold)  # the same for all variants
+        base.sharded = self._sharded.setdefault(shared_key, base.sharded)
         for branch in base.branches(self.space.recompute, self.space.zeros(base.mesh)):
             if branch.least_bytes() <= byte_limit:
                 yield branch.least_s, RECOMPUTE, (), branch

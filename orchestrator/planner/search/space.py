@@ -120,11 +120,11 @@ class Space:
         self.filled = cache(lambda tp, cp, ep, pp: domains.filled(tp, cp, ep, pp, across))
         given_recompute = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given_recompute is None else (given_recompute,)
-        ones: dict[str, Any] = dict.fromkeys(
+        unit_degrees: dict[str, Any] = dict.fromkeys(
             ("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1
         )
         self.base = Case(
-            **ones | {"zero": 0, "sp": False, "schedule": None},
+            **unit_degrees | {"zero": 0, "sp": False, "schedule": None},
             zero_group=par.zero_group,
             allow_tp_across_nvlink=par.allow_tp_across_nvlink,
             global_batch_samples=self.samples,

@@ -75,9 +75,9 @@ def bytes_at_the_top(layout: CostedLayout, level: str) -> float:
 def preferred_first(equal: Sequence[CostedLayout], level: str) -> list[CostedLayout]:
     """Equal layouts, the one to take first; the others by their time."""
 
-    def key(found: CostedLayout) -> tuple[object, ...]:
-        moved = float(f"{bytes_at_the_top(found, level):.2g}")  # one percent more is no reason
-        return moved, not proven(found.layout), found.step_s, preference(found.layout)
+    def key(costed: CostedLayout) -> tuple[object, ...]:
+        moved = float(f"{bytes_at_the_top(costed, level):.2g}")  # one percent more is no reason
+        return moved, not proven(costed.layout), costed.step_s, preference(costed.layout)
 
     best = min(equal, key=key)
-    return [best, *(found for found in equal if found is not best)]
+    return [best, *(costed for costed in equal if costed is not best)]
