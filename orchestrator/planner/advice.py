@@ -1,4 +1,4 @@
-"""What a plan warns about, each in one line with its price and what to change."""
+"""The warnings of a plan, each in one line with its price and a remedy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from orchestrator.plan.trained import refusal
 
 GIB = 1 << 30
 OFFLOADED = 0.5  # share of the step above which an offloaded update is reported
-BUBBLE = 0.20  # share of the step above which it is reported
+BUBBLE = 0.20  # share of the step above which the pipeline bubble is reported
 
-#: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, as a plan counts it;
-#: where)
+#: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, counted as a plan does;
+#: source of the measurement)
 BEST_MEASURED = {
     "V100": (0.423, "GPT 1.16B on one V100 of a DGX-2H: Megatron-LM images/tables.tex of 2020"),
     "A100": (0.627, "MPT 3B on 8 A100 80GB: llm-foundry scripts/train/benchmarking/README.md"),
@@ -27,7 +27,7 @@ BEST_MEASURED = {
     "B200": (0.381, "12 layers of Llama 3 70B on 8 B200: SimuMax docs/b200, its measured side"),
     "cpu": (1.0, ""),
 }
-#: GPUs of the same chip, or of its successor that nobody published
+#: GPUs of the same chip, or of a successor for which nothing is published.
 SAME_CHIP = {"A800": "A100", "A30": "A100", "H800": "H100", "H200": "H100", "GH200": "H100"}
 SAME_CHIP |= dict.fromkeys(("GB200", "B300", "GB300", "B100"), "B200")
 
@@ -35,11 +35,11 @@ SAME_CHIP |= dict.fromkeys(("GB200", "B300", "GB300", "B100"), "B200")
 def warnings(
     plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False
 ) -> list[str]:
-    """All warnings of a plan, each in one line.
+    """Returns all warnings of a plan, each in one line.
 
-    `inside_nvlink`: (parallelism spec, step seconds) of the nearest degrees that keep tensor
-    parallelism inside NVLink. `any_layout`: the plan is for a program of the user's, so what the
-    bundled trainer does not run is no warning.
+    `inside_nvlink` is (parallelism spec, step seconds) of the nearest degrees that keep tensor
+    parallelism inside NVLink. `any_layout` marks the plan of a user's own program: then the limits
+    of the bundled trainer cause no warning.
     """
     warning_lines = [
         None if any_layout else refusal(plan),
@@ -62,6 +62,7 @@ def warnings(
 
 
 def _memory(plan: Plan) -> str | None:
+    """Warns of a plan that does not fit, and names the largest category."""
     memory = plan.memory
     if memory.total <= memory.capacity:
         return None
@@ -85,10 +86,10 @@ def _memory(plan: Plan) -> str | None:
 
 
 def _faster_than_measured(plan: Plan) -> str | None:
+    """Warns of a predicted MFU above the best measured one."""
     gpu = gpu_model(plan.cluster.gpu.name).upper() or plan.cluster.gpu.name
-    best, source = BEST_MEASURED.get(
-        SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"]
-    )  # the highest on any GPU
+    # The highest MFU on any GPU is the default.
+    best, source = BEST_MEASURED.get(SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"])
     if (
         plan.model.moe
         or plan.job.matmul
@@ -103,7 +104,7 @@ def _faster_than_measured(plan: Plan) -> str | None:
 
 
 def _left_out(plan: Plan) -> str | None:
-    """Nodes of another kind, which the job cannot use."""
+    """Reports nodes of another kind, which the job cannot use."""
     kinds = {
         kind: count for kind, count in plan.cluster.left_out.items() if kind != "out of service"
     }
@@ -118,7 +119,7 @@ def _left_out(plan: Plan) -> str | None:
 
 
 def _idle(plan: Plan) -> str | None:
-    """GPUs that the job leaves idle because groups do not divide their NVLink domains."""
+    """Reports GPUs that stay idle because groups do not divide their NVLink domains."""
     par = plan.parallel
     domains = domains_of(plan.cluster)
     group_of_usable = domains.parts(par.tp, par.cp, par.ep, par.pp, par.dp)
@@ -136,13 +137,16 @@ def _idle(plan: Plan) -> str | None:
     idle = f"{idle_gpus} GPU{'s' * (idle_gpus > 1)} idle as spares"
     sizes = [str(nodes * domains.gpus_per_node) for nodes, _ in domains.sizes]
     reason = f"groups of {group_of_usable[usable_gpus]} do not divide {' or '.join(sizes)}"
-    busy = range(par.world_size // domains.gpus_per_node)  # ranks fill the first nodes
+    busy = range(par.world_size // domains.gpus_per_node)  # Ranks fill the first nodes.
     busy_per_domain = {
         sum(node in busy for node in nodes) * domains.gpus_per_node
         for nodes in plan.cluster.nvlink_domains
     }
     if len(sizes) == len(busy_per_domain) == 1:
-        return f"{busy_per_domain.pop()} of each NVLink domain's {sizes[0]} GPUs are used: {reason}; {idle}"
+        return (
+            f"{busy_per_domain.pop()} of each NVLink domain's {sizes[0]} GPUs are used:"
+            f" {reason}; {idle}"
+        )
     used = (
         f"{par.world_size} of {domains.gpus} GPUs are used: {reason}, the GPUs of an NVLink domain"
     )
@@ -155,6 +159,7 @@ def _idle(plan: Plan) -> str | None:
 
 
 def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
+    """Warns of tensor-parallel groups that leave NVLink, with the predicted cost."""
     level = plan.placement["tp"].worst_level
     if level in ("self", "nvlink"):
         return None
@@ -172,6 +177,7 @@ def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
 
 
 def _bubble(plan: Plan) -> str | None:
+    """Warns of a large pipeline bubble."""
     if plan.time.bubble_ratio <= BUBBLE:
         return None
     par = plan.parallel
@@ -183,6 +189,7 @@ def _bubble(plan: Plan) -> str | None:
 
 
 def _sequence_length(plan: Plan) -> str | None:
+    """Warns of sequences longer than those that the model was made for."""
     if plan.job.train.seq_len <= plan.model.max_seq_len:
         return None
     return (
@@ -192,7 +199,7 @@ def _sequence_length(plan: Plan) -> str | None:
 
 
 def _replicated_state(plan: Plan) -> str | None:
-    """ZeRO-1 costs no communication, so a large unsharded optimizer state is reported."""
+    """Reports a large unsharded optimizer state, because ZeRO-1 costs no communication."""
     par = plan.parallel
     replicas = par.dp * par.cp * par.ep
     saved = plan.memory.optimizer * (1 - 1 / replicas)
@@ -203,7 +210,8 @@ def _replicated_state(plan: Plan) -> str | None:
 
 
 def _sharded_gradients(plan: Plan) -> str | None:
-    """Communication that ZeRO-2 and -3 repeat for every micro-batch and ZeRO-1 does once a step."""
+    """Reports communication that ZeRO-2 and -3 repeat per micro-batch, and ZeRO-1 does once per
+    step."""
     par = plan.parallel
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     replicas = par.dp * par.cp * par.ep
@@ -212,8 +220,8 @@ def _sharded_gradients(plan: Plan) -> str | None:
         return None
     if par.zero == 2:
         traffic = (
-            f"zero2 reduce-scatters every gradient for each of {rounds} micro-batches: {rounds + 1} Psi"
-            " a step"
+            f"zero2 reduce-scatters every gradient for each of {rounds} micro-batches:"
+            f" {rounds + 1} Psi a step"
         )
     elif par.pp > 1:
         traffic = (
@@ -230,7 +238,7 @@ def _sharded_gradients(plan: Plan) -> str | None:
 
 
 def _nothing_to_share(plan: Plan) -> str | None:
-    """Partitioned activations where there is nothing to partition."""
+    """Warns of partitioned activations that leave nothing to partition."""
     par = plan.parallel
     train = plan.job.train
     if train.partition_activations is not True or (
@@ -246,7 +254,7 @@ def _nothing_to_share(plan: Plan) -> str | None:
 
 
 def _nothing_to_put_away(plan: Plan) -> str | None:
-    """Offloaded inputs where no layer is recomputed."""
+    """Warns of offloaded inputs in a job that recomputes no layer."""
     if not offload_of(plan.job.train).activations or plan.job.train.recompute != "none":
         return None
     return (
@@ -256,7 +264,7 @@ def _nothing_to_put_away(plan: Plan) -> str | None:
 
 
 def _no_latents(plan: Plan) -> str | None:
-    """Latents that make nothing again."""
+    """Warns of recomputed latents in a job that has none to recompute."""
     train = plan.job.train
     mla = plan.model.mla
     if train.recompute_latents is not True or (
@@ -270,8 +278,10 @@ def _no_latents(plan: Plan) -> str | None:
 
 
 def _offload(plan: Plan) -> str | None:
-    """What an update on the host costs, or activations there, if that is most of the step or rests
-    on assumed rates."""
+    """Reports the cost of an update or of activations on the host.
+
+    It does so if that is most of the step, rests on assumed rates, or changes the training.
+    """
     offload = offload_of(plan.job.train)
     terms = plan.time.terms
     keys = {"offload": offload.optimizer, "offload_activations": offload.activations}
@@ -306,6 +316,7 @@ def _offload(plan: Plan) -> str | None:
 
 
 def _demo(plan: Plan) -> str | None:
+    """Warns of a demo corpus."""
     if not plan.job.data.demo:
         return None
     return (

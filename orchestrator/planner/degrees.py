@@ -1,5 +1,7 @@
-"""Config -> degrees: every default filled in, as a `Case` to be judged and as the plan's
-`parallel`."""
+"""Derives the degrees of a job from its configuration, with every default filled in.
+
+They become a `Case`, which the legality rules judge, and then the plan's `parallel`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ MIB = 1 << 20
 
 
 def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
-    """The configuration's degrees with every default filled in. Raises OrchError (65)."""
+    """Returns the configuration's degrees with every default filled in. Raises OrchError (65)."""
     par = with_defaults(config.parallel)
     train = config.train
     names = (
@@ -72,21 +74,23 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     )
 
 
-#: Where replicas take unequal numbers of micro-batches, the slowest has at most this many times an
-#: equal share.
+#: If replicas take unequal numbers of micro-batches, the slowest may take this many times an equal
+#: share.
 MOST_SLOWER = 1.1
 
 
 def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, uneven: bool) -> int:
-    """Default samples per micro-batch: 1 on GPUs, which one sample fills; up to 8 on CPUs, where
-    calls cost most.
+    """Returns the default number of samples per micro-batch.
 
-    Every stage must still have two micro-batches.
+    It is 1 on GPUs, which one sample fills, and up to 8 on CPUs, where calls cost most. Every stage
+    must still have two micro-batches.
     """
     if cluster.device == "cuda":
         return 1
 
     def fits(size: int) -> bool:
+        """Reports whether micro-batches of `size` samples divide the batch and keep every stage
+        busy."""
         micro_batches, rest = divmod(samples, size)
         slowest = -(-micro_batches // replicas) * replicas / max(1, micro_batches)
         return (
@@ -99,7 +103,8 @@ def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, une
 
 
 def global_batch(config: Config) -> int:
-    """Samples of a global batch. Raises OrchError (65) unless exactly one valid key gives it."""
+    """Returns the samples of a global batch. Raises OrchError (65) unless exactly one valid key
+    gives it."""
     samples = config.train.global_batch_samples
     tokens = config.train.global_batch_tokens
     seq_len = config.train.seq_len
@@ -121,8 +126,10 @@ def global_batch(config: Config) -> int:
 
 
 def make_parallel(config: Config, case: Case) -> doc.Parallel:
-    """The plan's `parallel` for the degrees of `case`. Raises OrchError (65) where other keys
-    contradict them."""
+    """Returns the plan's `parallel` for the degrees of `case`.
+
+    Raises OrchError (65) if other keys contradict them.
+    """
     names = [
         "tp",
         "cp",
@@ -156,6 +163,8 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
 
 
 def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
+    """Returns the configured nesting order. Raises OrchError (65) unless it names every axis
+    once."""
     if sorted(order) != sorted(doc.AXES):
         raise OrchError(
             f"parallel.order={list(order)} must name each of {', '.join(doc.AXES)} once",
@@ -165,12 +174,16 @@ def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
 
 
 def _stage_layers(stage_layers: Sequence[int] | None, case: Case, stages: int) -> list[int]:
+    """Returns the layers of each stage: the configured ones, or balanced ones if there are none.
+
+    Raises OrchError (65) if the configured ones do not fit the stages and the model.
+    """
     if stage_layers is None:
         return balance_stages(case.model, stages, case.seq_len)
     if len(stage_layers) != stages or sum(stage_layers) != case.model.layers:
         raise OrchError(
-            f"parallel.stage_layers={list(stage_layers)} must be pp x vpp = {stages} numbers that sum to"
-            f" {case.model.layers} layers; balanced:"
+            f"parallel.stage_layers={list(stage_layers)} must be pp x vpp = {stages} numbers"
+            f" that sum to {case.model.layers} layers; balanced:"
             f" {balance_stages(case.model, stages, case.seq_len)}",
             Exit.CONFIG,
         )
@@ -178,7 +191,7 @@ def _stage_layers(stage_layers: Sequence[int] | None, case: Case, stages: int) -
 
 
 def _schedule_rows(par: ParallelSpec) -> list[list[str]]:
-    """The user's schedule table, validated, as rows of the plan. Raises OrchError (65)."""
+    """Returns the user's validated schedule table as rows of the plan. Raises OrchError (65)."""
     if par.schedule_file is None:
         return []
     if par.schedule not in (None, TABLE):

@@ -1,5 +1,7 @@
-"""Why a plan costs what it costs, and which single changes help most; each change is costed as a
-plan."""
+"""Explains the cost of a plan, and the single changes that help most.
+
+Each change is costed as a plan.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,8 @@ LEFT_OUT = (
 
 
 class Term(NamedTuple):
+    """One term of a step."""
+
     name: str
     seconds: float
 
@@ -55,27 +59,32 @@ class Term(NamedTuple):
 class Change(NamedTuple):
     """A change of one key of a plan; dp takes the remaining GPUs."""
 
-    words: list[str]  # overrides to type
+    words: list[str]  # overrides for the command line
     step_s: float
     memory: doc.Memory
-    saves_s: float  # seconds per step against the plan; negative: slower
+    saves_s: float  # seconds per step that the change saves; negative if it is slower
     frees_bytes: int
 
 
 class Explanation(NamedTuple):
-    terms: list[Term]  # of the step, largest first
-    experts: ExpertLoad | None  # what is assumed of their loads
+    """The terms of a plan's step and memory, and the changes that improve it."""
+
+    terms: list[Term]  # terms of the step, largest first
+    experts: ExpertLoad | None  # the assumed load of the ranks that share experts
     limited_by: str
-    over_bytes: int  # bytes that the fullest rank lacks; 0: the plan fits
-    categories: list[tuple[str, int]]  # of its memory, largest first
-    changes: list[Change]  # best first; those that make it faster, or make it fit where it does not
+    over_bytes: int  # bytes that the fullest rank lacks; 0 if the plan fits
+    categories: list[tuple[str, int]]  # categories of its memory, largest first
+    changes: list[Change]  # changes that make it faster, or make it fit if it does not; best first
     tried: int
     warnings: list[str]
-    not_counted: list[str]  # what the job does that its time and memory leave out
+    not_counted: list[str]  # work of the job that the predicted time and memory leave out
 
 
 def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) -> Explanation:
-    """`config` and `cluster` are those that `plan` was made of, with nothing left open."""
+    """Explains `plan`, which was made of `config` and `cluster` with nothing left open.
+
+    At most `limit` changes are returned.
+    """
     memory = plan.memory
     over = max(0, memory.total - memory.capacity)
     changes = []
@@ -99,7 +108,8 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) ->
             costed = layout_search.cost(layout)
             if costed is not None and (over or costed.step_s < plan.time.step_s):
                 changes.append(_change(overrides, costed, plan))
-        if over and not changes:  # no single change makes it fit: the fastest layout that does
+        # No single change makes it fit: offer the fastest layout that does.
+        if over and not changes:
             changes += [
                 _change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]
             ]
@@ -122,7 +132,7 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) ->
 
 
 def not_counted(plan: Plan) -> list[str]:
-    """What the plan's seconds and bytes are without, with what is known of it."""
+    """Names the work that the plan's seconds and bytes leave out, with its measured effect."""
     if not plan.job.train.compile or plan.time.software != "orch":
         return []
     return [
@@ -133,8 +143,10 @@ def not_counted(plan: Plan) -> list[str]:
 
 
 def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change]:
-    """The same plan with the optimizer or kept inputs on the host, or the first on its disk, where
-    it then fits."""
+    """Yields the same plan with the optimizer or activations offloaded, if it then fits.
+
+    The optimizer can move to the host or to its disk, and the kept inputs to the host.
+    """
     if config.cost.software != "orch":
         return
     choices = [("offload", "host"), ("offload", "disk")] if config.train.offload == "none" else []
@@ -154,7 +166,7 @@ def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change
             )
 
 
-#: A term of the cost model (`Time.terms`) in words.
+#: Descriptions of the terms of the cost model (`Time.terms`).
 WORDS = {
     "gemm": "matrix products",
     "attention": "attention core",
@@ -176,12 +188,13 @@ WORDS = {
 
 
 def terms(plan: Plan) -> list[Term]:
-    """Terms of the step of the slowest rank, the largest first; they sum to the step."""
+    """Returns the terms of the slowest rank's step, largest first; they sum to the step."""
     time = plan.time
+    # Plans of older versions have no terms.
     seconds_by_term = time.terms or {
         "compute": time.compute_s,
         **time.exposed_comm_s,
-    }  # plans of older versions have no terms
+    }
     shown = [
         Term(WORDS.get(name, name), seconds)
         for name, seconds in seconds_by_term.items()
@@ -191,8 +204,10 @@ def terms(plan: Plan) -> list[Term]:
 
 
 def _opened(config: Config, all_to_all: doc.AllToAll | UnsetType) -> Config:
-    """The configuration with every degree left open, so that any layout can be costed. `way`: of
-    tokens to experts."""
+    """Returns the configuration with every degree left open, so that any layout can be costed.
+
+    `all_to_all` is the kind of exchange between tokens and experts.
+    """
     open_keys: dict[str, Any] = dict.fromkeys(LEFT_OUT) | {
         "expert_all_to_all": "direct" if all_to_all is UNSET else all_to_all
     }
@@ -202,13 +217,14 @@ def _opened(config: Config, all_to_all: doc.AllToAll | UnsetType) -> Config:
 
 
 def _change(overrides: list[str], costed: CostedLayout, plan: Plan) -> Change:
+    """Returns the change from `plan` to a costed layout."""
     saves = plan.time.step_s - costed.step_s
     frees = plan.memory.total - costed.memory.total
     return Change(overrides, costed.step_s, costed.memory, saves, frees)
 
 
 def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
-    """(overrides to type, layout) of every plan that differs in one key."""
+    """Yields (overrides for the command line, layout) of every plan that differs in one key."""
     par = plan.parallel
     settings = {
         name: getattr(par, name)
@@ -242,8 +258,10 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
 
 
 def _folds(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
-    """Experts that fold otherwise over the same tp and cp: as many ranks with different ones, or an
-    axis as long."""
+    """Yields layouts whose experts fold in another way over the same tp and cp.
+
+    Either as many ranks hold different experts, or the ep axis keeps its length.
+    """
     par = plan.parallel
     total = expert_mesh(par).ep
     current_fold = (tensor_ranks(par), folds_cp(par), par.ep)
@@ -265,14 +283,15 @@ def _folds(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], La
 
 
 def other_all_to_alls(plan: Plan) -> list[doc.AllToAll]:
-    """Ways of tokens to experts that the plan does not take and could."""
+    """Returns the exchanges between tokens and experts that the plan could use instead of its
+    own."""
     if expert_mesh(plan.parallel).ep == 1 or plan.placement["ep"].worst_level in (SELF, NVLINK):
         return []
     return ["direct"] if plan.parallel.expert_all_to_all == "hierarchical" else ["hierarchical"]
 
 
 def _by(plan: Plan, all_to_all: doc.AllToAll) -> tuple[list[str], Layout]:
-    """The plan with another way of tokens to experts."""
+    """Returns the plan's layout with another exchange between tokens and experts."""
     par = plan.parallel
     mesh = Mesh(**{name: getattr(par, name) for name in Mesh._fields})
     layout = Layout(mesh, plan.job.train.recompute, par.zero, par.schedule, par.vpp)
@@ -280,6 +299,7 @@ def _by(plan: Plan, all_to_all: doc.AllToAll) -> tuple[list[str], Layout]:
 
 
 def _pipelines(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
+    """Yields layouts with another pipeline schedule or another number of virtual stages."""
     par = plan.parallel
     for name, entry in SCHEDULES.items():
         low, high = entry.vpp
@@ -295,13 +315,13 @@ def _pipelines(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str]
 def _one(
     plan: Plan, settings: dict[str, Any], overrides: list[str]
 ) -> Iterator[tuple[list[str], Layout]]:
+    """Yields the layout with these settings if its degrees fill the GPUs and the global batch."""
     par = plan.parallel
     tp, cp, ep, pp = (settings[axis] for axis in ("tp", "cp", "ep", "pp"))
     gpus = par.world_size
     domains = domains_of(plan.cluster)
-    if gpus == domains.filled(
-        par.tp, par.cp, par.ep, par.pp
-    ):  # dp takes what groups of that size leave it
+    # dp takes the GPUs that groups of that size leave to it.
+    if gpus == domains.filled(par.tp, par.cp, par.ep, par.pp):
         gpus = domains.filled(tp, cp, ep, pp)
     dp, rest = divmod(gpus, tp * cp * ep * pp)
     size = settings["micro_batch_size"]
@@ -311,7 +331,8 @@ def _one(
     etp = settings.get("etp", par.etp)
     fold_cp = settings.get("fold_cp", par.fold_cp) if cp > 1 else UNSET
     etp = UNSET if etp == tp else etp
-    if pp == 1 and par.pp > 1:  # without a pipeline there is one schedule
+    # Without a pipeline there is only one schedule.
+    if pp == 1 and par.pp > 1:
         settings = settings | {"schedule": "1f1b", "vpp": 1}
     micro_batches = par.global_batch_samples // (size * dp * ep)
     mesh = Mesh(

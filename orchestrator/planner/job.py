@@ -1,4 +1,4 @@
-"""The plan's `job`: the configuration's training keys with every derived value filled in."""
+"""Builds the plan's `job`: the configuration's training keys with every derived value filled in."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from orchestrator.plan.offload import STATE_KINDS, chunk_elements, state_width
 
 
 def make_job(config: Config) -> doc.Job:
+    """Returns the plan's `job`. Raises OrchError (65) if its keys contradict each other."""
     data = config.data
     checkpoint = config.checkpoint
     return doc.Job(
@@ -41,8 +42,10 @@ def make_job(config: Config) -> doc.Job:
 
 
 def make_optim(config: Config) -> doc.Optim:
-    """The plan's `optim`. Raises OrchError (65) for an optimizer that the trainer cannot run as it
-    is asked to."""
+    """Returns the plan's `optim`.
+
+    Raises OrchError (65) for an optimizer that the trainer cannot run with the other keys.
+    """
     optim = config.optim
     if optim.kind != "adamw" and config.train.offload != "none":
         raise OrchError(
@@ -70,8 +73,11 @@ def make_optim(config: Config) -> doc.Optim:
 
 
 def make_train(config: Config) -> doc.Train:
-    """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is
-    derived."""
+    """Returns the plan's `train`.
+
+    No key gives `recompute_layers`, which keeps its default until it is derived. Raises OrchError
+    (65).
+    """
     train = config.train
     if train.matmul and train.compile:
         raise OrchError(
@@ -110,7 +116,10 @@ def make_train(config: Config) -> doc.Train:
 
 
 def make_offload(config: Config) -> doc.Offload | UnsetType:
-    """What is kept outside of the device's memory; UNSET: nothing. Raises OrchError."""
+    """Returns the data that is kept outside the device's memory; UNSET if there is none.
+
+    Raises OrchError (65) if the keys contradict each other.
+    """
     train = config.train
     if train.offload_delayed and train.offload != "host":
         raise OrchError(
@@ -170,7 +179,8 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
-    """In samples. Raises OrchError."""
+    """Returns the batch ramp in samples. Raises OrchError (65) unless each length is given exactly
+    once."""
     samples_by_key = {}
     for name in ("start", "over"):
         samples = getattr(spec, f"{name}_samples")

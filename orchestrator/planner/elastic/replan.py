@@ -1,5 +1,8 @@
-"""The same job on other nodes: degrees, model and batch stay; rank map and predictions are computed
-again. Pure."""
+"""Places a planned job on other nodes.
+
+Degrees, model and batch stay; the rank map and the predictions are computed for the new nodes.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from orchestrator.planner.program import place_program
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
-    """`plan` placed on `cluster`, sealed. Raises OrchError (76) when the cluster is too small.
+    """Places `plan` on `cluster` and seals it. Raises OrchError (76) if the cluster is too small.
 
-    The nesting order is chosen again: the best one depends on the nodes.
+    The nesting order is chosen for the new nodes, because the best order depends on them.
     """
     if plan.program:
         return place_program(plan, cluster)
@@ -45,9 +48,9 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
-    """`plan` with some nodes replaced, sealed; the nesting order stays.
+    """Replaces some nodes of `plan` and seals it; the nesting order stays.
 
-    `cluster` has each new node at the index of the node that it replaces, so all other ranks stay
+    `cluster` has each new node at the index of the node that it replaces. So all other ranks stay
     on their nodes, with their caches and the state in their memory.
     """
     if plan.program:
@@ -64,8 +67,10 @@ def _placed(
     certificate: Certificate,
     given_order: Sequence[Axis] | None = None,
 ) -> Plan:
-    """`plan` with rank map and predictions for the context's nodes, in the best nesting order or
-    the order `only`."""
+    """Returns `plan` with a rank map and predictions for the context's nodes.
+
+    The nesting order is `given_order`, or the best one if that is None.
+    """
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, plan.parallel, given_order)
     coordinates = coords(parallel.order, degrees(parallel))
@@ -105,25 +110,24 @@ def _placed(
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """How the plan on the scheduler's nodes differs from the submitted plan."""
+    """The differences between the plan on the scheduler's nodes and the submitted plan."""
 
     same_nodes: bool
     nodes: list[str]  # in rank order
     moved_ranks: int  # ranks whose node or GPU differs
     order: list[str]
-    worst_levels: dict[str, list[str]]  # axis -> [planned, real], only where they differ
-    step_s: list[float]  # predicted seconds of one step: [planned, real]
+    worst_levels: dict[str, list[str]]  # axis -> [planned, real], only of axes whose level differs
+    step_s: list[float]  # predicted seconds per step: [planned, real]
 
     @property
     def cost(self) -> float:
-        """Predicted slow-down: 0.05 is 5 % slower than planned."""
-        return (
-            self.step_s[1] / self.step_s[0] - 1 if self.step_s[0] else 0.0
-        )  # nothing is predicted of a program
+        """The predicted slow-down: 0.05 is 5 % slower than planned."""
+        # A program has no predicted step.
+        return self.step_s[1] / self.step_s[0] - 1 if self.step_s[0] else 0.0
 
     @property
     def text(self) -> str:
-        """One line of text."""
+        """The difference in one line."""
         if self.same_nodes and not self.moved_ranks:
             return "placed as planned"
         levels = [
@@ -145,8 +149,10 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def difference(planned: Plan, real: Plan) -> Difference:
-    """Difference of two plans of a job. Node names count as a set, because the planner chooses
-    their order."""
+    """Compares two plans of a job.
+
+    Only the set of node names counts, because the planner chooses their order.
+    """
     pairs = list(zip(planned.ranks, real.ranks, strict=True))
     levels = {
         axis: [planned.placement[axis].worst_level, real.placement[axis].worst_level]

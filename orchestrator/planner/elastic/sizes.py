@@ -1,11 +1,13 @@
-"""Elastic world sizes: the numbers of nodes in `nodes=A..B` that a job can run on, with a plan for
-each.
+"""Elastic world sizes: the numbers of nodes in `nodes=A..B` that a job can run on, and their plans.
 
-Sizes differ in data parallelism and accumulation, never in the global batch, so every size computes
-the same steps and continues the checkpoints of the others. Tried in this order (reliability.md 4):
-equal replicas, with another micro-batch size where the job leaves it open; replicas that take
-unequal numbers of micro-batches, where that is faster than the next smaller size with the other
-nodes as spares; for fewer nodes than any of these, another pipeline depth.
+Sizes differ in data parallelism and accumulation, never in the global batch. So every size computes
+the same steps and continues the checkpoints of the others. For each size, three layouts are tried
+in this order (reliability.md 4):
+
+- equal replicas, with another micro-batch size if the job leaves that open;
+- replicas that take unequal numbers of micro-batches, if this is faster than the next smaller
+  size with the remaining nodes as spares;
+- another pipeline depth, for fewer nodes than any of these.
 """
 
 from __future__ import annotations
@@ -28,17 +30,16 @@ from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import domains_of
 
-MAX_SIZES = 256  # most sizes of one range
-#: Rooms whose code decides what a plan says: a change in one of them makes cached plans invalid.
+MAX_SIZES = 256  # the most sizes that one range may hold
+#: Rooms whose code decides what a plan contains: a change in one of them invalidates cached plans.
 ROOMS_OF_A_PLAN = ("config", "plan", "cluster", "cost", "planner")
 
-Resolve = Callable[
-    [ClusterSpec], Cluster
-]  # a cluster entry, with the nodes of one size -> the cluster of that size
+# Resolves a cluster entry, with the nodes of one size, to the cluster of that size.
+Resolve = Callable[[ClusterSpec], Cluster]
 
 
 class Size(NamedTuple):
-    """One legal size. `config` is the job's with exactly these nodes."""
+    """One legal size. `config` is the job's configuration with exactly these nodes."""
 
     nodes: int
     config: Config
@@ -46,12 +47,14 @@ class Size(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    legal: list[Size]  # largest first, at least one
-    refused: dict[int, str]  # node count -> why not, largest first
+    """The legal sizes of a job, and the reasons that exclude the others."""
+
+    legal: list[Size]  # largest first; never empty
+    refused: dict[int, str]  # node count -> the reason, largest first
 
 
 class _Site(NamedTuple):
-    """What all sizes are planned with."""
+    """The inputs that the plans of all sizes share."""
 
     resolve: Resolve
     profile: Profile | None
@@ -60,15 +63,17 @@ class _Site(NamedTuple):
 def plan_of(
     config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
 ) -> Plan:
-    """`build_plan` by way of the cache, without importing numpy for a plan made before. OrchError
-    (65) as there."""
+    """Returns the plan that `build_plan` makes, from the cache if it was made before.
+
+    A cached plan is read without importing numpy. Raises OrchError (65) as `build_plan` does.
+    """
 
     def compute() -> Plan:
         from orchestrator.planner import build
 
         return build.build_plan(config, cluster, any_layout, profile)
 
-    # msgspec.json keeps the planner's order of keys, which pages follow; to_json sorts them
+    # msgspec.json keeps the planner's order of keys, which pages follow; to_json would sort them.
     inputs = _inputs(config, cluster, any_layout, profile)
     plan: Plan = cached("plan", inputs, compute, msgspec.json.encode, from_json)
     return plan
@@ -77,7 +82,7 @@ def plan_of(
 def _inputs(
     config: Config, cluster: Cluster, any_layout: bool, profile: Profile | None
 ) -> Iterator[bytes]:
-    """Everything that a plan depends on: its arguments, the files that stand behind them, and the
+    """Yields everything that a plan depends on: its arguments, the files behind them, and the
     code."""
     yield msgspec.json.encode(config)
     yield msgspec.json.encode(cluster)
@@ -101,13 +106,15 @@ def plan_sizes(
     profile: Profile | None = None,
     program: bool = False,
 ) -> Sizes:
-    """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range
-    was given.
+    """Returns every legal size of `config.nodes`, largest first.
 
-    `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of
-    the user's (`build_plan`). `profile`: of all sizes, as there. `program`: no model was named for
-    that program. Raises OrchError (65) when no size is legal, telling what is wrong with the
-    largest; (64) when the range contradicts another key.
+    Without a range, that is the one plan of the cluster. `any_memory` also accepts sizes whose plan
+    does not fit the memory. `any_layout` is for a program of the user's own (`build_plan`).
+    `profile` applies to all sizes, as in `build_plan`. `program` is true if that program has no
+    model.
+
+    Raises OrchError (65) with the problem of the largest size if no size is legal, and OrchError
+    (64) if the range contradicts another key.
     """
     if program:
         return _program_sizes(config, resolve)
@@ -141,9 +148,8 @@ def plan_sizes(
             f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are",
             Exit.USAGE,
         )
-    if (
-        config.parallel.auto
-    ):  # one layout for all sizes, or a checkpoint of one would be of no use to another
+    # All sizes share one layout: a checkpoint of one layout would be of no use to another.
+    if config.parallel.auto:
         from orchestrator.planner.search.auto import settled
 
         largest = _at(config, last)
@@ -156,9 +162,9 @@ def plan_sizes(
     for nodes in range(first, last + 1):
         try:
             size = _replicas(config, site, nodes, any_memory, legal[max(legal)] if legal else None)
-            if (
-                size.nodes >= first
-            ):  # of several clusters that hold a size the largest, which knows most spares
+            # Several clusters may hold a size: the largest one is taken, because it has the most
+            # spares.
+            if size.nodes >= first:
                 legal[size.nodes] = size
                 refused.pop(size.nodes, None)
             if size.nodes < nodes:
@@ -183,7 +189,7 @@ def plan_sizes(
 
 
 def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
-    """As `plan_sizes`, of a program that no model was named for."""
+    """Returns the legal sizes of a program without a model, as `plan_sizes` does."""
     from orchestrator.planner.program import plan_program
 
     if config.nodes is None:
@@ -221,7 +227,10 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
 
 
 def node_range(size_range: str) -> tuple[int, int]:
-    """`4..8` -> (4, 8). Raises OrchError (64) for an empty or very long range."""
+    """Parses a range of nodes: `4..8` -> (4, 8).
+
+    Raises OrchError (64) if the range is empty or longer than `MAX_SIZES`.
+    """
     first, last = map(int, size_range.split(".."))
     if first > last:
         raise OrchError(f"nodes={size_range} is empty: the smaller number comes first", Exit.USAGE)
@@ -234,8 +243,10 @@ def node_range(size_range: str) -> tuple[int, int]:
 
 
 def _at(config: Config, nodes: int) -> Config:
-    """The configuration with exactly `nodes` nodes: the cluster's first ones, where its switches
-    are ragged."""
+    """Returns the configuration with exactly `nodes` nodes.
+
+    If the switches are ragged, these are the first nodes of the cluster.
+    """
     levels = [
         structs.replace(level, nodes_per_switch=_cut(level.nodes_per_switch, nodes))
         for level in config.cluster.levels
@@ -246,6 +257,8 @@ def _at(config: Config, nodes: int) -> Config:
 
 
 def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
+    """Returns the nodes of each switch when only the first `nodes` nodes of the cluster are
+    used."""
     if isinstance(per_switch, int):
         return per_switch
     cut_switches: list[int] = []
@@ -255,6 +268,7 @@ def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
 
 
 def _with_layout(config: Config, settled_config: Config) -> Config:
+    """Returns the configuration with the layout that the search settled on, and dp left open."""
     parallel = structs.replace(
         settled_config.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size
     )
@@ -262,7 +276,7 @@ def _with_layout(config: Config, settled_config: Config) -> Config:
 
 
 def _check_has(config: Config, nodes: int) -> None:
-    """Raises OrchError (65) for more nodes than a described cluster has."""
+    """Raises OrchError (65) if `nodes` is more than a described cluster has."""
     if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
         message = (
             f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
@@ -273,11 +287,15 @@ def _check_has(config: Config, nodes: int) -> None:
 def _replicas(
     config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None
 ) -> Size:
-    """The size with equal replicas, else with unequal ones if faster than the next smaller size.
-    Raises OrchError."""
+    """Returns the size with equal replicas, or with unequal ones where equal ones do not divide the
+    batch.
+
+    Raises OrchError if unequal replicas would be no faster than the next smaller size.
+    """
+    # Imported here because it imports numpy, which a cached plan does not need.
     from orchestrator.planner.degrees import (
         global_batch,
-    )  # numpy with it, which a plan made before does not need
+    )
 
     _check_has(config, nodes)
     par = config.parallel
@@ -299,11 +317,10 @@ def _replicas(
 
 
 def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size | None:
-    """The fastest plan with another number of pipeline stages, where no whole replica of the job
-    fits; None if none is.
+    """Returns the fastest plan with another number of pipeline stages, or None if there is none.
 
-    The schedule stays where it is legal. `stage_layers` is dropped: it was given for the job's own
-    stages.
+    It serves sizes that cannot hold a whole replica of the job. The schedule stays if it is legal.
+    `stage_layers` is dropped, because it was given for the job's own stages.
     """
     par = config.parallel
     candidates = []
@@ -332,6 +349,8 @@ def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -
 
 
 def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
+    """Plans one size. Raises OrchError (65) if replicas do not divide it or the memory is too
+    small."""
     par = config.parallel
     gpus = nodes * config.cluster.gpus_per_node
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
@@ -347,11 +366,12 @@ def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
 
 
 def _filled(config: Config, cluster: Cluster) -> int:
-    """GPUs of `cluster` that the job uses."""
+    """Returns the number of GPUs of `cluster` that the job uses."""
     par = config.parallel
     model = (par.tp or 1, par.cp or 1, par.ep or 1, par.pp or 1)
     return domains_of(cluster).filled(*model, par.allow_tp_across_nvlink)
 
 
 def _over(plan: Plan) -> bool:
+    """Reports whether the fullest rank of a plan needs more memory than it has."""
     return plan.memory.total > plan.memory.capacity

@@ -1,5 +1,8 @@
-"""Node orders worth costing: few nodes in all orders up to symmetry, many with whole groups under
-switches."""
+"""Node orders that are worth costing.
+
+Few nodes are tried in all orders up to symmetry. Many nodes are packed so that whole groups share a
+switch.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,9 @@ from orchestrator.plan.document import Axis
 
 
 def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered choice of `slots` nodes, one for each class of choices with equivalent nodes
-    and switches.
+    """Yields every ordered choice of `slots` nodes, one per class of equivalent choices.
 
-    Two nodes are equivalent when the paths above them differ only in unused switches of the same
+    Two nodes are equivalent if the paths above them differ only in unused switches of the same
     shape.
     """
     block = fabric.block
@@ -27,7 +29,7 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
     chosen: list[int] = []
 
     def key(node: int) -> tuple[object, ...]:
-        """Path above a node: used switches by name, unused ones by shape."""
+        """Returns the path above a node: used switches by name, unused ones by shape."""
         signature: list[tuple[int, int]] = []
         for position, switch in enumerate(path[node]):
             if not used.get(switch):
@@ -39,6 +41,8 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
         return tuple(signature)
 
     def fill() -> Iterator[tuple[int, ...]]:
+        """Yields the chosen nodes once all slots are filled; otherwise fills the next slot in every
+        way."""
         if len(chosen) == slots:
             yield tuple(chosen)
             return
@@ -59,10 +63,10 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
 
 
 def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
-    """(tier, block) -> a number, equal for blocks of equal shape: size, capacity and the shapes
-    below.
+    """Maps (tier, block) to a number that is equal for blocks of equal shape.
 
-    Numbers follow the order of the shapes, so they do not depend on names.
+    The shape of a block is its size, its capacity and the shapes of the blocks below it. The
+    numbers follow the order of the shapes, so they do not depend on names.
     """
     shapes: dict[tuple[int, int], int] = {}
     for tier, blocks in enumerate(fabric.block):
@@ -84,10 +88,11 @@ def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
 def packed_node_orders(
     fabric: Fabric, orders: Sequence[Sequence[Axis]], sizes: Mapping[str, int], slots: int
 ) -> Iterator[tuple[int, ...]]:
-    """Node orders that keep whole groups under one switch, for the groups of every nesting order.
+    """Yields node orders that keep whole groups under one switch, for the groups of every nesting
+    order.
 
     A group is a run of consecutive slots: the inner axes of an order. Each switch gets as many
-    whole groups as fit; the nodes that are left over form groups one tier higher.
+    whole groups as fit; the remaining nodes form groups one tier higher.
     """
     shapes = _shapes(fabric)
     seen: set[tuple[int, ...]] = set()
@@ -107,11 +112,11 @@ def packed_node_orders(
 
 
 def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int, ...]]:
-    """Node orders of a job that leaves nodes idle: of each NVLink domain as many as groups of some
-    size fill.
+    """Returns node orders of a job that leaves nodes idle.
 
-    One order for each size that is a multiple of `group` ranks and leaves `slots` nodes; fullest
-    domains first. The first nodes where there is none.
+    Each NVLink domain contributes as many nodes as whole groups of some size fill. There is one
+    order per size that is a multiple of `group` ranks and leaves `slots` nodes; the fullest domains
+    come first. If no size does, the first `slots` nodes are returned.
     """
     domain_of_node = fabric.block[0]
     domains = [
@@ -134,11 +139,14 @@ def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int
 def _packed(
     fabric: Fabric, shapes: Mapping[tuple[int, int], int], groups: Sequence[int], slots: int
 ) -> tuple[int, ...]:
-    """Nodes in an order that keeps groups of all sizes in `groups` together, each made of groups of
-    the size before."""
+    """Returns nodes in an order that keeps groups of all sizes in `groups` together.
+
+    Each group is made of groups of the preceding size.
+    """
     block = fabric.block
     total = block.shape[1]
-    # lexsort: the last key is the most important one. Fuller switches first, so that few are used
+    # In lexsort the last key is the most important one. Fuller switches come first, so that few are
+    # used.
     keys: list[Ints] = [np.arange(total)]
     for tier in range(block.shape[0]):
         count = np.bincount(block[tier])[block[tier]]
@@ -148,7 +156,7 @@ def _packed(
     runs: list[tuple[int, ...]] = [(int(node),) for node in order]
     for size in groups:
         runs = _joined(block, runs, size // len(runs[0]) if runs else 1)
-    if len(runs) and len(runs[0]) * len(runs) < slots:  # leftovers that fill no group
+    if len(runs) and len(runs[0]) * len(runs) < slots:  # remaining nodes that fill no group
         inside = {node for run in runs for node in run}
         runs += [(int(node),) for node in order if int(node) not in inside]
     chosen = _tightest(block, runs, slots)
@@ -156,8 +164,7 @@ def _packed(
 
 
 def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
-    """Runs joined in sets of `width`: first inside one domain, then under one switch, tier by
-    tier."""
+    """Joins runs in sets of `width`: first inside a domain, then under a switch, tier by tier."""
     joined: list[tuple[int, ...]] = []
     rest = list(runs)
     for tier in range(block.shape[0]):
@@ -175,8 +182,10 @@ def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tu
 
 
 def _tightest(block: Ints, runs: Sequence[tuple[int, ...]], slots: int) -> list[int]:
-    """Nodes of the runs; where there are more than needed, of those under the smallest sufficient
-    switch."""
+    """Returns the nodes of the runs.
+
+    If there are more than needed, only those under the smallest sufficient switch are returned.
+    """
     node_count = sum(map(len, runs))
     if node_count > slots:
         for tier in range(block.shape[0]):
