@@ -99,8 +99,7 @@ def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> 
     return min(left_s, max(watched_s / faults, stable_s)) if faults else left_s
 
 
-# ----------------------------------------------------------------------------------------------
-#     nodes
+# ------------------------------------------------------------------------------------------ nodes
 
 
 def restrict(cluster: Cluster, nodes: Sequence[str]) -> Cluster:

@@ -99,8 +99,8 @@ def path_lower_bound(
     latency = float(fabric.latency[level:].min())
     if pattern == "exchange":
         outside = max(0, n - domain) / (n - 1) * nic
-        # An upper bound of the share: an exchange by domain sends fewer rows per token between
-        # domains.
+        # The largest possible share: in an exchange by domain, fewer domains receive fewer rows per
+        # token.
         inside = (min(n, domain) - 1) / (n - 1)
         return Path(
             0.0, outside, latency, latency * (n - 1), fabric.names[level], {fabric.names[0]: inside}

@@ -1,1 +1,2 @@
-"""The search of `parallel=auto` and `orch tune`: every legal layout, exhaustive by bounding."""
+"""The search of `parallel=auto`: the fastest legal layout that fits, found by exact branch and
+bound."""
