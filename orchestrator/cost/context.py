@@ -101,9 +101,9 @@ class CostContext:
 
     def training(self, train: Train) -> CostContext:
         """The same job with its training keys resolved."""
-        other = copy.copy(self)
-        other.train = train
-        return other
+        context = copy.copy(self)
+        context.train = train
+        return context
 
     def workload(self, parallel: Parallel, train: Train | None = None) -> Workload:
         """The model in a layout, with the context's training keys or `train`."""
@@ -139,6 +139,6 @@ class CostContext:
 
     def with_chosen_nodes(self) -> CostContext:
         """The same context for a job whose nodes are chosen: the first ones of the cluster."""
-        other = copy.copy(self)
-        other.nodes_are_chosen = True
-        return other
+        context = copy.copy(self)
+        context.nodes_are_chosen = True
+        return context

@@ -82,7 +82,7 @@ class Candidate:
 def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
     """What paths the communication of all pipeline ranks takes."""
     ranks = {id(items): items for items in traffic}.values()  # equal ranks share one list
-    return {item.key for items in ranks for item in items}
+    return {message.key for items in ranks for message in items}
 
 
 def candidates(
@@ -123,28 +123,28 @@ def axis_placement(
 
     "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
     """
-    result: dict[str, AxisPlacement] = {}
+    placements: dict[str, AxisPlacement] = {}
     for axis in AXES:
         busiest: dict[str, float] = {}
         for rank in traffic:
             by_level: dict[str, float] = {}
-            for item in rank:
-                if item.axis == axis:
-                    for path in _phases(candidate, item):
+            for message in rank:
+                if message.axis == axis:
+                    for path in _phases(candidate, message):
                         for level, share in path.share.items():
-                            by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
+                            by_level[level] = by_level.get(level, 0.0) + message.sent_bytes * share
             busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
-        result[axis] = AxisPlacement(
+        placements[axis] = AxisPlacement(
             worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest
         )
-    return result
+    return placements
 
 
-def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
-    path = candidate.paths[item.key]
+def _phases(candidate: Candidate, message: Traffic) -> list[Path]:
+    path = candidate.paths[message.key]
     workload = candidate.work.workload
     return (
-        phases(path, workload.model, workload.parallel, item.carried)
-        if item.axis == "ep"
+        phases(path, workload.model, workload.parallel, message.carried)
+        if message.axis == "ep"
         else [path]
     )

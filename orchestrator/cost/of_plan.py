@@ -101,9 +101,9 @@ def expert_load(plan: Plan) -> ExpertLoad | None:
     factor = fullest(par)
     name = spread_name(moe)
     context = context_of(plan)
-    far = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
+    margin = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
     limit = min(ep, moe.experts / moe.top_k)
-    low, high = (min(limit, 1.0 + (factor - 1.0) * exp(sign * far)) for sign in (-1, 1))
+    low, high = (min(limit, 1.0 + (factor - 1.0) * exp(sign * margin)) for sign in (-1, 1))
     even = structs.replace(plan, parallel=structs.replace(par, expert_imbalance=UNSET))
     costs = value_of(cost_of(plan, context).step_s) - value_of(cost_of(even, context).step_s)
     return ExpertLoad(factor, low, high, name.rpartition(".")[2], costs)

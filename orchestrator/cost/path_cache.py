@@ -65,8 +65,8 @@ def communicating(
     if (
         pattern == "exchange" and "tp" in varying and cuts.etp > 1
     ):  # with those that hold the same part of experts
-        apart = members.reshape(len(members), -1, sizes["tp"] // cuts.etp, cuts.etp)
-        members = np.moveaxis(apart, 3, 1).reshape(len(members) * cuts.etp, -1)
+        by_tensor_part = members.reshape(len(members), -1, sizes["tp"] // cuts.etp, cuts.etp)
+        members = np.moveaxis(by_tensor_part, 3, 1).reshape(len(members) * cuts.etp, -1)
     if "pp" in varying and len(varying) > 1:
         members = mirrored(members, sizes["pp"])
     if pattern == "shard" or pattern == "replica":
@@ -99,13 +99,13 @@ class PathCache:
 
     def reordered(self, nodes: Sequence[int]) -> PathCache:
         """An empty cache for the same network with `nodes` in this order."""
-        other = copy.copy(self)
-        other.fabric = self.fabric.reordered(nodes)
-        other._seen = {}
-        other._goes = {}
-        other.parts = {}
-        other.nodes = tuple(nodes)
-        return other
+        cache = copy.copy(self)
+        cache.fabric = self.fabric.reordered(nodes)
+        cache._seen = {}
+        cache._goes = {}
+        cache.parts = {}
+        cache.nodes = tuple(nodes)
+        return cache
 
     def path(
         self,
@@ -122,9 +122,9 @@ class PathCache:
         )
         if not shape:
             return NO_PATH
-        both = "pp" in varying and len(varying) > 1  # two stages that are the same one
+        is_mirrored = "pp" in varying and len(varying) > 1  # two stages that are the same one
         cuts = cuts if "tp" in varying else cuts._replace(etp=1)
-        slot = (shape, pattern, both, wrap, math.prod(sizes.values()), cuts)
+        slot = (shape, pattern, is_mirrored, wrap, math.prod(sizes.values()), cuts)
         if slot not in self._seen:
             members, communication = communicating(order, sizes, key, cuts)
             members = self.fabric.standing_for_all(

@@ -107,7 +107,7 @@ class Profile(Frozen, dict=True):
     def values(self) -> dict[str, float]:
         """By name, in the order of `NAMES`; parameters that the file does not know have their
         prior."""
-        shipped_values = {one.name: one.value for one in self.parameters}
+        shipped_values = {parameter.name: parameter.value for parameter in self.parameters}
         return {name: shipped_values.get(name, value) for name, value in PRIOR_VALUES.items()}
 
     @cached_property
@@ -123,15 +123,15 @@ class Profile(Frozen, dict=True):
         """Covariance of the logarithms of `NAMES`."""
         from .numpy_import import np
 
-        result = np.diag([one.sd**2 for one in PRIOR])
-        fitted = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
-        rows = [at for at, one in enumerate(self.parameters) if one.name in INDEX]
+        covariance = np.diag([parameter.sd**2 for parameter in PRIOR])
+        fitted = [INDEX[parameter.name] for parameter in self.parameters if parameter.name in INDEX]
+        rows = [index for index, parameter in enumerate(self.parameters) if parameter.name in INDEX]
         full = np.zeros((len(self.parameters), len(self.parameters)))
-        for at, row in enumerate(self.covariance):
-            full[at, : at + 1] = row
+        for index, row in enumerate(self.covariance):
+            full[index, : index + 1] = row
         full += np.tril(full, -1).T
-        result[np.ix_(fitted, fitted)] = full[np.ix_(rows, rows)]
-        return result
+        covariance[np.ix_(fitted, fitted)] = full[np.ix_(rows, rows)]
+        return covariance
 
     @cached_property
     def between(self) -> NDArray[np.float64]:
@@ -175,18 +175,18 @@ def make_profile(
 
     parameters = [
         FittedParameter(
-            name=one.name,
-            value=_digits(values[one.name], 6),
-            prior=one.value,
-            sd=_digits(float(np.sqrt(covariance[at, at])), 4),
-            unit=one.unit,
-            source=one.source,
+            name=parameter.name,
+            value=_digits(values[parameter.name], 6),
+            prior=parameter.value,
+            sd=_digits(float(np.sqrt(covariance[index, index])), 4),
+            unit=parameter.unit,
+            source=parameter.source,
         )
-        for at, one in enumerate(PRIOR)
+        for index, parameter in enumerate(PRIOR)
     ]
     triangle = [
-        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[at, : at + 1]]
-        for at in range(len(PRIOR))
+        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[index, : index + 1]]
+        for index in range(len(PRIOR))
     ]
     return Profile(
         schema=SCHEMA,
@@ -207,7 +207,10 @@ def prior_profile() -> Profile:
     from .numpy_import import np
 
     return make_profile(
-        "prior", PRIOR_VALUES, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior")
+        "prior",
+        PRIOR_VALUES,
+        np.diag([parameter.sd**2 for parameter in PRIOR]),
+        FittedOn(what="prior"),
     )
 
 
@@ -230,14 +233,14 @@ def read_profile(path: Path) -> Profile:
 def _problem(profile: Profile) -> str | None:
     if profile.schema != SCHEMA:
         return f"schema is {profile.schema!r}, this version reads {SCHEMA!r}"
-    for one in profile.parameters:
-        if not (0 < one.value < 1e12):
-            return f"parameter {one.name} is {one.value}, must be positive"
+    for parameter in profile.parameters:
+        if not (0 < parameter.value < 1e12):
+            return f"parameter {parameter.name} is {parameter.value}, must be positive"
     if [len(row) for row in profile.covariance] != list(range(1, len(profile.parameters) + 1)):
         return f"covariance is not the lower triangle of {len(profile.parameters)} parameters"
-    for row, one in zip(profile.covariance, profile.parameters, strict=True):
+    for row, parameter in zip(profile.covariance, profile.parameters, strict=True):
         if not (row[-1] > 0 and all(map(isfinite, row))):
-            return f"covariance of {one.name} is not finite, or its variance not positive"
+            return f"covariance of {parameter.name} is not finite, or its variance not positive"
     return None
 
 
@@ -258,14 +261,19 @@ def with_values(values: Mapping[str, float]) -> Profile:
     carries."""
     if not values:
         return shipped()
-    known = [
-        structs.replace(one, value=values.get(one.name, one.value)) for one in shipped().parameters
+    parameters = [
+        structs.replace(parameter, value=values.get(parameter.name, parameter.value))
+        for parameter in shipped().parameters
     ]
     triangle = list(shipped().covariance)
-    names = {one.name for one in known}
-    for one in PRIOR:  # those that the shipped file does not know yet
-        if one.name in values and one.name not in names:
-            same = {name: getattr(one, name) for name in ("name", "sd", "unit", "source")}
-            known.append(FittedParameter(**same, value=values[one.name], prior=one.value))
-            triangle.append([0.0] * len(triangle) + [one.sd**2])
-    return structs.replace(shipped(), parameters=known, covariance=triangle)
+    names = {parameter.name for parameter in parameters}
+    for parameter in PRIOR:  # those that the shipped file does not know yet
+        if parameter.name in values and parameter.name not in names:
+            prior_fields = {
+                name: getattr(parameter, name) for name in ("name", "sd", "unit", "source")
+            }
+            parameters.append(
+                FittedParameter(**prior_fields, value=values[parameter.name], prior=parameter.value)
+            )
+            triangle.append([0.0] * len(triangle) + [parameter.sd**2])
+    return structs.replace(shipped(), parameters=parameters, covariance=triangle)

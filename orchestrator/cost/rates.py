@@ -171,7 +171,7 @@ def rates(
 def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mapping[str, Number]:
     """The parameters for ranks on processors: nothing overlaps, and each operator costs a call."""
     launch: Number = measured.launch_s if measured else values["host.cpu"]
-    ones: tuple[str, ...] = (
+    unit_names: tuple[str, ...] = (
         "head",
         "elementwise.fused",
         "elementwise.eager",
@@ -180,19 +180,25 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
         "tp.exposed_overlap",
         "pp.exposed",
     )
-    ones += ("pp.exposed_overlap", "cp.exposed", "ep.exposed", "ep.exposed_overlap", "attention.cp")
-    own: dict[str, Number] = dict.fromkeys(ones, 1.0)
-    own |= {
+    unit_names += (
+        "pp.exposed_overlap",
+        "cp.exposed",
+        "ep.exposed",
+        "ep.exposed_overlap",
+        "attention.cp",
+    )
+    cpu_values: dict[str, Number] = dict.fromkeys(unit_names, 1.0)
+    cpu_values |= {
         "hbm": values["hbm.cpu"],
         "host.gap": 0.0,
         "nodes": 0.0,
         "gemm_bytes": 1.0,
         "gemm_wave": 0.0,
     }
-    own |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {
+    cpu_values |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {
         "host.step": 2 * launch
     }
-    return {**values, **own}
+    return {**values, **cpu_values}
 
 
 def _narrow_gemm(
@@ -203,11 +209,11 @@ def _narrow_gemm(
     peaks = cluster.gpu.peak_flops
     fp8 = peaks.get("fp8")
     if fp8 is None:
-        text = (
+        message = (
             f"train.matmul={matmul}: GPU {cluster.gpu.name} has no rate for fp8 in"
             " cluster.gpu.peak_tflops"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(message, Exit.CONFIG)
     if matmul == "nvfp4":
         return 1.0 / (peaks.get("fp4", 2 * fp8) * _gemm(values, generation, "nvfp4"))
     return 1.0 / (fp8 * _gemm(values, generation, "fp8"))
@@ -242,8 +248,8 @@ def _links(values: Mapping[str, Number], cluster: Cluster) -> dict[str, Links]:
         cluster.measured or cluster.device == "cpu"
     ):  # measured with collectives, under the load of all ranks
         share: Number = 1.0 if cluster.measured else values["link.cpu"]
-        same = Links(share, share, 1.0, 0.0)
-        return {"tensor": same, "tensor_outside": same, "ring": same}
+        links = Links(share, share, 1.0, 0.0)
+        return {"tensor": links, "tensor_outside": links, "ring": links}
     tensor = Links(values["nvlink"], values["nic"], values["latency"], values["tp.launch"])
     outside = Links(values["nvlink"], values["nic.tp"], values["latency"], values["tp.launch"])
     return {

@@ -129,10 +129,10 @@ def layer_activations(
     rows = workload.sequence_shards  # shards of the sequence between the blocks
     gathered = 1 if kernels.keep_gathered else rows
     product = width if kernels.wide_shards and gathered > 1 else kernels.product_width or width
-    ours = bool(kernels.trainer)
+    is_trainer = bool(kernels.trainer)
     moe = layer_moe(model, layer)
     halves = (
-        (model.mla is None) + (moe is None) if ours else 2
+        (model.mla is None) + (moe is None) if is_trainer else 2
     )  # latents and experts are counted where they are
     products = 0.0 if kernels.compiled and tp == 1 else halves * model.hidden * product / gathered
     tensors = {
@@ -326,7 +326,7 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
     last = len(parallel.stage_layers) - 1
     head = head_bytes(workload, kernels)
     stage = stage_bytes(workload, kernels)
-    result = []
+    peaks = []
     split = splits_backward(parallel) and not kernels.fills_limit
     deferred = DeferredGradients(workload) if split else None
     held = in_flight(parallel)
@@ -348,16 +348,25 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
             for kind, mode, n in layer_groups(model, train, ranges)
             if n
         ]
-        more = ahead if any(part.stop > model.layers for part in ranges) else 0.0
+        further_bytes = (
+            ahead if any(layer_range.stop > model.layers for layer_range in ranges) else 0.0
+        )
         return [
-            (n, kind, one.stored, one.recomputing + more * (one.recomputing > 0))
-            for n, kind, one in groups
+            (
+                n,
+                kind,
+                kept_bytes.stored,
+                kept_bytes.recomputing + further_bytes * (kept_bytes.recomputing > 0),
+            )
+            for n, kind, kept_bytes in groups
         ]
 
     def stored_in(index: int, layers: Sequence[Layers]) -> float:
-        part = stage_range(parallel, index)
-        received = received_input_bytes(workload, kernels, part) if part.start else 0.0
-        return sum(n * own for n, _, own, _ in layers) + stage[index == last] + received
+        layer_range = stage_range(parallel, index)
+        received = (
+            received_input_bytes(workload, kernels, layer_range) if layer_range.start else 0.0
+        )
+        return sum(n * per_layer for n, _, per_layer, _ in layers) + stage[index == last] + received
 
     for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
         layers_by_stage = [layers_in([held_layers(model, parallel, index)]) for index in stages]
@@ -365,31 +374,33 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
             stored_in(index, layers) for index, layers in zip(stages, layers_by_stage, strict=True)
         ]
         stage_accounts = [
-            bytes_of_stage(layers, one, head if index == last else 0.0, deferred)
-            for index, layers, one in zip(stages, layers_by_stage, stored, strict=True)
+            bytes_of_stage(layers, kept_bytes, head if index == last else 0.0, deferred)
+            for index, layers, kept_bytes in zip(stages, layers_by_stage, stored, strict=True)
         ]
         sent = (1 if stages == (last,) else 2) * boundary  # the last stage receives no gradient
         if len(set(stage_accounts)) > 1:
-            result.append(unequal_peak(schedule, rank, stages, stage_accounts) + sent)
+            peaks.append(unequal_peak(schedule, rank, stages, stage_accounts) + sent)
             continue
         layers = layers_in([held_layers(model, parallel, index) for index in stages])
         ends = last in stages
         if deferred:
             count = len(stages)
             mean = sum(stored) / len(stages)
-            result.append(
+            peaks.append(
                 deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None)
                 + sent
             )
             continue
-        recomputing = [more for *_, more in layers]
+        recomputing = [further_bytes for *_, further_bytes in layers]
         heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches) if ends else 0.0
         extra = max(0.0, *recomputing, head * ends) + max(0.0, heads - head)
         # a layer is recomputed when its output was sent: of the two messages the gradient is there
         extra = extra + sent if kernels.keep_sent else max(extra + boundary, sent)
-        result.append(sum(stored) / len(stages) * in_flight_count + extra)
+        peaks.append(sum(stored) / len(stages) * in_flight_count + extra)
     back = (back_bytes(workload, stages) for stages in rank_stages(parallel))
-    return [one + more for one, more in zip(result, back, strict=True)]
+    return [
+        kept_bytes + further_bytes for kept_bytes, further_bytes in zip(peaks, back, strict=True)
+    ]
 
 
 def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., ActivationBytes]:
@@ -420,13 +431,13 @@ def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
         if n
     ]
     head = head_bytes(workload, kernels)
-    again = max(layer.recomputing for _, layer in groups)
-    ahead = ahead_bytes(workload, head) if again else 0.0
+    recomputing = max(layer.recomputing for _, layer in groups)
+    ahead = ahead_bytes(workload, head) if recomputing else 0.0
     back = back_bytes(workload, (0,))
     return OneStage(
         sum(n * layer.stored for n, layer in groups) + stage_bytes(workload, kernels)[1] + back,
         head,
-        again + ahead,
+        recomputing + ahead,
         max(layer.stored + layer.recomputing for _, layer in groups) + ahead,
     )
 

@@ -50,10 +50,12 @@ def stage_inputs(workload: Workload, index: int) -> int:
         return 0  # asked for each stage of each layout that is costed
     kinds = sample_layers(model)
     count = 0
-    for kind, mode, many in layer_groups(model, train, [held_layers(model, parallel, index)]):
+    for kind, mode, layer_count in layer_groups(
+        model, train, [held_layers(model, parallel, index)]
+    ):
         layer = kinds[kind]
-        assert layer is not None or not many
-        count += many * inputs_of(model, layer, train, mode) if layer is not None else 0
+        assert layer is not None or not layer_count
+        count += layer_count * inputs_of(model, layer, train, mode) if layer is not None else 0
     return count - 1 if count and received(parallel, train, index) else count
 
 
@@ -79,7 +81,7 @@ def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
         if parallel.schedule == TABLE
         else (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
     )
-    result = []
+    bytes_by_rank = []
     for rank, stages in enumerate(rank_stages(parallel)):
         counts = [stage_inputs(workload, index) for index in stages]
         peak_inputs = unequal_peak(
@@ -87,9 +89,9 @@ def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
         )
         block = -(-int(size) // BLOCK) * BLOCK
         rooms = ROOMS * (block + BLOCK) if peak_inputs else 0
-        result.append(
+        bytes_by_rank.append(
             (float(rooms), peak_inputs * block)
             if offload_target == "disk"
             else (peak_inputs * size, 0.0)
         )
-    return result
+    return bytes_by_rank

@@ -143,10 +143,10 @@ def lasting_buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> f
     parallel = workload.parallel
     width = workload.width
     hidden = workload.tokens * model.hidden * width
-    result = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
+    buffer_bytes = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
     if parallel.tp > 1:
-        result += 2 * hidden  # one gathered input and one partial sum
-    return result
+        buffer_bytes += 2 * hidden  # one gathered input and one partial sum
+    return buffer_bytes
 
 
 def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
@@ -221,12 +221,14 @@ def memory_by_pp_rank(
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     loss = loss_bytes(workload, kernels)
     last = len(parallel.stage_layers) - 1
-    result = []
+    accounts = []
     backward = backward_bytes(workload, kernels)
-    of_stage = kept_of_one_stage(workload, kernels) if one_stage else None
-    held = activations(workload, kernels) if of_stage is None else [of_stage.most]
-    away = offloaded_inputs(workload)
-    ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), away, strict=True)
+    stage_activations = kept_of_one_stage(workload, kernels) if one_stage else None
+    held = activations(workload, kernels) if stage_activations is None else [stage_activations.most]
+    offloaded = offloaded_inputs(workload)
+    ranks = zip(
+        rank_parameters(model, parallel), held, rank_stages(parallel), offloaded, strict=True
+    )
     for pp_rank, (
         (dense, experts),
         activation_bytes,
@@ -242,15 +244,15 @@ def memory_by_pp_rank(
             "activations": activation_bytes,
         }
         sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
-        if of_stage is not None:
+        if stage_activations is not None:
             backward += zero_buffers(workload, recipe) if parallel.zero == 2 else 0.0
-            peak = peak_of_one_stage(workload, of_stage, states.grads, loss, backward)
+            peak = peak_of_one_stage(workload, stage_activations, states.grads, loss, backward)
             sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
         if sharded:
-            of_rank = kept_of_rank(workload, kernels, pp_rank, activation_bytes)
+            rank_activations = kept_of_rank(workload, kernels, pp_rank, activation_bytes)
             temporary = Temporaries(loss, backward)
             ends = (0 in stages, last in stages)
-            peak = peak_of_sharded_rank(workload, of_rank, temporary, states.grads, ends)
+            peak = peak_of_sharded_rank(workload, rank_activations, temporary, states.grads, ends)
             gathered = (dense + experts) * workload.width
             sizes["buffers"], apart = buffer_bytes + gathered + peak.buffers, peak.apart
         tensors = sum(sizes.values())
@@ -263,10 +265,12 @@ def memory_by_pp_rank(
                 offload_of(train).buffer_bytes, STATE_KINDS, state_width(train.precision)
             )
         account |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
-        room = recipe.capacity(cluster)
+        capacity = recipe.capacity(cluster)
         sd = recipe.account_sd(cluster)
-        result.append(Memory(**account, total=total, capacity=room, worst_rank=pp_rank, sd=sd))
-    return result
+        accounts.append(
+            Memory(**account, total=total, capacity=capacity, worst_rank=pp_rank, sd=sd)
+        )
+    return accounts
 
 
 def context_bytes(memory: Memory, device: str) -> int:

@@ -268,8 +268,8 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 def measured_kind(description: str, recipe: Recipe) -> tuple[Kind, bool]:
     """(what was measured by a table's words, whether they say it); else what the recipe's users
     print."""
-    words = description.lower()
+    lowered = description.lower()
     for pattern, kind in _KINDS:
-        if re.search(pattern, words):
+        if re.search(pattern, lowered):
             return kind, True
     return recipe.printed, False

@@ -88,20 +88,20 @@ def _cheapest(
         return []
     rate = rates(cluster, shipped().values, train.precision, SOFTWARE["orch"])
     layer = layer_seconds(Workload(model, parallel, train, SOFTWARE["orch"]), layers[-1], rate)
-    many = len(layers)
+    layer_count = len(layers)
     choices = sorted(
         (full * value_of(layer.full) + selective * value_of(layer.selective), full, selective)
-        for full in range(many + 1)
-        for selective in range(many + 1 - full)
+        for full in range(layer_count + 1)
+        for selective in range(layer_count + 1 - full)
     )
     for _, full, selective in choices:
-        layer_modes = [2] * full + [1] * selective + [0] * (many - full - selective)
+        layer_modes = [2] * full + [1] * selective + [0] * (layer_count - full - selective)
         if (
             _bytes(workload, pp_rank, dict(zip(layers, layer_modes, strict=True)), kernels)
             <= budget
         ):
             return layer_modes
-    return [2] * many
+    return [2] * layer_count
 
 
 def _bytes(

@@ -68,12 +68,12 @@ def kept_of_rank(
     groups = [
         (n, layer_bytes(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n
     ]
-    again = max((layer.recomputing for _, layer in groups), default=0.0)
+    recomputing = max((layer.recomputing for _, layer in groups), default=0.0)
     loss = head_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
     return RankActivations(
         most=peak_bytes,
-        in_backward=peak_bytes - max(0.0, loss - again),
-        again=again,
+        in_backward=peak_bytes - max(0.0, loss - recomputing),
+        again=recomputing,
         micro_batch=sum(n * layer.stored for n, layer in groups) / len(stages),
         layer=max((layer.stored for _, layer in groups), default=0.0),
         several=max(map(len, held)) > 1,
@@ -139,20 +139,21 @@ def _moments(
     experts = _experts(model, parallel)
     block = whole_layer(model, parallel)
     unit = block - experts if spread(parallel) > 1 else block  # the block's own
-    for many in (unit, block - unit):  # as made, and copied; then the copy and the sum
-        yield Moment(without_layer, waiting + many * (weight + gradient) + 2 * hidden)
-        yield Moment(without_layer, waiting + many * gradient * (1 + 1 / shards) + hidden)
+    for elements in (unit, block - unit):  # as made, and copied; then the copy and the sum
+        yield Moment(without_layer, waiting + elements * (weight + gradient) + 2 * hidden)
+        yield Moment(without_layer, waiting + elements * gradient * (1 + 1 / shards) + hidden)
     if rank.several:
         of_last = unit * gradient
         yield Moment(rank.in_backward - rank.layer, layer + of_last + hidden, of_last / shards)
     if first:
         ends_with = rank.in_backward - rank.again - rank.micro_batch
-        many = table + positions
+        elements = table + positions
         yield Moment(
-            ends_with, many * weight + max(unit * gradient + hidden, many * gradient) + hidden
+            ends_with,
+            elements * weight + max(unit * gradient + hidden, elements * gradient) + hidden,
         )
         yield Moment(
-            ends_with, many * gradient * (1 + 1 / shards) + hidden, many * gradient / shards
+            ends_with, elements * gradient * (1 + 1 / shards) + hidden, elements * gradient / shards
         )
 
 

@@ -76,16 +76,19 @@ def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -
     deferred = [0] * len(held)
     moments: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], None] = {}
     for kind, stage, _ in order:
-        at = held.index(stage % model_stages)
+        slot = held.index(stage % model_stages)
         if kind is Kind.F:
-            full[at] += 1
+            full[slot] += 1
         elif kind is Kind.W:
-            deferred[at] -= 1
+            deferred[slot] -= 1
         else:
-            moments[tuple(full), tuple(deferred), at, kind is Kind.I] = None
-            full[at] -= 1
-            deferred[at] += kind is Kind.I
-    before, after, active, split = zip(*moments, strict=True)
+            moments[tuple(full), tuple(deferred), slot, kind is Kind.I] = None
+            full[slot] -= 1
+            deferred[slot] += kind is Kind.I
+    full_counts, deferred_counts, active, split = zip(*moments, strict=True)
     return Points(
-        np.array(before, float), np.array(after, float), np.array(active), np.array(split, float)
+        np.array(full_counts, float),
+        np.array(deferred_counts, float),
+        np.array(active),
+        np.array(split, float),
     )

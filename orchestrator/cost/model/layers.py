@@ -159,7 +159,9 @@ def parameter_count(model: Model | ModelSpec) -> int:
     head = 0 if model.tied_embeddings else table
     counts = zip(dense_and_moe(model, 0, model.layers), sample_layers(model), strict=True)
     layers = sum(
-        many * layer_params(model, layer).total for many, layer in counts if layer is not None
+        layer_count * layer_params(model, layer).total
+        for layer_count, layer in counts
+        if layer is not None
     )
     if ahead := prediction_blocks(model):
         layers += ahead * (layer_params(model, model.layers - 1).total + prediction_params(model))

@@ -126,7 +126,9 @@ def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int
     for stage in stages:
         held = held_layers(model, parallel, stage)
         numbers = dense_and_moe(model, held.start, held.stop)
-        total += sum(many * vectors for many, vectors in zip(numbers, kinds, strict=True))
+        total += sum(
+            layer_count * vectors for layer_count, vectors in zip(numbers, kinds, strict=True)
+        )
         total += (1 + 3 * ahead) * norm_params(model) * (stage == last)
     return total
 
@@ -150,8 +152,13 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     stages = []
     for stage in range(len(parallel.stage_layers)):
         held = held_layers(model, parallel, stage)
-        few, many = dense_and_moe(model, held.start, held.stop)
-        stages.append([few * dense + many * moe, few * dense_experts + many * moe_experts])
+        dense_count, moe_count = dense_and_moe(model, held.start, held.stop)
+        stages.append(
+            [
+                dense_count * dense + moe_count * moe,
+                dense_count * dense_experts + moe_count * moe_experts,
+            ]
+        )
     table, positions = embedding_params(model)
     table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
     stages[0][0] += table + positions

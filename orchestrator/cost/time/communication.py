@@ -68,15 +68,15 @@ def tensor_seconds(
         return shown * once
 
     def total(operations: Iterable[TensorOperation]) -> Number:
-        result: Number = 0.0
+        total_s: Number = 0.0
         for operation in operations:
             key = operation.operation, operation.size, operation.ranks
             if key not in seconds_of:
                 seconds_of[key] = collective.seconds(
                     operation.operation, operation.size, operation.ranks, path, links
                 )
-            result += operation.times * exposed(seconds_of[key], operation.overlap)
-        return result
+            total_s += operation.times * exposed(seconds_of[key], operation.overlap)
+        return total_s
 
     tokens = workload.tokens
     loss = collective.seconds(

@@ -115,7 +115,7 @@ def _matrix(workload: Workload, layer: int, fused: Sequence[Operation], load: Nu
     inputs: float = first.inputs
     outputs: float = sum(operation.outputs for operation in fused)
     if first.cut == "column":
-        outputs = sum(max(one.outputs / ranks, one.shared_outputs) for one in fused)
+        outputs = sum(max(column.outputs / ranks, column.shared_outputs) for column in fused)
     elif first.cut == "row":
         inputs = inputs / ranks
     return Matrix(rows, inputs, outputs, matrices)
@@ -143,7 +143,7 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
         sum(matrix.flops for matrix in matrices) * rate.gemm_s
         + sum(matrix.bytes for matrix in matrices) * rate.gemm_byte_s
     )
-    lost = [
+    wave_loss = [
         sum(matrix.reduced[direction] for matrix in matrices) * rate.wave_s for direction in (0, 1)
     ]  # the last, partly filled wave
     if moe is not None:
@@ -170,9 +170,9 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     )
     accumulate = parameters * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
-    forward = gemm + lost[0] + core + elementwise + cast + experts
+    forward = gemm + wave_loss[0] + core + elementwise + cast + experts
     terms = {
-        "gemm": gemm * (2.0 + rate.weight_gradients) + lost[0] + lost[1] + accumulate,
+        "gemm": gemm * (2.0 + rate.weight_gradients) + wave_loss[0] + wave_loss[1] + accumulate,
         "attention": core + core_back,
         "elementwise": 3.0 * elementwise,
         "cast": 3.0 * cast,
@@ -209,15 +209,17 @@ def _core(workload: Workload, tokens: float, rate: Rates) -> tuple[Number, Numbe
     model = workload.model
     parallel = workload.parallel
     train = workload.train
-    done = flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
+    core_flops = (
+        flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
+    )
     if (
         not isinstance(rate.scores_bytes, float) or rate.scores_bytes
     ):  # unfused: the whole square is computed
-        square = done * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
+        square = core_flops * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
         scores = tokens * train.seq_len * model.heads / parallel.tp
         forward = square * rate.attention_s + scores * rate.scores_bytes * rate.byte_s
         return forward, 2.0 * forward
-    forward = done * rate.attention_s * _slowest_core(model, parallel)
+    forward = core_flops * rate.attention_s * _slowest_core(model, parallel)
     if parallel.cp > 1:
         forward = forward * rate.cp_attention
     return forward, 2.5 * forward
@@ -269,8 +271,8 @@ def overlap_seconds(
 ) -> dict[str, Number]:
     """Seconds of the matrix products that communication overlaps with; of two kinds of layers the
     shorter one."""
-    there = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
-    attention, mlp = (min(pair[index] for pair in there) for index in (0, 1))
+    column_matmuls = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
+    attention, mlp = (min(pair[index] for pair in column_matmuls) for index in (0, 1))
     return {
         "": 0.0,
         "attention": attention,

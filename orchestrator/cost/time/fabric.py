@@ -81,10 +81,10 @@ class Fabric:
 
     def reordered(self, nodes: Sequence[int]) -> Fabric:
         """The same network with node `nodes[i]` in node slot i (ranks fill slots in order)."""
-        other = copy.copy(self)
-        other.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
-        other._alike = other._blocks_alike()
-        return other
+        fabric = copy.copy(self)
+        fabric.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
+        fabric._alike = fabric._blocks_alike()
+        return fabric
 
     @property
     def domain_gpus(self) -> float:
@@ -201,10 +201,10 @@ class Fabric:
             seconds = max(
                 seconds, float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max())
             )
-            part = float((1.0 / nics[level == worst]).max())
+            nic_share = float((1.0 / nics[level == worst]).max())
             share = (
-                {NVLINK: 1.0 - part, self.names[worst]: part}
-                if part < 1.0
+                {NVLINK: 1.0 - nic_share, self.names[worst]: nic_share}
+                if nic_share < 1.0
                 else {self.names[worst]: 1.0}
             )
         turn = float(hops.sum(axis=1).max())
@@ -225,25 +225,29 @@ class Fabric:
         within = np.stack(
             [_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))]
         )
-        part = np.diff(within, axis=0, prepend=0.0) / (
+        tier_share = np.diff(within, axis=0, prepend=0.0) / (
             n - 1
         )  # [tier, groups, n]: fraction of bytes that meet there
-        used = [tier for tier in range(len(self.names)) if part[tier].any()]
+        used = [tier for tier in range(len(self.names)) if tier_share[tier].any()]
         worst = used[-1]
-        nvlink = float(part[0].max() / self.rate[0])
+        nvlink = float(tier_share[0].max() / self.rate[0])
         if (
             self.linked_peers and nvlink
         ):  # each peer gets an equal part of the bytes, over its own links
             nvlink = self.domain_seconds(n)
-        flows = part[1:].reshape(-1)
-        source = np.broadcast_to(node, part[1:].shape).reshape(-1)
+        flows = tier_share[1:].reshape(-1)
+        source = np.broadcast_to(node, tier_share[1:].shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)
         seconds = self._fullest_link(source, level, flows, int(node.max()) + 1)
-        own_nic = sum(part[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier)
+        own_nic = sum(
+            tier_share[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier
+        )
         seconds = max(seconds, float(np.max(own_nic)))
-        busiest = np.unravel_index(int(part[worst].argmax()), node.shape)
+        busiest = np.unravel_index(int(tier_share[worst].argmax()), node.shape)
         share = {
-            self.names[tier]: float(part[tier][busiest]) for tier in used if part[tier][busiest] > 0
+            self.names[tier]: float(tier_share[tier][busiest])
+            for tier in used
+            if tier_share[tier][busiest] > 0
         }
         hop = float(self.latency[worst])
         return Path(
@@ -298,8 +302,8 @@ def _members_in_block(block: Ints) -> Floats:
     first = np.ones(ordered.shape, dtype=bool)
     first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     run = np.cumsum(first.ravel()) - 1
-    result = np.empty(ordered.shape, dtype=float)
+    counts = np.empty(ordered.shape, dtype=float)
     np.put_along_axis(
-        result, order, np.bincount(run)[run].reshape(ordered.shape).astype(float), axis=1
+        counts, order, np.bincount(run)[run].reshape(ordered.shape).astype(float), axis=1
     )
-    return result
+    return counts

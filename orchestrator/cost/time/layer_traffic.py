@@ -66,7 +66,7 @@ def tensor_operations(
         entry = hidden / model.hidden * ((inner.q_lora_rank or model.hidden) + inner.kv_lora_rank)
         entry += hidden / model.hidden * inner.qk_rope_head_dim
     overlap: Overlap = "" if plain or inner is not None else "attention"
-    again = 0.0 if plain or inner is not None else 1.0 - workload.recomputed.gather
+    regathers = 0.0 if plain or inner is not None else 1.0 - workload.recomputed.gather
     operations = list(
         _region(
             parallel,
@@ -75,7 +75,7 @@ def tensor_operations(
             overlap,
             workload.recomputed.gather,
             workload.recomputed.layer,
-            again,
+            regathers,
         )
     )
     if workload.recomputed.inputs:
@@ -88,7 +88,7 @@ def tensor_operations(
         operations.append(
             TensorOperation("all_gather", "", hidden, workload.recomputed.mlp_inputs, parallel.tp)
         )
-    again = 0.0 if plain else 1.0 - workload.recomputed.gather
+    regathers = 0.0 if plain else 1.0 - workload.recomputed.gather
     ends = _region(
         parallel,
         hidden,
@@ -96,7 +96,7 @@ def tensor_operations(
         "" if plain else "mlp",
         workload.recomputed.gather,
         workload.recomputed.end,
-        again,
+        regathers,
     )
     return [*operations, *ends]
 
@@ -108,7 +108,7 @@ def _region(
     overlap: Overlap,
     gathers: float,
     sums: float,
-    again: float,
+    regathers: float,
 ) -> Iterator[TensorOperation]:
     """A tensor-parallel region: `entry` bytes go in, `end` come out. gathers, sums: how often
     recomputation repeats its first and its last operation; again: how often backward gathers the
@@ -122,8 +122,8 @@ def _region(
     yield TensorOperation("all_gather", "", end, 1.0, tp)
     yield TensorOperation("reduce_scatter", "", end, 1 + sums, tp)
     yield TensorOperation("reduce_scatter", overlap, entry, 1.0, tp)
-    if again:
-        yield TensorOperation("all_gather", overlap, entry, again, tp)
+    if regathers:
+        yield TensorOperation("all_gather", overlap, entry, regathers, tp)
 
 
 def _mixture(workload: Workload, load: float) -> Iterator[TensorOperation]:

@@ -41,7 +41,7 @@ def offload_seconds(
     train: Train,
     cluster: Cluster,
     byte_s: Number,
-    beside: Number = 0.0,
+    gpu_work_s: Number = 0.0,
 ) -> Number:
     """Seconds that an offloaded update adds to a step, on the rank that holds `parameters`; 0.0
     without one.
@@ -68,7 +68,7 @@ def offload_seconds(
         down = 2 * shard * gradient * byte_s
         up = 2 * shard * wide * byte_s
     if offload.delayed:
-        late = update - beside if cluster.device != "cpu" else update
+        late = update - gpu_work_s if cluster.device != "cpu" else update
         return down + up + (late if value_of(late) > 0 else 0.0)
     if offload.optimizer == "host":
         return max((update, up), key=value_of) + down
@@ -79,7 +79,7 @@ def offload_seconds(
 
 
 def activation_seconds(
-    size: float, train: Train, cluster: Cluster, byte_s: Number, beside: Number
+    size: float, train: Train, cluster: Cluster, byte_s: Number, work_s: Number
 ) -> Number:
     """Seconds by which moving `size` bytes of activations one way is longer than `beside`, the work
     beside it. On CPUs the copies are made by those that compute, the disk works beside them."""
@@ -89,6 +89,6 @@ def activation_seconds(
     slow = cluster.device == "cpu" and cluster.host is UNSET
     copies = 2 * size * byte_s if slow else size / host.link_bytes_per_s
     if cluster.device == "cpu":
-        return copies + max(0.0, disk_seconds - value_of(beside))
-    late = max(disk_seconds, copies, key=value_of) - beside
+        return copies + max(0.0, disk_seconds - value_of(work_s))
+    late = max(disk_seconds, copies, key=value_of) - work_s
     return late if value_of(late) > 0 else 0.0

@@ -60,8 +60,8 @@ def span_seconds(
     busy time. Everything else is simulated for a few rounds of p micro-batches; each further round
     takes as long as the last one.
     """
-    both = [f + b for f, b in zip(forward, backward, strict=True)]
-    work = [value_of(seconds) for seconds in rank_seconds(parallel, both)]
+    stage_seconds = [f + b for f, b in zip(forward, backward, strict=True)]
+    work = [value_of(seconds) for seconds in rank_seconds(parallel, stage_seconds)]
     busy = parallel.micro_batches * sum(work)
     if parallel.schedule in CLOSED_FORM and max(work) <= min(work) * (1 + EQUAL):
         ratio = (parallel.pp - 1) / (parallel.vpp * parallel.micro_batches)
@@ -107,8 +107,8 @@ def weights_at_end(name: str, pp: int, micro_batches: int, vpp: int, rank: int) 
 
     Cached: behind a full pipeline, further micro-batches change nothing.
     """
-    many = min(micro_batches, 2 * pp + micro_batches % 2)
-    order = [*SCHEDULES[name].order(rank, pp, many, vpp)]
+    simulated = min(micro_batches, 2 * pp + micro_batches % 2)
+    order = [*SCHEDULES[name].order(rank, pp, simulated, vpp)]
     return sum(1 for _ in takewhile(lambda action: action.kind is Kind.W, reversed(order)))
 
 

@@ -102,11 +102,11 @@ def step_work(
     stages = [
         Stage(
             tuple(group for group in layer_groups(model, train, [layers]) if group[2]),
-            first=at == 0,
-            last=at == last,
-            away=stage_inputs(workload, at) * input_bytes(workload),
+            first=stage_index == 0,
+            last=stage_index == last,
+            away=stage_inputs(workload, stage_index) * input_bytes(workload),
         )
-        for at, layers in enumerate(held)
+        for stage_index, layers in enumerate(held)
     ]
     return Work(
         workload=workload,
@@ -246,7 +246,7 @@ class StepCost:
                 + narrow * work.rate.byte_s
             )
         gpu_work_s = par.micro_batches * self.ranks[self.slowest]
-        away = offload_seconds(
+        offload_s = offload_seconds(
             most_parameters,
             shard_ranks(par),
             self.workload.train,
@@ -254,7 +254,7 @@ class StepCost:
             work.rate.byte_s,
             gpu_work_s,
         )
-        return constant_seconds(par, work.rate, 0.0, work.nodes) + away
+        return constant_seconds(par, work.rate, 0.0, work.nodes) + offload_s
 
     @cached_property
     def outside(self) -> Number:
@@ -276,7 +276,9 @@ class StepCost:
         par = self.parallel
         if self.never_idle:
             return par.micro_batches * self.ranks[self.slowest], 0.0
-        forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
+        forward, backward = (
+            [value_of(stage[direction]) for stage in self.stages] for direction in (0, 1)
+        )
         span, idle = span_seconds(par, forward, backward)
         # the span is proportional to the slowest rank where that rank's time changes
         return scaled_like(span, self.ranks[self.slowest]), idle
@@ -367,30 +369,37 @@ class StepCost:
         rank."""
         par = self.parallel
         m = self.parallel.micro_batches
-        result: dict[str, Number] = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+        seconds_by_axis: dict[str, Number] = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
         for stage in rank_stages(par)[self.slowest]:
             held = self.work.stages[stage]
             for kind, _, count in held.layers:
                 for axis, seconds in self.inner[kind].items():
-                    result[axis] += m * count * seconds
-            result["tp"] += m * (held.first * self.tensor.first + held.last * self.tensor.last)
+                    seconds_by_axis[axis] += m * count * seconds
+            seconds_by_axis["tp"] += m * (
+                held.first * self.tensor.first + held.last * self.tensor.last
+            )
         copies = copies_of(par)
-        result = {axis: seconds * self.factor / copies for axis, seconds in result.items()}
-        return result | {"pp": self.transfers * self.factor, "dp": self.gradients * self.factor}
+        seconds_by_axis = {
+            axis: seconds * self.factor / copies for axis, seconds in seconds_by_axis.items()
+        }
+        return seconds_by_axis | {
+            "pp": self.transfers * self.factor,
+            "dp": self.gradients * self.factor,
+        }
 
     def terms(self) -> dict[str, Number]:
         """Seconds of the step by term; they sum to `step_s`."""
         par = self.parallel
         m = self.parallel.micro_batches
         work = self.work
-        result: dict[str, Number] = {}
+        seconds_by_term: dict[str, Number] = {}
 
         def add(name: str, seconds: Number) -> None:
-            result[name] = result.get(name, 0.0) + seconds
+            seconds_by_term[name] = seconds_by_term.get(name, 0.0) + seconds
 
         scale = self.factor * m / copies_of(par)
-        for at in rank_stages(par)[self.slowest]:
-            stage = work.stages[at]
+        for stage_index in rank_stages(par)[self.slowest]:
+            stage = work.stages[stage_index]
             for kind, mode, count in stage.layers:
                 layer = work.compute.kinds[kind]
                 for name, seconds in layer.terms.items():
@@ -403,7 +412,9 @@ class StepCost:
             add(axis, seconds)
         add("bubble", (self.span[0] - m * self.ranks[self.slowest]) * self.factor)
         add("optimizer", (self.outside - self.transfers - self.gradients) * self.factor)
-        return {name: seconds for name, seconds in result.items() if value_of(seconds) != 0.0}
+        return {
+            name: seconds for name, seconds in seconds_by_term.items() if value_of(seconds) != 0.0
+        }
 
 
 def constant_seconds(par: Parallel, rate: Rates, parameters: float, nodes: int) -> Number:

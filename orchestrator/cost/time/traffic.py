@@ -94,7 +94,7 @@ def step_traffic(workload: Workload) -> list[list[Traffic]]:
     parallel = workload.parallel
     held = rank_parameters(model, parallel)
     seen: dict[tuple[object, ...], list[Traffic]] = {}
-    result = []
+    traffic = []
     for stages, parameters in zip(rank_stages(parallel), held, strict=True):
         layer_ranges = [held_layers(model, parallel, stage) for stage in stages]
         moe = sum(dense_and_moe(model, layers.start, layers.stop)[1] for layers in layer_ranges)
@@ -107,8 +107,8 @@ def step_traffic(workload: Workload) -> list[list[Traffic]]:
         )
         if key not in seen:
             seen[key] = _rank_traffic(workload, *key)
-        result.append(seen[key])
-    return result
+        traffic.append(seen[key])
+    return traffic
 
 
 def _rank_traffic(
@@ -127,7 +127,7 @@ def _rank_traffic(
     layers = held / copies
     m = parallel.micro_batches
     tokens = workload.tokens
-    result: list[Traffic] = []
+    traffic: list[Traffic] = []
     parallel_experts = expert_mesh.expert_mesh(parallel).ep
 
     def add(
@@ -136,14 +136,25 @@ def _rank_traffic(
         varying = varying or (axis,)
         n = parallel_experts if axis == "ep" else prod(getattr(parallel, name) for name in varying)
         if n > 1 and size > 0 and count > 0:
-            result.append(Traffic(axis, tuple(varying), operation, size, count, n))
+            traffic.append(Traffic(axis, tuple(varying), operation, size, count, n))
 
     def add_tensor(operations: Sequence[TensorOperation], times: float) -> None:
         """`etp` neighbours: as far apart as those of tp, at most."""
-        for one in operations:
-            if one.ranks > 1 and one.size > 0 and one.times * times > 0:
-                result.append(
-                    Traffic("tp", ("tp",), one.operation, one.size, one.times * times, one.ranks)
+        for tensor_operation in operations:
+            if (
+                tensor_operation.ranks > 1
+                and tensor_operation.size > 0
+                and tensor_operation.times * times > 0
+            ):
+                traffic.append(
+                    Traffic(
+                        "tp",
+                        ("tp",),
+                        tensor_operation.operation,
+                        tensor_operation.size,
+                        tensor_operation.times * times,
+                        tensor_operation.ranks,
+                    )
                 )
 
     add_tensor(tensor_operations(workload, moe=False), (held - moe) / copies * m)
@@ -180,18 +191,20 @@ def _rank_traffic(
         add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
     for carried, size, count in label_operations(workload) if parallel_experts > 1 and moe else ():
         times = count * moe / copies * m
-        over = expert_mesh.axes(parallel)
-        result.append(
-            Traffic("ep", over, "all_to_all", size, times, parallel_experts, carried=carried)
+        expert_axes = expert_mesh.axes(parallel)
+        traffic.append(
+            Traffic("ep", expert_axes, "all_to_all", size, times, parallel_experts, carried=carried)
         )
 
     add("pp", "p2p", workload.boundary_bytes, m * sends)
     if bool(first) != bool(last) and sums_table(model, parallel):
         size = table_gradient_bytes(workload)
-        result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
+        traffic.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
-    result.extend(gradient_traffic(workload, parameters, params_outside_layers(model, parallel.tp)))
-    return result
+    traffic.extend(
+        gradient_traffic(workload, parameters, params_outside_layers(model, parallel.tp))
+    )
+    return traffic
 
 
 def _partial_gradients(
@@ -402,10 +415,10 @@ def _gradient_operations(
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
-    many = reductions(parallel, by_round)
-    window: Window = "backward" if many == 1 else "compute"
-    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
+    rounds = reductions(parallel, by_round)
+    window: Window = "backward" if rounds == 1 else "compute"
+    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * rounds, window)
     if parallel.zero < 3 or parallel.pp > 1:
         return [scatter, ("all_gather", weights / buckets, buckets, "none")]
     twice = 2 - once / parameters
-    return [scatter, ("all_gather", weights / buckets, twice * buckets * many, "compute")]
+    return [scatter, ("all_gather", weights / buckets, twice * buckets * rounds, "compute")]
