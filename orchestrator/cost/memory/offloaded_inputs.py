@@ -1,5 +1,7 @@
-"""Inputs of recomputed layers that are away from the device from forward to backward
-(`train.offload_activations`)."""
+"""Inputs of recomputed layers that are offloaded from forward to backward.
+
+`train.offload_activations` asks for it.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,30 @@ from orchestrator.plan.schedules import TABLE, schedule_of
 
 from .unequal_stages import StageBytes, unequal_peak
 
-#: On the device while a layer is recomputed: its own, and that of the next one, which comes back.
+#: Inputs on the device while a layer is recomputed: its own, and that of the next one, which comes
+#: back.
 BACK = 2
 
 
 def input_bytes(workload: Workload) -> float:
-    """What a rank keeps of one input."""
+    """Returns the bytes that a rank keeps of one input."""
     parallel = workload.parallel
     return workload.boundary_bytes / (parallel.tp if workload.shares_inputs else 1)
 
 
 def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
-    """Inputs of a layer that are away: of a recomputed layer, or of its halves. Experts keep all,
-    and no input."""
+    """Returns the number of offloaded inputs of a layer.
+
+    A recomputed layer has one, and selective recomputation one per half. Experts keep all of their
+    tensors and no input.
+    """
     if not offload_of(train).activations or mode == "none":
         return 0
     return 1 if mode == "full" or layer_moe(model, layer) is not None else 2
 
 
 def received(parallel: Parallel, train: Train, index: int) -> bool:
-    """Whether a stage holds the input of its first recomputed layer anyway, since it has received
+    """Reports whether a stage holds the input of its first recomputed layer because it received
     it."""
     layers = stage_range(parallel, index)
     modes = train.recompute_layers if train.recompute == "budget" else [train.recompute]
@@ -42,12 +48,12 @@ def received(parallel: Parallel, train: Train, index: int) -> bool:
 
 
 def stage_inputs(workload: Workload, index: int) -> int:
-    """Inputs of a micro-batch in one stage that are away."""
+    """Returns the offloaded inputs per micro-batch in one stage."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
     if not offload_of(train).activations:
-        return 0  # asked for each stage of each layout that is costed
+        return 0  # a short cut, because every stage of every costed layout comes here
     kinds = sample_layers(model)
     count = 0
     for kind, mode, layer_count in layer_groups(
@@ -60,7 +66,8 @@ def stage_inputs(workload: Workload, index: int) -> int:
 
 
 def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
-    """Bytes on the device of inputs that are away otherwise, on the rank that holds `stages`."""
+    """Returns the device bytes of offloaded inputs that are back, on the rank that holds
+    `stages`."""
     train = workload.train
     if not offload_of(train).activations:
         return 0.0
@@ -69,7 +76,7 @@ def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
 
 
 def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
-    """(bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
+    """Returns (bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
     parallel = workload.parallel
     train = workload.train
     offload_target = offload_of(train).activations
