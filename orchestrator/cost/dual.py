@@ -1,9 +1,8 @@
-"""Numbers that carry their derivatives, so that one cost model serves plans (floats) and fits
-(derivatives).
+"""Numbers that carry their derivatives, so that one cost model serves plans and fits.
 
 A `Dual` is a value and its gradient in the logarithms of the profile's parameters (forward-mode
-automatic differentiation). Every cost formula works on floats and on duals alike; the search uses
-floats.
+automatic differentiation). Every cost formula works on floats and on duals alike. Plans and the
+search use floats, fits use duals.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Dual:
-    """`value`, and `grad[i]` = d value / d ln(parameter i)."""
+    """A value with its derivatives: `grad[i]` is d value / d ln(parameter i)."""
 
     __slots__ = ("grad", "value")
 
@@ -86,26 +85,32 @@ Number = float | Dual
 
 
 def value_of(number: Number) -> float:
+    """Returns the value of a number without its derivatives."""
     return number.value if isinstance(number, Dual) else number
 
 
 def larger(a: Number, b: Number) -> Number:
+    """Returns the larger of two numbers."""
     return a if value_of(a) >= value_of(b) else b
 
 
 def smaller(a: Number, b: Number) -> Number:
+    """Returns the smaller of two numbers."""
     return a if value_of(a) <= value_of(b) else b
 
 
 def log_gradient(number: Number) -> NDArray[np.float64]:
-    """d ln(number) / d ln(parameter), float [parameters]; of a number that carries its
-    derivatives."""
+    """Returns d ln(number) / d ln(parameter), float [parameters].
+
+    The number must carry its derivatives.
+    """
     assert isinstance(number, Dual)
     return number.grad / number.value
 
 
 def scaled_like(value: float, number: Number) -> Number:
-    """`value` with the relative gradient of `number`: for results that are proportional to it."""
+    """Returns `value` with the relative gradient of `number`, for results that are proportional to
+    it."""
     if isinstance(number, Dual):
         return Dual(
             value, number.grad * (value / number.value) if number.value else number.grad * 0.0
@@ -114,7 +119,8 @@ def scaled_like(value: float, number: Number) -> Number:
 
 
 def duals(values: Mapping[str, float]) -> dict[str, Number]:
-    """Parameters by name as numbers that carry their own derivatives, in the order of `values`."""
+    """Returns the parameters as numbers that carry their own derivatives, in the order of
+    `values`."""
     unit = np.eye(len(values))
     return {
         name: Dual(value, unit[index] * value) for index, (name, value) in enumerate(values.items())

@@ -130,7 +130,8 @@ def _moments(
     table = -(-table // parallel.tp)
     without_layer = rank.in_backward - rank.again - rank.layer
     sent = 0.0
-    waiting = 0.0  # of the head: gradients copied as they are summed, gradients as made
+    # Gradients of the head: `sent` are copied as they are summed, `waiting` are as made.
+    waiting = 0.0
     if last:
         yield Moment(rank.most, temporaries.loss)
         # the table belongs to the unit of the whole stage
