@@ -73,6 +73,7 @@ def step_of(
     paths = cost_of(plan, cost_context).paths
 
     def step_s(values: Mapping[str, Number]) -> Number:
+        """Returns the seconds per step at these values of the parameters."""
         return StepCost(cost_context.work(par, train, cost_context.rates(values)), paths).step_s
 
     return step_s
@@ -90,8 +91,8 @@ class ExpertLoad(NamedTuple):
     """The load of the fullest rank that shares experts over the mean, as a plan assumes it."""
 
     factor: float
-    low: float  # ends of the 95 % interval
-    high: float
+    low: float  # lower end of the 95 % interval
+    high: float  # upper end of the 95 % interval
     balanced_by: str  # "bias", "loss" or "none"
     costs_s: float  # seconds per step, compared with even loads
 

@@ -43,7 +43,7 @@ class Rates(Struct, frozen=True):
     gemm16_s: Number  # the same in the tensors' precision: router, head
     gemm_byte_s: Number  # seconds per byte that a matrix product reads or writes
     wave_s: Number  # seconds lost in a product's last wave of tiles, per element of its sums
-    head: Number  # rate of the output projection, relative to its matrix product
+    head: Number  # seconds of the output projection / seconds of its matrix product
     attention_s: Number  # seconds per FLOP of the attention core
     byte_s: Number  # seconds per byte of memory-bound kernels
     scores_bytes: Number  # bytes per score of unfused attention, forward; 0 when fused

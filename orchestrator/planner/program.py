@@ -106,7 +106,8 @@ def _parallel(config: Config, cluster: doc.Cluster) -> doc.Parallel:
             " cluster.gpus_per_node= describe another",
             Exit.CONFIG,
         )
-    zero: Literal[0, 1, 2, 3] = par.zero or 0  # type: ignore[assignment]  # the schema has no other values
+    # The schema has no other values.
+    zero: Literal[0, 1, 2, 3] = par.zero or 0  # type: ignore[assignment]
     return doc.Parallel(
         **inner,
         dp=dp,

@@ -425,6 +425,7 @@ def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., Activ
 
     @cache
     def of(kind: int, mode: str) -> ActivationBytes:
+        """Returns the bytes of a layer of this kind."""
         layer = kinds[kind]
         assert layer is not None
         return layer_activation_bytes(workload, layer, tokens, kernels, mode)

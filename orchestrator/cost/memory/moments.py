@@ -63,7 +63,7 @@ def peak_of_one_stage(
     later = backward
     # The output projection's gradient waits for that of the embedding, or for those of its unit.
     if model.tied_embeddings or parallel.zero >= 3:
-        first = later = backward + table * weight  # for those of its unit
+        first = later = backward + table * weight
     if parallel.zero >= 3:
         always = table * (1 if model.tied_embeddings else 2) * weight
         layer = whole_layer(model, parallel)
@@ -75,10 +75,10 @@ def peak_of_one_stage(
         if parallel.zero >= 3 and parallel.micro_batches == 1 and not offload_of(train).optimizer
         else 0.0
     )
-    # those of the last layer are freed
     moments = (  # (activations, buffers, gradients that are not made yet)
         (stage.stored + stage.head, loss, late),
         (stage.stored + stage.again, first, late),
+        # the activations of the last layer are freed
         (stage.stored + 2 * stage.again - stage.layer, later, late),
         (stage.layer, later, 0.0),
     )

@@ -170,7 +170,7 @@ _LISTED = (
     structs.replace(
         _PYTORCH, name="deepseek", kernels=_MEGATRON, gradient=4, more_optimizer=-4, narrow=True
     ),
-    # 18 bytes a parameter (arXiv 2205.05198, figure 1): gradients summed in fp32
+    # 18 bytes per parameter (arXiv 2205.05198, figure 1): gradients summed in fp32
     structs.replace(_PYTORCH, name="megatron_fp16", kernels=_EARLY, gradient=4),
     # DeepSpeed's pipeline keeps sent outputs; ZeRO-1: 16-bit gradients whole, an fp32 copy of the
     # rank's share; the bf16 optimizer sums in fp32, unsharded (BigScience chronicles: 4 bytes);

@@ -59,6 +59,7 @@ class LayerParams(Struct, frozen=True):
 
     @property
     def total(self) -> int:
+        """All trainable parameters of the layer."""
         return self.attention + self.ffn + self.experts + self.replicated
 
 
@@ -185,8 +186,7 @@ def parameter_count(model: Model | ModelSpec) -> int:
     return table + positions + layers + norm_params(model) + head + sum(model.extra_params.values())
 
 
-# ----------------------------------------------------------------------------------------------
-#     FLOPs
+# ------------------------------------------------------------------------------------------ FLOPs
 
 
 class LayerFlops(Struct, frozen=True):
@@ -198,6 +198,7 @@ class LayerFlops(Struct, frozen=True):
 
     @property
     def total(self) -> float:
+        """All forward FLOPs of the layer per token."""
         return self.attention_gemm + self.attention_core + self.ffn_gemm
 
 

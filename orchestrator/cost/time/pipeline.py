@@ -93,6 +93,7 @@ def _simulated_span(
     half = tuple(seconds / 2 for seconds in backward)  # input and weight gradient
 
     def simulated(count: int) -> float:
+        """Returns the simulated seconds of `count` micro-batches."""
         if name in TURNS:
             return makespan(name, (pp, count, vpp), forward, half, half)
         return _steps(name, pp, count, vpp).makespan(forward, half, half)

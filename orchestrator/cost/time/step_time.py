@@ -411,6 +411,7 @@ class StepCost:
         seconds_by_term: dict[str, Number] = {}
 
         def add(name: str, seconds: Number) -> None:
+            """Adds seconds to a term."""
             seconds_by_term[name] = seconds_by_term.get(name, 0.0) + seconds
 
         scale = self.factor * m / copies_of(par)

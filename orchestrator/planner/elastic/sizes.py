@@ -69,6 +69,7 @@ def plan_of(
     """
 
     def compute() -> Plan:
+        """Makes the plan."""
         from orchestrator.planner import build
 
         return build.build_plan(config, cluster, any_layout, profile)

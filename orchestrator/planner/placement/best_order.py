@@ -100,7 +100,7 @@ class Nestings:
         only: Sequence[Axis] | None = None,
         train: Train | None = None,
     ):
-        """Costs every nesting order, or only `only` if an order is given.
+        """Costs every nesting order, or just the order `only`.
 
         `train` replaces the context's training keys, where recomputation differs.
         """

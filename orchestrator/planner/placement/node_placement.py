@@ -269,6 +269,7 @@ def _is_worth_swapping(new: PlacementScore, old: PlacementScore) -> bool:
 
 
 def _swapped(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
+    """Returns the nodes with those of slots i and j swapped."""
     swapped = list(nodes)
     swapped[i], swapped[j] = swapped[j], swapped[i]
     return tuple(swapped)
@@ -283,6 +284,7 @@ def reorder(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
     new_index[order] = np.arange(len(order))
 
     def moved(blocks: list[list[int]]) -> list[list[int]]:
+        """Returns the blocks with the new indexes of their nodes."""
         return sorted(sorted(int(new_index[node]) for node in block) for block in blocks)
 
     return structs.replace(

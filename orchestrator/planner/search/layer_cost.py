@@ -197,6 +197,7 @@ def least_work(
     """Returns the least work over folds; `costs` has one entry per fold."""
 
     def least() -> LeastWork:
+        """Computes the least work."""
         every = [cost.least(recompute, cp_methods, sp_open) for cost in costs]
         layer_counts = (costs[0].dense, costs[0].moe)
         first = min(cost.first for cost in every)

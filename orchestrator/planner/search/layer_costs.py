@@ -58,6 +58,7 @@ class LayerCosts:
         return self._costs[key]
 
     def _shard_params(self, mesh: Mesh) -> ShardParams:
+        """Returns the parameters on one rank of a mesh, computed once per tp and expert mesh."""
         experts = expert_mesh(mesh)
         cut = mesh.tp, (experts.etp, experts.ep)
         if cut not in self._params:
