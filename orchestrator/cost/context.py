@@ -82,8 +82,7 @@ class CostContext:
         )
 
     def balanced(self, parallel: Parallel) -> Parallel:
-        """Returns `parallel` with the load of its fullest expert rank, as given or as in the
-        profile."""
+        """Returns `parallel` with its fullest expert rank's load, given or from the profile."""
         moe = self.model.moe
         if moe is None or expert_mesh(parallel).ep == 1:
             return parallel
@@ -128,8 +127,7 @@ class CostContext:
         )
 
     def compute(self, parallel: Parallel) -> Compute:
-        """Returns the compute of a micro-batch, once for all layouts with equal shards of it per
-        GPU."""
+        """Returns the compute of a micro-batch, once for all layouts with equal shards of it."""
         tokens = parallel.micro_batch_size / parallel.cp
         ring = parallel.cp_method == "ring"
         experts = *expert_mesh(parallel)[:2], parallel.expert_imbalance
@@ -145,8 +143,7 @@ class CostContext:
         return self._compute[key]
 
     def with_chosen_nodes(self) -> CostContext:
-        """Returns the same context for a job whose nodes are chosen: the first ones of the
-        cluster."""
+        """Returns the context of a job whose nodes are chosen: the first ones of the cluster."""
         context = copy.copy(self)
         context.nodes_are_chosen = True
         return context

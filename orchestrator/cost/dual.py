@@ -109,8 +109,7 @@ def log_gradient(number: Number) -> NDArray[np.float64]:
 
 
 def scaled_like(value: float, number: Number) -> Number:
-    """Returns `value` with the relative gradient of `number`, for results that are proportional to
-    it."""
+    """Returns `value` with the relative gradient of `number`, to which it is proportional."""
     if isinstance(number, Dual):
         return Dual(
             value, number.grad * (value / number.value) if number.value else number.grad * 0.0
@@ -119,8 +118,7 @@ def scaled_like(value: float, number: Number) -> Number:
 
 
 def duals(values: Mapping[str, float]) -> dict[str, Number]:
-    """Returns the parameters as numbers that carry their own derivatives, in the order of
-    `values`."""
+    """Returns the parameters as numbers that carry their own derivatives, in the given order."""
     unit = np.eye(len(values))
     return {
         name: Dual(value, unit[index] * value) for index, (name, value) in enumerate(values.items())

@@ -46,8 +46,7 @@ class Candidate:
         nodes: tuple[int, ...] = (),
         legal: bool = True,
     ):
-        """`nodes` has the node in each slot; if empty, these are the cluster's first nodes in
-        order.
+        """`nodes` has the node in each slot; if it is empty, slots take the cluster's first nodes.
 
         `legal` tells whether tokens can be exchanged by domain, if the plan asks for that.
         """
@@ -100,8 +99,7 @@ def candidates(
     work: Work,
     only: Sequence[Axis] | None = None,
 ) -> list[Candidate]:
-    """Returns every nesting order with its cost, the default order first, or just the order
-    `only`."""
+    """Returns every nesting order with its cost, the default first, or just the order `only`."""
     sizes = degrees(parallel)
     # Only virtual stages send from the last rank to the first.
     wraps = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}

@@ -55,8 +55,7 @@ def context_of(
 def jacobian(
     context: CostContext, candidate: Candidate, parallel: Parallel, train: Train
 ) -> NDArray[np.float64]:
-    """Returns d ln(step) / d ln(parameter) of a costed layout, float [parameters of the cost
-    model]."""
+    """Returns d ln(step) / d ln(parameter) of a costed layout, float [parameters]."""
     rate = context.rates(duals(context.profile.values))
     step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
     return log_gradient(step)
@@ -65,8 +64,7 @@ def jacobian(
 def step_of(
     plan: Plan, context: CostContext | None = None
 ) -> Callable[[Mapping[str, Number]], Number]:
-    """Returns a function from values of the cost model's parameters to the plan's seconds per
-    step."""
+    """Returns a function from values of the parameters to the plan's seconds per step."""
     cost_context = context or context_of(plan)
     par = plan.parallel
     train = plan.job.train

@@ -18,8 +18,7 @@ from .numpy_import import np
 
 
 def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:
-    """Returns the ranks of every group in which only the `varying` axes vary: int [groups,
-    members].
+    """Returns the groups in which only the `varying` axes vary: ranks, int [groups, members].
 
     Members are sorted by those coordinates, the last of `varying` slowest, as in
     `orchestrator.plan.ranks.groups`.
@@ -90,8 +89,7 @@ def split_groups(members: Ints, kind: str, zero_group: int) -> Ints:
 
 
 class PathCache:
-    """Paths on one cluster, each computed once: axes with equal strides and sizes have equal
-    groups."""
+    """Paths on one cluster, each computed once for axes with equal strides and sizes."""
 
     def __init__(self, cluster: Cluster):
         self.fabric = Fabric(cluster)
@@ -121,8 +119,7 @@ class PathCache:
         wrap: bool = True,
         cuts: Cuts = NO_CUTS,
     ) -> Path:
-        """Returns the path of a pattern over all groups in which the axes of `key` vary, nested in
-        `order`."""
+        """Returns the path of a pattern over all groups of `key`, with axes nested in `order`."""
         varying, pattern = key
         shape = tuple(
             (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
@@ -143,8 +140,7 @@ class PathCache:
     def spans_domains(
         self, order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]
     ) -> bool:
-        """Reports whether a group's first and last member are farther apart than an NVLink domain
-        is long.
+        """Reports whether a group's ends are farther apart than an NVLink domain is long.
 
         No path is needed for that. The result is also False if domains are not alike.
         """
@@ -152,8 +148,7 @@ class PathCache:
         return last >= self.fabric.domain_gpus
 
     def by_domain(self, order: Sequence[Axis], parallel: Parallel, moe: Moe) -> bool:
-        """Reports whether ranks nested in `order` can exchange tokens by domain
-        (`plan.hierarchy`)."""
+        """Reports whether ranks nested in `order` can exchange by domain (`plan.hierarchy`)."""
         sizes = degrees(parallel)
         varying = axes(parallel)
         cuts = Cuts.of(parallel)

@@ -270,8 +270,7 @@ def shipped() -> Profile:
 
 
 def differing(profile: Profile) -> dict[str, float]:
-    """Returns the values that differ from the shipped profile: a plan stores these values of a
-    site."""
+    """Returns a site's values that differ from the shipped profile; its plans store them."""
     usual = shipped().values
     return {name: value for name, value in profile.values.items() if value != usual[name]}
 

@@ -1,5 +1,4 @@
-"""The rates of one GPU, its links and the software: the profile's parameters for one cluster and
-job."""
+"""The rates of one GPU, its links and its software, from the profile's parameters."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class Rates(Struct, frozen=True):
 
 
 def _fp64_of(peak_flops: Mapping[str, float]) -> str:
-    """Returns the override that gives a GPU a rate for fp64: half of the rate of its widest
-    precision.
+    """Returns the override that gives a GPU a rate for fp64: half that of its widest precision.
 
     All GPUs compute in fp64, but few entries have a rate for it.
     """
@@ -175,8 +173,7 @@ def rates(
 
 
 def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mapping[str, Number]:
-    """Returns the parameters for ranks on processors: nothing overlaps, and each operator costs a
-    call."""
+    """Returns the parameters for ranks on processors: no overlap, and a call per operator."""
     launch: Number = measured.launch_s if measured else values["host.cpu"]
     unit_names: tuple[str, ...] = (
         "head",
@@ -255,8 +252,7 @@ def _attention(values: Mapping[str, Number], generation: str, software: Software
 
 
 def _links(values: Mapping[str, Number], cluster: Cluster) -> dict[str, Links]:
-    """Returns the rates of the links for tensor parallelism, inside and outside a domain, and for
-    rings."""
+    """Returns the links of tensor parallelism, inside and outside a domain, and of rings."""
     # These rates were measured with collectives, under the load of all ranks.
     if cluster.measured or cluster.device == "cpu":
         share: Number = 1.0 if cluster.measured else values["link.cpu"]

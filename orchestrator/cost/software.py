@@ -159,8 +159,7 @@ SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
 
 
 def software_named(name: str) -> Software:
-    """Returns the family with this name. Raises OrchError (65) with the known names for any
-    other."""
+    """Returns the family with this name. Raises OrchError (65) with the known names otherwise."""
     family = SOFTWARE.get(name)
     if family is None:
         near = nearest(name, SOFTWARE)

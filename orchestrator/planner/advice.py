@@ -210,8 +210,7 @@ def _replicated_state(plan: Plan) -> str | None:
 
 
 def _sharded_gradients(plan: Plan) -> str | None:
-    """Reports communication that ZeRO-2 and -3 repeat per micro-batch, and ZeRO-1 does once per
-    step."""
+    """Reports communication that ZeRO-2 and -3 repeat per micro-batch, and ZeRO-1 per step."""
     par = plan.parallel
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     replicas = par.dp * par.cp * par.ep

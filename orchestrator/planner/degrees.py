@@ -89,8 +89,7 @@ def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, une
         return 1
 
     def fits(size: int) -> bool:
-        """Reports whether micro-batches of `size` samples divide the batch and keep every stage
-        busy."""
+        """Reports whether micro-batches of `size` samples divide the batch and fill every stage."""
         micro_batches, rest = divmod(samples, size)
         slowest = -(-micro_batches // replicas) * replicas / max(1, micro_batches)
         return (
@@ -103,8 +102,7 @@ def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, une
 
 
 def global_batch(config: Config) -> int:
-    """Returns the samples of a global batch. Raises OrchError (65) unless exactly one valid key
-    gives it."""
+    """Returns the samples per global batch. Raises OrchError (65) unless one valid key gives it."""
     samples = config.train.global_batch_samples
     tokens = config.train.global_batch_tokens
     seq_len = config.train.seq_len
@@ -163,8 +161,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
 
 
 def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
-    """Returns the configured nesting order. Raises OrchError (65) unless it names every axis
-    once."""
+    """Returns the nesting order of the job. Raises OrchError (65) unless it has each axis once."""
     if sorted(order) != sorted(doc.AXES):
         raise OrchError(
             f"parallel.order={list(order)} must name each of {', '.join(doc.AXES)} once",

@@ -283,8 +283,7 @@ def _folds(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], La
 
 
 def other_all_to_alls(plan: Plan) -> list[doc.AllToAll]:
-    """Returns the exchanges between tokens and experts that the plan could use instead of its
-    own."""
+    """Returns the other exchanges between tokens and experts that the plan could use."""
     if expert_mesh(plan.parallel).ep == 1 or plan.placement["ep"].worst_level in (SELF, NVLINK):
         return []
     return ["direct"] if plan.parallel.expert_all_to_all == "hierarchical" else ["hierarchical"]

@@ -179,8 +179,7 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
-    """Returns the batch ramp in samples. Raises OrchError (65) unless each length is given exactly
-    once."""
+    """Returns the batch ramp in samples. Raises OrchError (65) unless each length is given once."""
     samples_by_key = {}
     for name in ("start", "over"):
         samples = getattr(spec, f"{name}_samples")

@@ -137,6 +137,5 @@ def _latents(mla: Mla, parallel: Parallel) -> float:
 
 
 def _rows(parallel: Parallel) -> int:
-    """Returns the number of ranks that share the sequence between the regions of tensor
-    parallelism."""
+    """Returns the number of ranks that share the sequence between tensor-parallel regions."""
     return parallel.tp if parallel.sp else 1

@@ -40,8 +40,7 @@ def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
 
 
 def received(parallel: Parallel, train: Train, index: int) -> bool:
-    """Reports whether a stage holds the input of its first recomputed layer because it received
-    it."""
+    """Reports whether a stage holds its first recomputed layer's input because it received it."""
     layers = stage_range(parallel, index)
     modes = train.recompute_layers if train.recompute == "budget" else [train.recompute]
     return bool(layers) and layers.start > 0 and modes[min(layers.start, len(modes) - 1)] != "none"
@@ -66,8 +65,7 @@ def stage_inputs(workload: Workload, index: int) -> int:
 
 
 def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
-    """Returns the device bytes of offloaded inputs that are back, on the rank that holds
-    `stages`."""
+    """Returns the device bytes of offloaded inputs that are back on the rank with `stages`."""
     train = workload.train
     if not offload_of(train).activations:
         return 0.0

@@ -51,8 +51,7 @@ def rank_state_bytes(
     recipe: Recipe = ORCH,
     vectors: float = 0.0,
 ) -> StateBytes:
-    """Returns the states of a rank with `dense` and `experts` parameters before data-parallel
-    sharding.
+    """Returns the states of a rank with `dense` and `experts` parameters before sharding.
 
     `vectors` of the dense parameters are in norms and biases. Weights have the training precision.
     Gradients have `grad_dtype` or the recipe's width, and are unsharded with ZeRO-0 and 1. Moments
@@ -160,8 +159,7 @@ def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
 
 
 def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
-    """Reports whether a pipeline rank's peak is the highest of a step's moments
-    (`sharded_pipeline.py`)."""
+    """Reports whether a pipeline rank's peak is its highest moment (`sharded_pipeline.py`)."""
     sharded = parallel.zero >= 3 and parallel.pp > 1 and not splits_backward(parallel)
     return recipe.name == ORCH.name and sharded
 

@@ -204,8 +204,7 @@ RECIPES: dict[str, Recipe] = {one.name: one for one in _LISTED}
 
 
 def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
-    """Returns the recipe of a family of `cost.software`, with the state of an optimizer (None:
-    AdamW).
+    """Returns the recipe of a family of `cost.software` with an optimizer (None: AdamW).
 
     Muon's state is counted as AdamW's, which its embeddings, head, vectors and experts have. Its
     other matrices have half of that, so a plan gives an upper limit. Raises OrchError (65) for an
@@ -245,8 +244,7 @@ def adapters_only(recipe: Recipe) -> Recipe:
 def kernels_of(
     recipe: Recipe, cluster: Cluster, model: Model, parallel: Parallel, matmul: str = ""
 ) -> Kernels:
-    """Returns the tensors that a layout keeps with this recipe. `matmul` is the same as
-    `Job.matmul`."""
+    """Returns the tensors that a layout keeps with this recipe. `matmul` is `Job.matmul`."""
     if recipe.kernels is None:
         return trainer_kernels(model, parallel, cluster.device, matmul)
     if recipe.narrow and matmul.startswith(("fp8", "mxfp8", "nvfp4")):

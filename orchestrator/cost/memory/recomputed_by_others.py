@@ -1,5 +1,4 @@
-"""Bytes of a layer that other training software recomputes, or keeps while it recomputes the
-rest."""
+"""Bytes of a layer that other software recomputes, or keeps when it recomputes the rest."""
 
 from __future__ import annotations
 

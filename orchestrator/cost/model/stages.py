@@ -28,8 +28,7 @@ from .layers import (
 
 
 def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
-    """Returns the decoder layers of each stage in model order, such that the slowest stage is
-    fastest.
+    """Returns the decoder layers of each stage in model order, with the fastest slowest stage.
 
     Head and further predictions count as work of the last stage. Of equal stages, the first one
     gets fewer layers, because it holds the token table. For 126 layers in 16 stages that gives the
@@ -48,8 +47,7 @@ def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0
 
 @lru_cache(maxsize=4096)
 def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[int, ...]:
-    """Returns the layers of each stage; `head` is the additional work of the last stage, in
-    layers."""
+    """Returns the layers of each stage; `head` is the last stage's additional work in layers."""
     if stages == 1:
         return (layers,)
     extra = [0.0] * stages

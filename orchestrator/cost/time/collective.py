@@ -1,5 +1,4 @@
-"""Seconds of one communication operation: latency plus bytes over the path (alpha-beta, Hockney
-1994).
+"""Seconds of one operation: latency plus bytes over the path (alpha-beta, Hockney 1994).
 
 Sizes follow the ring algorithms (Thakur et al. 2005; NCCL's accounting). With a tensor of B bytes
 over n ranks, a rank sends B*(n-1)/n in an all-gather or reduce-scatter, and twice that in an

@@ -177,8 +177,7 @@ def exposed_gradients(
 
 
 def gradient_overlap(par: Parallel, rate: Rates, software: Software) -> tuple[Number, int]:
-    """Returns (share of gradient communication that is always exposed, micro-batches that may hide
-    it).
+    """Returns (share of gradient communication that is exposed, micro-batches that may hide it).
 
     With 0 micro-batches, the rest is always hidden.
     """

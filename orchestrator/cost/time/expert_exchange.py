@@ -42,8 +42,7 @@ def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "row
 
 
 def level_factors(path: Path, model: Model, parallel: Parallel) -> tuple[float, float] | None:
-    """Returns the factors by which the bytes of the direct exchange change: (NVLink's, the
-    network's).
+    """Returns the factors of the direct exchange's bytes: (on NVLink, on the network).
 
     Returns None if the exchange is direct.
     """

@@ -79,8 +79,7 @@ class Fabric:
         self._alike = self._blocks_alike()
 
     def reordered(self, nodes: Sequence[int]) -> Fabric:
-        """Returns the same network with node `nodes[i]` in node slot i (ranks fill slots in
-        order)."""
+        """Returns the network with node `nodes[i]` in node slot i; ranks fill slots in order."""
         fabric = copy.copy(self)
         fabric.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
         fabric._alike = fabric._blocks_alike()
@@ -122,8 +121,7 @@ class Fabric:
         return members
 
     def signature(self) -> bytes:
-        """Returns a key that is equal for node orders that differ only by swaps of equivalent
-        blocks.
+        """Returns a key that is equal for node orders that differ by swaps of equivalent blocks.
 
         Blocks are numbered by first appearance, next to their sizes.
         """

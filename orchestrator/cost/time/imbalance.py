@@ -62,7 +62,6 @@ def _distance(experts: int, ep: int) -> float:
 
 
 def imbalance(parallel: Parallel, rate: Rates) -> Number:
-    """Returns the load factor that the plan assumes, with the uncertainty of the profile's
-    parameter."""
+    """Returns the plan's load factor, with the uncertainty of the profile's parameter."""
     factor = parallel.expert_imbalance
     return 1.0 + (factor - 1.0) * rate.expert_spread if isinstance(factor, float) else 1.0

@@ -54,8 +54,7 @@ def rank_seconds(parallel: Parallel, stages: Sequence[Number]) -> list[Number]:
 def span_seconds(
     parallel: Parallel, forward: Sequence[float], backward: Sequence[float]
 ) -> tuple[float, float]:
-    """Returns (seconds from the first forward to the last backward, idle / busy time over all
-    ranks).
+    """Returns (seconds from first forward to last backward, idle / busy time over all ranks).
 
     `forward` and `backward` have the seconds of one micro-batch through each model stage,
     communication inside the stage included.

@@ -175,8 +175,7 @@ class StepCost:
             return forward, backward
 
         def exposed_copies(work_s: Number) -> Number:
-            """Returns the seconds by which the copies of activations outlast `work_s` seconds of
-            work."""
+            """Returns the seconds by which copies of activations outlast `work_s`."""
             return activation_seconds(
                 stage.away, self.workload.train, offload, self.work.rate.byte_s, work_s
             )
@@ -280,8 +279,7 @@ class StepCost:
 
     @cached_property
     def span(self) -> tuple[Number, float]:
-        """(seconds from the first forward to the last backward, idle / busy). May simulate the
-        schedule."""
+        """(seconds from first forward to last backward, idle / busy). May simulate the schedule."""
         par = self.parallel
         if self.never_idle:
             return par.micro_batches * self.ranks[self.slowest], 0.0
@@ -375,8 +373,7 @@ class StepCost:
         return self._least(span, longest)
 
     def _least(self, span: float, gradients: float) -> float:
-        """Returns a lower bound of the step from the seconds of its span and its exposed
-        gradients."""
+        """Returns a lower bound of the step from its span and its exposed gradients in seconds."""
         outside = gradients + value_of(self.transfers) + value_of(self.constant)
         return (span + outside) * value_of(self.factor) * (1 - EQUAL)
 

@@ -146,8 +146,7 @@ def _rank_traffic(
             traffic.append(Traffic(axis, tuple(varying), operation, size, count, n))
 
     def add_tensor(operations: Sequence[TensorOperation], times: float) -> None:
-        """Adds tensor-parallel operations. `etp` neighbours are at most as far apart as those of
-        tp."""
+        """Adds tensor-parallel operations; `etp` neighbours count as far apart as those of tp."""
         for tensor_operation in operations:
             if (
                 tensor_operation.ranks > 1
@@ -243,8 +242,7 @@ def _partial_gradients(
 
 
 def shard_ranks(parallel: Parallel) -> int:
-    """Returns the number of ranks that each hold a shard of a gradient, in one copy of the
-    model."""
+    """Returns the number of ranks with a shard of a gradient in one copy of the model."""
     replicas = parallel.dp * parallel.cp * parallel.ep
     return min(replicas, parallel.zero_group or replicas) if parallel.zero else 1
 
@@ -293,8 +291,7 @@ def context_parallel_operations(workload: Workload) -> list[SizedOperation]:
 
 
 def end_shares(parallel: Parallel, stages: Sequence[int]) -> tuple[float, float]:
-    """Returns the shares of the micro-batches whose (first, last) stage is on the rank with
-    `stages`."""
+    """Returns the shares of micro-batches whose (first, last) stage is on the rank of `stages`."""
     copies = copies_of(parallel)
     return stages.count(0) / copies, stages.count(len(parallel.stage_layers) - 1) / copies
 
@@ -389,8 +386,7 @@ def _gradient_parts(
     once: int,
     group: int,
 ) -> list[tuple[Part, int, list[SizedOperation]]]:
-    """Returns (part of the `members` replicas, ranks of it, operations) of a rank's gradients and
-    weights.
+    """Returns (part of the `members` replicas, ranks in it, operations) of gradients and weights.
 
     Hybrid sharding: `group` neighbours share one copy and exchange as ZeRO does. Once per step, the
     ranks that hold the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv

@@ -114,8 +114,7 @@ def restrict(cluster: Cluster, nodes: Sequence[str]) -> Cluster:
     unknown = [new_index[node] for node in nodes if node not in cluster.node_names]
 
     def cut(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the blocks with the new indexes of their nodes; blocks without nodes are left
-        out."""
+        """Returns the blocks with the new indexes of their nodes, without empty blocks."""
         restricted = [
             sorted(new_index_of[node] for node in block if node in new_index_of) for block in blocks
         ]

@@ -83,8 +83,7 @@ def plan_of(
 def _inputs(
     config: Config, cluster: Cluster, any_layout: bool, profile: Profile | None
 ) -> Iterator[bytes]:
-    """Yields everything that a plan depends on: its arguments, the files behind them, and the
-    code."""
+    """Yields everything that a plan depends on: its arguments, the files behind them, and code."""
     yield msgspec.json.encode(config)
     yield msgspec.json.encode(cluster)
     yield b"any" if any_layout else b""
@@ -258,8 +257,7 @@ def _at(config: Config, nodes: int) -> Config:
 
 
 def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
-    """Returns the nodes of each switch when only the first `nodes` nodes of the cluster are
-    used."""
+    """Returns the nodes per switch of a cluster's first `nodes` nodes."""
     if isinstance(per_switch, int):
         return per_switch
     cut_switches: list[int] = []
@@ -288,8 +286,7 @@ def _check_has(config: Config, nodes: int) -> None:
 def _replicas(
     config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None
 ) -> Size:
-    """Returns the size with equal replicas, or with unequal ones where equal ones do not divide the
-    batch.
+    """Returns the size with equal replicas, or with unequal ones if the batch needs that.
 
     Raises OrchError if unequal replicas would be no faster than the next smaller size.
     """
@@ -350,8 +347,7 @@ def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -
 
 
 def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
-    """Plans one size. Raises OrchError (65) if replicas do not divide it or the memory is too
-    small."""
+    """Plans one size. Raises OrchError (65) if replicas do not divide it or memory is too small."""
     par = config.parallel
     gpus = nodes * config.cluster.gpus_per_node
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))

@@ -41,7 +41,7 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
         return tuple(signature)
 
     def fill() -> Iterator[tuple[int, ...]]:
-        """Yields the chosen nodes once all slots are filled; otherwise fills the next slot in every
+        """Yields the chosen nodes if all slots are filled, else fills the next slot in every
         way."""
         if len(chosen) == slots:
             yield tuple(chosen)
@@ -88,8 +88,7 @@ def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
 def packed_node_orders(
     fabric: Fabric, orders: Sequence[Sequence[Axis]], sizes: Mapping[str, int], slots: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yields node orders that keep whole groups under one switch, for the groups of every nesting
-    order.
+    """Yields node orders that keep whole groups of every nesting order under one switch.
 
     A group is a run of consecutive slots: the inner axes of an order. Each switch gets as many
     whole groups as fit; the remaining nodes form groups one tier higher.

@@ -49,8 +49,7 @@ def placement_lower_bound(
 
 
 def nvlink_over_fabric(rate: Rates) -> float:
-    """Returns the smallest ratio, over all collectives, of NVLink's reached share to the
-    network's."""
+    """Returns the smallest ratio of NVLink's reached share to the network's, of any collective."""
     links = (rate.tensor, rate.tensor_outside, rate.ring)
     return min(value_of(link.nvlink) / value_of(link.nic) for link in links)
 
@@ -128,8 +127,7 @@ def path_lower_bound(
 
 
 def _least_level(fabric: Fabric, nodes: int, groups: int) -> int:
-    """Returns the lowest tier whose blocks can hold `groups` disjoint groups of `nodes` nodes
-    each."""
+    """Returns the lowest tier whose blocks hold `groups` disjoint groups of `nodes` nodes each."""
     for tier in range(len(fabric.names)):
         sizes = np.bincount(fabric.block[tier])
         if int((sizes // nodes).sum()) >= groups:

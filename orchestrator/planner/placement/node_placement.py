@@ -276,8 +276,7 @@ def _swapped(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
 
 
 def reorder(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
-    """Returns `cluster` with `nodes` first, in this order, and all other nodes behind them as
-    spares."""
+    """Returns `cluster` with `nodes` first, in this order, and all other nodes last, as spares."""
     chosen = set(nodes)
     order = [*nodes, *(node for node in range(len(cluster.node_names)) if node not in chosen)]
     new_index = np.empty(len(order), dtype=np.int64)

@@ -51,8 +51,7 @@ def leaf_switches(plan: Plan) -> int:
 
 
 def block_size(plan: Plan) -> int:
-    """Returns the nodes of a block: an NVLink domain if domains span nodes, else an innermost
-    switch.
+    """Returns the nodes of a block: an NVLink domain that spans nodes, else an innermost switch.
 
     The largest block counts, because a block that is partly in use looks smaller in the plan than
     to the scheduler.
@@ -64,8 +63,7 @@ def block_size(plan: Plan) -> int:
 
 
 def whole_unit(plan: Plan, block: int) -> int:
-    """Returns the nodes of the largest unit that fits into a block of `block` nodes and divides the
-    job.
+    """Returns the nodes of the largest unit that fits a block of `block` nodes and divides the job.
 
     A unit spans the innermost k axes, whose ranks should stay together: the tensor-parallel group,
     then with its context, expert and pipeline neighbours, and so on. If the job uses equal parts of
@@ -89,8 +87,7 @@ def whole_unit(plan: Plan, block: int) -> int:
 
 
 def save_seconds(plan: Plan, gb_per_s_per_node: float) -> float:
-    """Returns an upper bound of the seconds of a save after a termination signal, for grace
-    periods.
+    """Returns an upper bound of the seconds of a save at a termination signal, for grace periods.
 
     The current step ends, and then each node writes the states of its ranks. Every rank is counted
     like the fullest one, and states that replicas share are counted on each.

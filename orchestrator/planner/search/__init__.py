@@ -1,2 +1,1 @@
-"""The search of `parallel=auto`: the fastest legal layout that fits, found by exact branch and
-bound."""
+"""The search of `parallel=auto`: exact branch and bound for the fastest legal layout that fits."""

@@ -43,8 +43,7 @@ def search(
     any_layout: bool = False,
     profile: Profile | None = None,
 ) -> SearchResult:
-    """Returns the fastest layout that fits, and slower ones (by up to `near`) that need less
-    memory.
+    """Returns the fastest layout that fits, and slower ones that need less memory.
 
     `any_layout` also searches layouts that the bundled trainer does not run. Raises OrchError (65)
     if nothing fits.
@@ -94,8 +93,7 @@ def settled(
 
 
 def _run(seeker: Search, near: float) -> SearchResult:
-    """Runs the search. Raises OrchError (65) with the reason if nothing is legal or nothing
-    fits."""
+    """Runs the search. Raises OrchError (65) if nothing is legal or nothing fits."""
     config = seeker.space.config
     answer = seeker.run(near)
     if answer.front:

@@ -90,8 +90,7 @@ class BestPaths:
         )
 
     def members_in_block(self, tp: int, tier: int = 0) -> int:
-        """Returns the largest number of members of a group, of any axis but tp, in one block of a
-        tier."""
+        """Returns the most members of a group of any axis but tp in one block of a tier."""
         return max(1, self.blocks[tier] // tp) if self.confined else self.blocks[tier]
 
     def _near(self, alone: float) -> float:
@@ -138,8 +137,7 @@ class BestPaths:
         return Path(inside, 0.0, self.latency[0], tp * self.latency[0], NVLINK, {})
 
     def chain(self, members: int, tp: int, near: bool = True) -> Path:
-        """Returns the best path to the next member, over the GPU's own NIC if that is on another
-        node.
+        """Returns the best path to the next member, over the GPU's own NIC between nodes.
 
         With `near`, neighbours may lie in one domain.
         """
@@ -152,8 +150,7 @@ class BestPaths:
         return Path(self._near(self.own_nic), 0.0, self.latency[0], 0.0, NVLINK, {})
 
     def by_domain(self, members: int, etp: int, moe: Moe) -> list[Path]:
-        """Returns the best paths of an all-to-all by domain, one per possible number of members in
-        a domain."""
+        """Returns the best paths of an all-to-all by domain, one per number of members inside."""
         largest = min(members, self.members_in_block(etp))
         inside = [count for count in range(1, largest + 1) if members % count == 0]
         return [
@@ -172,8 +169,7 @@ class BestPaths:
         return Path(near * self.inside, far, hop, 0.0, NVLINK, {NVLINK: near})
 
     def exchange(self, members: int, tp: int) -> Path:
-        """Returns the best path of an all-to-all; bytes for members outside the domain use its
-        NICs.
+        """Returns the best path of an all-to-all; bytes that leave the domain use its NICs.
 
         `tp` is the number of tp ranks that are in groups of their own.
         """
@@ -187,8 +183,7 @@ class BestPaths:
         return Path(self._near(self.own_nic / 2), 0.0, hop, 0.0, NVLINK, {})
 
     def _hop(self, members: int, tp: int) -> float:
-        """Returns the latency of the longest hop: that of the lowest tier whose blocks can hold the
-        group."""
+        """Returns the latency of the longest hop, on the lowest tier that can hold the group."""
         tiers = range(len(self.blocks))
         return self.latency[
             next((tier for tier in tiers if members <= self.members_in_block(tp, tier)), tiers[-1])

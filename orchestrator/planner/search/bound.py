@@ -61,8 +61,7 @@ class Layers(NamedTuple):
 
 
 def least_of_column(meshes: Iterable[Mesh], layers: Layers) -> float:
-    """Returns a lower bound of the step in seconds, for meshes that differ in pp, dp and
-    micro-batches.
+    """Returns a lower bound in seconds of the step of meshes that differ in pp, dp and batches.
 
     It is the work of an average rank.
     """
@@ -312,8 +311,8 @@ class ZeroStage:
         return dense.on_device, experts.on_device
 
     def bytes_of(self, dense: float, experts: float) -> float:
-        """Returns the bytes of a rank with these parameters, buffers included, for one copy of the
-        model."""
+        """Returns the bytes, buffers included, of a rank with these parameters of one model
+        copy."""
         return self.buffer_bytes + dense * self.dense_bytes + experts * self.expert_bytes
 
     def sent(self, held: tuple[int, int], copies: int) -> list[float]:
@@ -339,8 +338,7 @@ class ZeroStage:
         return seconds_by_nesting
 
     def exposed(self, sent: Iterable[float], hiding: Iterable[float]) -> float:
-        """Returns the longest exposed gradient communication of any rank, as `exposed_gradients`
-        does.
+        """Returns the longest exposed gradient communication of any rank (`exposed_gradients`).
 
         `sent` has the seconds of communication of each rank, and `hiding` the seconds of a
         micro-batch.

@@ -1,5 +1,4 @@
-"""The cost of one layer on one GPU, computed once for all meshes with equal shards and
-micro-batches.
+"""The cost of a layer on one GPU, computed once for all meshes with equal shards and micro-batches.
 
 Every number is the cost model's own (`cost.compute`, `cost.communication`, `memory`), with the
 cheapest path that an axis can have. Methods of context parallelism that divide attention evenly
@@ -70,8 +69,7 @@ NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
 
 
 class ShardParams(NamedTuple):
-    """Parameters on one rank for given tp and expert mesh, as `stages.rank_parameters` counts
-    them."""
+    """Parameters on one rank for given tp and expert mesh (`stages.rank_parameters`)."""
 
     # parameters of a dense layer, and of an MoE layer without its routed experts
     dense: tuple[int, int]
@@ -316,8 +314,7 @@ class LayerCost:
         cp_methods: tuple[CpMethod, ...],
         *along: bool,
     ) -> StageSeconds:
-        """Returns the least seconds over these splits, methods and settings of sequence
-        parallelism."""
+        """Returns the least seconds over these splits, methods and sequence parallelisms."""
         par = self.par
         cut = (self.par.tp, self.tokens)
         size = self.par.micro_batch_size
@@ -356,8 +353,8 @@ class LayerCost:
         )
 
     def chain(self, stage: StageSeconds, back: float) -> float:
-        """Returns the seconds of one micro-batch through all stages, and the share `back` of its
-        way back."""
+        """Returns the seconds of a micro-batch through all stages and the share `back` of
+        backward."""
         forward = (
             self.dense * stage.forward[0]
             + self.moe * stage.forward[1]
@@ -416,8 +413,7 @@ class LayerCost:
         return _remembered(self.shared, (make.__name__, *key), make, *args)
 
     def kept(self, schedule: str) -> Kept:
-        """Returns the activation bytes, which are the same for all schedules that treat backward
-        alike."""
+        """Returns the activation bytes, equal for all schedules that treat backward alike."""
         like_schedule = schedule if schedule in SPLIT_BACKWARD else "1f1b"
         activations_kept: Kept = self._once((like_schedule,), Kept, self, like_schedule)
         return activations_kept
@@ -448,8 +444,7 @@ class LayerCost:
         return params_by_rank
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
-        """Returns the (dense, expert) parameters of a pipeline rank, as `stages.rank_parameters`
-        does."""
+        """Returns the (dense, expert) parameters of a pipeline rank (`stages.rank_parameters`)."""
         dense = (
             rank.dense * self.params.dense[0]
             + rank.moe * self.params.dense[1]

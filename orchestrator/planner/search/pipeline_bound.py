@@ -24,8 +24,7 @@ from .pipeline_shapes import PipelineShape, RankShape
 
 
 class PipelineBound:
-    """A branch of the search with stages on ranks (`shape`) and backward in one or two parts
-    (`split`)."""
+    """A branch with its stages on ranks (`shape`) and backward in one or two parts (`split`)."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class PipelineBound:
         self._seconds: dict[int, float] = {}
 
     def _hiding(self, longest: float) -> list[float]:
-        """Returns the most seconds of a micro-batch per rank, in a pipeline of `longest`
+        """Returns the most seconds of a micro-batch by rank, for a pipeline of `longest`
         seconds."""
         if self.branch.base.inner_known:
             return [micro_batch_s for _, micro_batch_s in self.ranks]
@@ -73,8 +72,7 @@ class PipelineBound:
         return [micro_batch_s + (longest - end) / m for end, micro_batch_s in self.ranks]
 
     def _gradients(self) -> float:
-        """Returns the least exposed seconds of gradients and weights of any rank, with any ZeRO
-        stage."""
+        """Returns the least exposed seconds of gradients and weights, with any ZeRO stage."""
         dense_s, experts_s = self.branch.base.degrees.byte_s
         return max(
             self.branch.base.exposed(plain * dense_s + experts * experts_s, hiding)
@@ -84,8 +82,7 @@ class PipelineBound:
         )
 
     def _rank(self, rank: RankShape, stage_s: StageSeconds) -> tuple[float, float]:
-        """Returns (least seconds of the schedule because of a rank, seconds of one micro-batch on
-        it)."""
+        """Returns (least seconds of the schedule because of a rank, seconds of its micro-batch)."""
         stages, dense, moe = (
             (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
         )
@@ -179,8 +176,7 @@ class PipelineBound:
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
 
     def _sharded_pipeline(self, activation_bytes: list[float], sharded: ZeroStage) -> float:
-        """Returns the bytes of a sharded rank, either at the loss or in its first layer's
-        backward."""
+        """Returns the bytes of a sharded rank, at the loss or in its first layer's backward."""
         keeps = self.branch.cost.kept("1f1b")
         fullest = 0.0
         for (plain, experts), rank_bytes, rank in zip(

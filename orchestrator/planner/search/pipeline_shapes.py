@@ -1,5 +1,4 @@
-"""Counts the layers of each kind on every pipeline rank, once for all meshes with the same
-pipeline."""
+"""Counts the layers of each kind on pipeline ranks, once for all meshes with the same pipeline."""
 
 from __future__ import annotations
 

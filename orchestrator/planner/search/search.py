@@ -150,8 +150,7 @@ class Search:
         equal = list[CostedLayout]()
 
         def level(seconds: float) -> bool:
-            """Reports whether a layout with this step would equal the fastest and still be
-            compared."""
+            """Reports whether a layout with this step equals the fastest and is still compared."""
             return not equal or (
                 len(equal) < MOST_EQUAL and seconds <= equal[0].step_s * (1 + EQUAL)
             )
@@ -179,8 +178,7 @@ class Search:
     # -------------------------------------------------------------------------------------- bounds
 
     def columns(self) -> Iterator[Column]:
-        """Yields every column of families that have a legal layout, and counts the legal
-        layouts."""
+        """Yields every column of families with a legal layout, and counts the legal layouts."""
         families: dict[tuple[int, ...], list[Mesh]] = {}
         for first in self.space.families():
             folded = self.space.folded(first.tp, first.cp, first.ep)
@@ -310,8 +308,7 @@ class Search:
     def _fitting(
         self, pipeline: PipelineBound, names: list[str], byte_limit: int
     ) -> Iterator[tuple[str, ZeroStage, float]]:
-        """Yields (schedule, ZeRO stage, lower bound in bytes) of every pair that may fit
-        `byte_limit`."""
+        """Yields (schedule, ZeRO stage, lower bound in bytes) of pairs that may fit the limit."""
         for schedule in names:
             activation_bytes = pipeline.kept(schedule)
             shards = self.space.shards(pipeline.branch.mesh, schedule)
@@ -346,8 +343,7 @@ class Search:
 
     @cached_property
     def par(self) -> doc.Parallel:
-        """The `parallel` of an arbitrary layout; bounds read only the fields that all layouts
-        share."""
+        """The `parallel` of some layout; bounds read only fields that all layouts share."""
         mesh = next(mesh for mesh in self.space.meshes() if self.space.count(mesh))
         config = self.space.fixed(next(iter(self.space.layouts(mesh))))
         return make_parallel(config, self._case(config))
@@ -396,8 +392,7 @@ class Search:
         return legal_nestings
 
     def _cost(self, placed: PlacedLayout, byte_limit: float = float("inf")) -> CostedLayout | None:
-        """Costs a placed layout; returns None if it does not fit, or needs more than `byte_limit`
-        bytes."""
+        """Costs a placed layout; returns None if it needs too much memory or `byte_limit`."""
         self.costed += 1
         workload = Workload(self.context.model, placed.parallel, placed.train)
         accounts = memory.memory_by_pp_rank(

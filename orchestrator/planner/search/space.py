@@ -175,8 +175,7 @@ class Space:
                             yield from self._batches(tp, cp, ep, pp, dp)
 
     def _degrees(self, axis: str, gpus: int, largest: int) -> list[int]:
-        """Returns the legal degrees of an axis that divide `gpus`, the GPUs that the preceding axes
-        leave."""
+        """Returns the legal degrees of an axis that divide `gpus`, left by the axes before it."""
         given_degree = getattr(self.par, axis)
         if given_degree is not None:
             return (
@@ -231,8 +230,7 @@ class Space:
         ]
 
     def _folded(self, tp: int, cp: int, ep: int) -> list[tuple[Fold, list[Variant]]]:
-        """Returns the legal folds of the experts with the variants that suit each, simplest
-        first."""
+        """Returns the legal folds of the experts with the variants of each, simplest first."""
         every = self.variants(tp, cp)
         legal_folds = list[tuple[Fold, list[Variant]]]()
         for fold in self._folds(tp, cp):

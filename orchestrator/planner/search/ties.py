@@ -1,5 +1,4 @@
-"""Layouts whose predicted steps differ by less than predictions can tell, and the choice among
-them.
+"""Layouts whose predicted steps differ by less than predictions can tell, and how one is chosen.
 
 Two predictions on the same machines share most of their error. The rest is assumed to be `EQUAL` of
 the step, for all layouts alike. Of equal layouts, the one that moves fewer bytes over the highest
@@ -68,8 +67,7 @@ def proven(layout: Layout) -> bool:
 
 
 def bytes_at_the_top(layout: CostedLayout, level: str) -> float:
-    """Returns the bytes per step that the busiest rank of each axis sends over the highest switch
-    level."""
+    """Returns the bytes per step of the busiest rank of each axis over the highest switch level."""
     placed = axis_placement(layout.solution.best, layout.solution.traffic).values()
     return sum(axis.bytes_per_step_by_level.get(level, 0.0) for axis in placed)
 
