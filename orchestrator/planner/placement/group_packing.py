@@ -41,7 +41,7 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
         return tuple(signature)
 
     def fill() -> Iterator[tuple[int, ...]]:
-        """Yields the chosen nodes if all slots are filled, else fills the next slot in every
+        """Yields the chosen nodes once all slots are filled, else fills the next one in every
         way."""
         if len(chosen) == slots:
             yield tuple(chosen)

@@ -311,8 +311,7 @@ class ZeroStage:
         return dense.on_device, experts.on_device
 
     def bytes_of(self, dense: float, experts: float) -> float:
-        """Returns the bytes, buffers included, of a rank with these parameters of one model
-        copy."""
+        """Returns the bytes of a rank with these parameters of one model copy, with buffers."""
         return self.buffer_bytes + dense * self.dense_bytes + experts * self.expert_bytes
 
     def sent(self, held: tuple[int, int], copies: int) -> list[float]:

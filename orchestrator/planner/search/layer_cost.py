@@ -353,8 +353,7 @@ class LayerCost:
         )
 
     def chain(self, stage: StageSeconds, back: float) -> float:
-        """Returns the seconds of a micro-batch through all stages and the share `back` of
-        backward."""
+        """Returns the seconds of a micro-batch through all stages and `back` of their backward."""
         forward = (
             self.dense * stage.forward[0]
             + self.moe * stage.forward[1]

@@ -64,8 +64,7 @@ class PipelineBound:
         self._seconds: dict[int, float] = {}
 
     def _hiding(self, longest: float) -> list[float]:
-        """Returns the most seconds of a micro-batch by rank, for a pipeline of `longest`
-        seconds."""
+        """Returns the most seconds of a micro-batch by rank, in a pipeline of this span."""
         if self.branch.base.inner_known:
             return [micro_batch_s for _, micro_batch_s in self.ranks]
         m = self.branch.mesh.micro_batches
