@@ -1,1 +1,1 @@
-"""What others measured beside what we predict: tables, calibration, published results."""
+"""Compares the planner's predictions with measurements: tables, calibration, published results."""

@@ -1,1 +1,1 @@
-"""What a layout costs: seconds and bytes. Pure functions; no torch."""
+"""The cost of a layout in seconds and bytes. Pure functions, without torch."""

@@ -1,5 +1,4 @@
-"""The hub of all costs: one model on one cluster, with everything that the costs of its layouts
-share."""
+"""The hub of all costs: one model on one cluster, and everything that its layouts' costs share."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from .software import SOFTWARE, Software
 
 
 class CostContext:
-    """One model on one cluster: what the costs of all layouts share, computed once."""
+    """One model on one cluster: the values that the costs of all layouts share, computed once."""
 
     def __init__(
         self,
@@ -42,9 +41,12 @@ class CostContext:
         state: str = "",
         **job: Any,
     ):
-        """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as
-        `rates` takes them. imbalance: of experts' ranks, where it is given; assumed: values of the
-        profile that a plan's was made of, where they are not this one's."""
+        """`path_cache` is the cluster's, if there is one already.
+
+        `imbalance` is the load factor of the experts' ranks, if it is given. `assumed` holds the
+        values of the profile with which a plan was made, if they are not this profile's. `job`
+        holds task and slow_fabric, as `rates` takes them.
+        """
         self.cluster = cluster
         self.model = model
         self.train = train
@@ -60,16 +62,18 @@ class CostContext:
         #: True if the job takes the first nodes of the cluster; otherwise it may take any.
         self.nodes_are_chosen = False
         self._compute: dict[tuple[object, ...], Compute] = {}
-        #: the training keys with each recomputation mode
+        #: The training keys with each recomputation mode.
         self.trains = {
             mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")
         }
 
     @cached_property
     def rate(self) -> Rates:
+        """The rates at the values of the profile."""
         return self.rates(self.profile.values)
 
     def rates(self, values: Mapping[str, Number]) -> Rates:
+        """Returns the rates at these values of the profile's parameters."""
         name = self.model.moe and spread_name(self.model.moe)
         spread = values[name] / self.assumed[name] if name else 1.0
         options: dict[str, Any] = {"expert_spread": spread, **self.job}
@@ -78,7 +82,7 @@ class CostContext:
         )
 
     def balanced(self, parallel: Parallel) -> Parallel:
-        """`parallel` with the load of its fullest expert rank, as given or as the profile says."""
+        """Returns `parallel` with its fullest expert rank's load, given or from the profile."""
         moe = self.model.moe
         if moe is None or expert_mesh(parallel).ep == 1:
             return parallel
@@ -90,7 +94,7 @@ class CostContext:
         )
 
     def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
-        """The same job on another cluster."""
+        """Returns the context of the same job on another cluster."""
         options: dict[str, Any] = {
             "matmul": self.matmul,
             "software": self.software,
@@ -100,16 +104,17 @@ class CostContext:
         return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
 
     def training(self, train: Train) -> CostContext:
-        """The same job with its training keys resolved."""
-        other = copy.copy(self)
-        other.train = train
-        return other
+        """Returns the context of the same job with its training keys resolved."""
+        context = copy.copy(self)
+        context.train = train
+        return context
 
     def workload(self, parallel: Parallel, train: Train | None = None) -> Workload:
-        """The model in a layout, with the context's training keys or `train`."""
+        """Returns the model in a layout, with the context's training keys or `train`."""
         return Workload(self.model, parallel, train or self.train, self.software)
 
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
+        """Returns the compute of a step in this layout, at the context's rates or `rate`."""
         per_node = self.cluster.gpus_per_node
         compute = None if rate else self.compute(parallel)
         return step_work(
@@ -122,7 +127,7 @@ class CostContext:
         )
 
     def compute(self, parallel: Parallel) -> Compute:
-        """Compute of a micro-batch, once for all layouts that give a GPU equal shards of it."""
+        """Returns the compute of a micro-batch, once for all layouts with equal shards of it."""
         tokens = parallel.micro_batch_size / parallel.cp
         ring = parallel.cp_method == "ring"
         experts = *expert_mesh(parallel)[:2], parallel.expert_imbalance
@@ -138,7 +143,7 @@ class CostContext:
         return self._compute[key]
 
     def with_chosen_nodes(self) -> CostContext:
-        """The same context for a job whose nodes are chosen: the first ones of the cluster."""
-        other = copy.copy(self)
-        other.nodes_are_chosen = True
-        return other
+        """Returns the context of a job whose nodes are chosen: the first ones of the cluster."""
+        context = copy.copy(self)
+        context.nodes_are_chosen = True
+        return context

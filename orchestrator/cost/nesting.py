@@ -25,9 +25,9 @@ from .path_cache import Cuts, PathCache, Paths
 
 
 def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
-    """Every distinct nesting order, the default (planning.md E1: TP, CP, EP, PP, DP) first.
+    """Yields every distinct nesting order, the default (planning.md E1: TP, CP, EP, PP, DP) first.
 
-    The position of an axis of degree 1 changes nothing, so it keeps its default one.
+    The position of an axis of degree 1 changes nothing, so such an axis keeps its default position.
     """
     moving = [axis for axis in AXES if degrees[axis] > 1]
     for permutation in itertools.permutations(moving):
@@ -46,8 +46,10 @@ class Candidate:
         nodes: tuple[int, ...] = (),
         legal: bool = True,
     ):
-        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order. `legal`:
-        tokens can go by domain, where the plan asks for that."""
+        """`nodes` has the node in each slot; if it is empty, slots take the cluster's first nodes.
+
+        `legal` tells whether tokens can be exchanged by domain, if the plan asks for that.
+        """
         self.order = order
         self.paths = paths
         self.work = work
@@ -56,11 +58,12 @@ class Candidate:
 
     @cached_property
     def cost(self) -> StepCost:
+        """The cost of a step in this order."""
         return StepCost(self.work, self.paths)
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step. May simulate a pipeline, so it is computed only where needed."""
+        """Seconds per step. This may simulate a pipeline, so it is computed only if needed."""
         return value_of(self.cost.step_s)
 
     @property
@@ -69,20 +72,24 @@ class Candidate:
         return self.cost.lower_bound_s
 
     def worst_level(self, axis: Axis) -> str:
-        """Of "ep": of the ranks that share experts, also where these fold over other axes."""
+        """Returns the outermost level that groups of the axis cross.
+
+        For "ep", these are the ranks that share experts, even if experts fold over other axes.
+        """
         par = self.work.workload.parallel
         if axis == "ep" and expert_mesh(par).ep > 1:
             return self.paths[axes(par), "exchange"].worst_level
         return self.paths[(axis,), "ring"].worst_level
 
     def outside_nvlink(self, axis: Axis) -> bool:
+        """Reports whether groups of the axis leave their NVLink domain."""
         return self.paths.spans_domains([axis]) or self.worst_level(axis) not in (SELF, NVLINK)
 
 
 def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
-    """What paths the communication of all pipeline ranks takes."""
-    ranks = {id(items): items for items in traffic}.values()  # equal ranks share one list
-    return {item.key for items in ranks for item in items}
+    """Returns the keys of the paths that the communication of all pipeline ranks takes."""
+    ranks = {id(items): items for items in traffic}.values()  # Equal ranks share one list.
+    return {message.key for items in ranks for message in items}
 
 
 def candidates(
@@ -92,13 +99,12 @@ def candidates(
     work: Work,
     only: Sequence[Axis] | None = None,
 ) -> list[Candidate]:
-    """Every nesting order with its cost, the default order first; or just the order `only`."""
+    """Returns every nesting order with its cost, the default first, or just the order `only`."""
     sizes = degrees(parallel)
-    # only virtual stages send from the last rank to the first
+    # Only virtual stages send from the last rank to the first.
     wraps = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
-    wraps |= {
-        ((axis,), "ring"): True for axis in AXES
-    }  # axes that send nothing have a worst level too
+    # Axes that send nothing have a worst level too.
+    wraps |= {((axis,), "ring"): True for axis in AXES}
     wraps |= {(axes(parallel), "exchange"): True} if expert_mesh(parallel).ep > 1 else {}
     cuts = Cuts.of(parallel)
     by_domain = parallel.expert_all_to_all == "hierarchical" and expert_mesh(parallel).ep > 1
@@ -118,33 +124,33 @@ def candidates(
 def axis_placement(
     candidate: Candidate, traffic: Sequence[Sequence[Traffic]]
 ) -> dict[str, AxisPlacement]:
-    """By axis: the worst level that its groups cross, and bytes per step that its busiest rank
-    sends, by level.
+    """Returns the worst level of each axis, and the bytes per step of its busiest rank by level.
 
     "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
     """
-    result: dict[str, AxisPlacement] = {}
+    placements: dict[str, AxisPlacement] = {}
     for axis in AXES:
         busiest: dict[str, float] = {}
         for rank in traffic:
             by_level: dict[str, float] = {}
-            for item in rank:
-                if item.axis == axis:
-                    for path in _phases(candidate, item):
+            for message in rank:
+                if message.axis == axis:
+                    for path in _phases(candidate, message):
                         for level, share in path.share.items():
-                            by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
+                            by_level[level] = by_level.get(level, 0.0) + message.sent_bytes * share
             busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
-        result[axis] = AxisPlacement(
+        placements[axis] = AxisPlacement(
             worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest
         )
-    return result
+    return placements
 
 
-def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
-    path = candidate.paths[item.key]
+def _phases(candidate: Candidate, message: Traffic) -> list[Path]:
+    """Returns the paths that a message takes one after another."""
+    path = candidate.paths[message.key]
     workload = candidate.work.workload
     return (
-        phases(path, workload.model, workload.parallel, item.carried)
-        if item.axis == "ep"
+        phases(path, workload.model, workload.parallel, message.carried)
+        if message.axis == "ep"
         else [path]
     )

@@ -1,8 +1,8 @@
-"""numpy for the planner, imported so that its BLAS wastes no processor time.
+"""Imports numpy for the planner, so that its BLAS wastes no processor time.
 
-OpenBLAS starts a thread for each core, and each would spin for 2^26 ticks, some 25 ms of a
-processor, before it sleeps. Plans multiply no large matrices. The processes that this one starts do
-not inherit the variable that forbids it.
+OpenBLAS starts a thread per core, and each would spin for 2^26 ticks, some 25 ms of a processor,
+before it sleeps. Plans multiply no large matrices. Processes that this one starts do not inherit
+the variable that forbids it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 
 __all__ = ["np"]
 
-#: OpenBLAS reads it when it is loaded: its idle threads spin for 2^n ticks.
+#: OpenBLAS reads this variable when it is loaded: its idle threads spin for 2^n ticks.
 _SPIN = "OPENBLAS_THREAD_TIMEOUT"
 
 _ours = _SPIN not in os.environ
 if _ours:
-    os.environ[_SPIN] = "4"  # the least that it takes
+    os.environ[_SPIN] = "4"  # the smallest value that it accepts
 import numpy as np  # noqa: E402
 
 if _ours:

@@ -1,4 +1,4 @@
-"""The cost of a plan that is there already: its terms again, and its pipeline over time."""
+"""The cost of an existing plan: its terms, and its pipeline over time."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 def context_of(
     plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None
 ) -> CostContext:
-    """The cost context that a plan was made in, with another profile or cluster where one is
-    given."""
+    """Returns the cost context in which a plan was made.
+
+    Another profile or cluster replaces the plan's, if given.
+    """
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     plan_profile = profile or with_values(plan.time.parameters)
     options: dict[str, Any] = {
@@ -53,7 +55,7 @@ def context_of(
 def jacobian(
     context: CostContext, candidate: Candidate, parallel: Parallel, train: Train
 ) -> NDArray[np.float64]:
-    """d ln(step) / d ln(parameter) of a costed layout, float [parameters of the cost model]."""
+    """Returns d ln(step) / d ln(parameter) of a costed layout, float [parameters]."""
     rate = context.rates(duals(context.profile.values))
     step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
     return log_gradient(step)
@@ -62,20 +64,21 @@ def jacobian(
 def step_of(
     plan: Plan, context: CostContext | None = None
 ) -> Callable[[Mapping[str, Number]], Number]:
-    """A function from values of the cost model's parameters to the plan's step in seconds."""
+    """Returns a function from values of the parameters to the plan's seconds per step."""
     cost_context = context or context_of(plan)
     par = plan.parallel
     train = plan.job.train
     paths = cost_of(plan, cost_context).paths
 
     def step_s(values: Mapping[str, Number]) -> Number:
+        """Returns the seconds per step at these values of the parameters."""
         return StepCost(cost_context.work(par, train, cost_context.rates(values)), paths).step_s
 
     return step_s
 
 
 def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:
-    """The plan's step in its own nesting order."""
+    """Returns the cost of the plan's step in its own nesting order."""
     context = context or context_of(plan)
     traffic = step_traffic(Workload(plan.model, plan.parallel, plan.job.train, context.software))
     work = context.work(plan.parallel, plan.job.train)
@@ -83,17 +86,17 @@ def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:
 
 
 class ExpertLoad(NamedTuple):
-    """Load of the fullest of the ranks that share experts over the mean, as a plan assumes it."""
+    """The load of the fullest rank that shares experts over the mean, as a plan assumes it."""
 
     factor: float
-    low: float  # 95 % interval
-    high: float
+    low: float  # lower end of the 95 % interval
+    high: float  # upper end of the 95 % interval
     balanced_by: str  # "bias", "loss" or "none"
-    costs_s: float  # of a step, against even loads
+    costs_s: float  # seconds per step, compared with even loads
 
 
 def expert_load(plan: Plan) -> ExpertLoad | None:
-    """None where no ranks share experts."""
+    """Returns the assumed load of the experts' ranks, or None if no ranks share experts."""
     moe = plan.model.moe
     par = plan.parallel
     if moe is None or (ep := expert_mesh(par).ep) == 1:
@@ -101,17 +104,19 @@ def expert_load(plan: Plan) -> ExpertLoad | None:
     factor = fullest(par)
     name = spread_name(moe)
     context = context_of(plan)
-    far = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
+    margin = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
     limit = min(ep, moe.experts / moe.top_k)
-    low, high = (min(limit, 1.0 + (factor - 1.0) * exp(sign * far)) for sign in (-1, 1))
+    low, high = (min(limit, 1.0 + (factor - 1.0) * exp(sign * margin)) for sign in (-1, 1))
     even = structs.replace(plan, parallel=structs.replace(par, expert_imbalance=UNSET))
     costs = value_of(cost_of(plan, context).step_s) - value_of(cost_of(even, context).step_s)
     return ExpertLoad(factor, low, high, name.rpartition(".")[2], costs)
 
 
 def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
-    """The pipeline of a plan, simulated: start and end in seconds of every action of its first
-    micro-batches."""
+    """Returns the simulated pipeline of a plan.
+
+    It has the start and end in seconds of every action of the first micro-batches.
+    """
     cost = cost_of(plan)
     par = plan.parallel
     forward = tuple(value_of(stage[0]) for stage in cost.stages)

@@ -1,10 +1,10 @@
-"""The parameters of the cost model: what hardware and software reach of their data sheets, each
-with a prior.
+"""The parameters of the cost model, each with a prior.
 
-A parameter is positive; its uncertainty is that of its logarithm. `PRIOR` says what is believed
-before any run of the calibration table is seen; a profile (`profile`) holds what a fit made of it.
-Sources of the priors: accuracy.md, sections 1 and 2, which name the measurements; `gemm_mamf` and
-`comm` are the tables of planning.md.
+They describe how much of their data sheets hardware and software reach. A parameter is positive;
+its uncertainty is that of its logarithm. `PRIOR` holds the beliefs before any run of the
+calibration table is seen; a profile (`profile`) holds the values after a fit. Sources of the
+priors: accuracy.md, sections 1 and 2, which name the measurements; `gemm_mamf` and `comm` are the
+tables of planning.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ GENERATIONS: dict[str, str] = {
     **dict.fromkeys(("B100", "B200", "GB200"), "blackwell"),
     **dict.fromkeys(
         ("B300", "GB300"), "blackwell_ultra"
-    ),  # more power, twice the exponentials a clock
+    ),  # more power, twice the exponentials per clock
 }
 
 
 def generation_of(gpu: str, device: str) -> str:
-    """Generation of a GPU by its name; "other" where it is unknown, "cpu" for a processor."""
+    """Returns the generation of a GPU by its name.
+
+    It is "other" for unknown GPUs and "cpu" for processors.
+    """
     if device == "cpu":
         return "cpu"
     model = gpu_model(gpu).upper()
@@ -37,9 +40,11 @@ def generation_of(gpu: str, device: str) -> str:
 
 
 class Parameter(NamedTuple):
+    """One parameter of the cost model, with its prior."""
+
     name: str
     value: float
-    sd: float  # of the logarithm
+    sd: float  # standard deviation of the logarithm
     unit: str
     source: str
 
@@ -47,6 +52,7 @@ class Parameter(NamedTuple):
 def _share(
     names: dict[str, float], stem: str, sd: float, unit: str, source: str
 ) -> Iterator[Parameter]:
+    """Yields parameters `stem.name` that share a standard deviation, a unit and a source."""
     for name, value in names.items():
         yield Parameter(f"{stem}.{name}", value, sd, unit, source)
 
@@ -86,7 +92,7 @@ _FAMILY |= {
     "deepspeed_2020": 1.0,
     "deepspeed_2021": 1.0,
     "deepseek": 1.0,
-    # its run on 8,192 GPUs (arXiv 2407.21783 table 4) took 5 % longer than a plan with 1.0
+    # Its run on 8,192 GPUs (arXiv 2407.21783, table 4) took 5 % longer than a plan with 1.0.
     "llama3": 1.02,
 }
 _FAMILY |= {"maxtext": 1.0, "eager": 1.0}
@@ -144,8 +150,8 @@ PRIOR: tuple[Parameter, ...] = (
         "elementwise.fused", 1.0, 0.15, "of bytes", "bytes of norms, residuals, activation, rotary"
     ),
     Parameter("elementwise.eager", 1.9, 0.2, "of bytes", "the same, one kernel an operation"),
-    # counted by operations of transformers' Llama: 155 bytes of a token's hidden size, where fused
-    # kernels move 44
+    # Counted by operations of transformers' Llama: 155 bytes per token and hidden feature, of which
+    # fused kernels move 44.
     Parameter(
         "elementwise.modules",
         3.5,

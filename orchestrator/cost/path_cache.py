@@ -1,5 +1,4 @@
-"""The groups of ranks that communicate in a nesting order, and their paths on a cluster, each
-computed once."""
+"""Caches the paths of the groups of ranks that communicate in a nesting order on a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from .numpy_import import np
 
 
 def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:
-    """Ranks of every group in which only the `varying` axes vary: int array [groups, members].
+    """Returns the groups in which only the `varying` axes vary: ranks, int [groups, members].
 
     Members are sorted by those coordinates, the last of `varying` slowest, as in
     `orchestrator.plan.ranks.groups`.
@@ -34,21 +33,25 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
 
 
 def mirrored(members: Ints, pp: int) -> Ints:
-    """Of int [groups, pp * n] over all stages: the n ranks of stage r together with those of stage
-    pp - 1 - r, which hold the same layers in a bidirectional pipeline."""
+    """Pairs the members of mirrored stages, which hold the same layers in a bidirectional pipeline.
+
+    `members` is int [groups, pp * n] over all stages. The n ranks of stage r are joined with those
+    of stage pp - 1 - r.
+    """
     stages = members.reshape(len(members), pp, -1)
     pairs = np.concatenate([stages[:, : pp // 2], stages[:, : pp // 2 - 1 - pp : -1]], axis=2)
     return pairs.reshape(-1, pairs.shape[2])
 
 
 class Cuts(NamedTuple):
-    """By what groups are smaller than their axes say."""
+    """The numbers by which groups are smaller than their axes."""
 
-    zero_group: int = 0  # ranks that share one copy of what ZeRO shards
+    zero_group: int = 0  # ranks that share one copy of the tensors that ZeRO shards
     etp: int = 1  # ranks of tp that hold parts of the same experts
 
     @classmethod
     def of(cls, parallel: Parallel) -> Cuts:
+        """Returns the cuts of a layout."""
         return cls(parallel.zero_group, tensor_ranks(parallel))
 
 
@@ -58,54 +61,55 @@ NO_CUTS = Cuts()
 def communicating(
     order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, cuts: Cuts = NO_CUTS
 ) -> tuple[Ints, Pattern]:
-    """int [groups, n]: the groups that a key of `Traffic` means, and how they communicate."""
+    """Returns (the groups of a key of `Traffic` as int [groups, n], their pattern)."""
     varying, pattern = key
     members = group_members(order, sizes, varying)
     zero_group = cuts.zero_group
-    if (
-        pattern == "exchange" and "tp" in varying and cuts.etp > 1
-    ):  # with those that hold the same part of experts
-        apart = members.reshape(len(members), -1, sizes["tp"] // cuts.etp, cuts.etp)
-        members = np.moveaxis(apart, 3, 1).reshape(len(members) * cuts.etp, -1)
+    # A group has the ranks that hold the same part of the experts.
+    if pattern == "exchange" and "tp" in varying and cuts.etp > 1:
+        by_tensor_part = members.reshape(len(members), -1, sizes["tp"] // cuts.etp, cuts.etp)
+        members = np.moveaxis(by_tensor_part, 3, 1).reshape(len(members) * cuts.etp, -1)
     if "pp" in varying and len(varying) > 1:
         members = mirrored(members, sizes["pp"])
     if pattern == "shard" or pattern == "replica":
-        # ranks with different experts share a group of shards; each of them has its own part of it
+        # Ranks with different experts share a group of shards; each of them has its own part of it.
         zero_group //= math.prod(sizes[axis] for axis in DENSE_REPLICAS if axis not in varying)
         return split_groups(members, pattern, zero_group), "ring"
     return members, pattern
 
 
 def split_groups(members: Ints, kind: str, zero_group: int) -> Ints:
-    """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the
-    same shard."""
+    """Splits groups, int [groups, n], into parts of one `kind`.
+
+    "shard": neighbours that share one copy. "replica": the holders of the same shard.
+    """
     split = members.reshape(len(members), -1, zero_group)
     split = split if kind == "shard" else split.swapaxes(1, 2)
     return split.reshape(-1, split.shape[2])
 
 
 class PathCache:
-    """Paths on one cluster, each computed once: axes with equal strides and sizes have equal
-    groups."""
+    """Paths on one cluster, each computed once for axes with equal strides and sizes."""
 
     def __init__(self, cluster: Cluster):
         self.fabric = Fabric(cluster)
         self._seen: dict[tuple[object, ...], Path] = {}
         self._goes: dict[tuple[object, ...], bool] = {}
-        #: the node in each slot, where that is not the cluster's order
+        #: The node in each slot, if that is not the cluster's order.
         self.nodes: tuple[int, ...] = ()
-        #: (GPUs of an inner group, nodes of the job) -> the reordered caches worth costing
+        #: (GPUs of an inner group, nodes of the job) -> the reordered caches that are worth
+        #: costing.
         self.parts: dict[tuple[int, int], list[PathCache]] = {}
 
     def reordered(self, nodes: Sequence[int]) -> PathCache:
-        """An empty cache for the same network with `nodes` in this order."""
-        other = copy.copy(self)
-        other.fabric = self.fabric.reordered(nodes)
-        other._seen = {}
-        other._goes = {}
-        other.parts = {}
-        other.nodes = tuple(nodes)
-        return other
+        """Returns an empty cache for the same network with `nodes` in this order."""
+        cache = copy.copy(self)
+        cache.fabric = self.fabric.reordered(nodes)
+        cache._seen = {}
+        cache._goes = {}
+        cache.parts = {}
+        cache.nodes = tuple(nodes)
+        return cache
 
     def path(
         self,
@@ -115,16 +119,16 @@ class PathCache:
         wrap: bool = True,
         cuts: Cuts = NO_CUTS,
     ) -> Path:
-        """Path of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
+        """Returns the path of a pattern over all groups of `key`, with axes nested in `order`."""
         varying, pattern = key
         shape = tuple(
             (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
         )
         if not shape:
             return NO_PATH
-        both = "pp" in varying and len(varying) > 1  # two stages that are the same one
+        is_mirrored = "pp" in varying and len(varying) > 1  # two stages hold the same layers
         cuts = cuts if "tp" in varying else cuts._replace(etp=1)
-        slot = (shape, pattern, both, wrap, math.prod(sizes.values()), cuts)
+        slot = (shape, pattern, is_mirrored, wrap, math.prod(sizes.values()), cuts)
         if slot not in self._seen:
             members, communication = communicating(order, sizes, key, cuts)
             members = self.fabric.standing_for_all(
@@ -136,13 +140,15 @@ class PathCache:
     def spans_domains(
         self, order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]
     ) -> bool:
-        """Whether the first and the last member of a group are farther apart than an NVLink domain
-        is long: known without a path. Also False where domains are not alike."""
+        """Reports whether a group's ends are farther apart than an NVLink domain is long.
+
+        No path is needed for that. The result is also False if domains are not alike.
+        """
         last = sum(_stride(order, sizes, axis) * (sizes[axis] - 1) for axis in varying)
         return last >= self.fabric.domain_gpus
 
     def by_domain(self, order: Sequence[Axis], parallel: Parallel, moe: Moe) -> bool:
-        """Whether tokens of ranks nested in `order` can go by domain (`plan.hierarchy`)."""
+        """Reports whether ranks nested in `order` can exchange by domain (`plan.hierarchy`)."""
         sizes = degrees(parallel)
         varying = axes(parallel)
         cuts = Cuts.of(parallel)
@@ -161,8 +167,10 @@ class PathCache:
 
 
 class Paths(Mapping[PathKey, Path]):
-    """Paths of a nesting order, each found when it is asked for: most orders are out by the path of
-    their tp groups."""
+    """The paths of a nesting order, each computed on demand.
+
+    Most orders are excluded by the path of their tp groups.
+    """
 
     def __init__(
         self,
@@ -172,7 +180,7 @@ class Paths(Mapping[PathKey, Path]):
         wraps: dict[PathKey, bool],
         cuts: Cuts,
     ):
-        """`wraps`: keys, and whether the last member of a group sends to the first."""
+        """`wraps` maps each key to whether the last member of a group sends to the first."""
         self.cache = cache
         self.order = order
         self.sizes = sizes
@@ -188,6 +196,7 @@ class Paths(Mapping[PathKey, Path]):
         return self._found[key]
 
     def spans_domains(self, varying: Sequence[Axis]) -> bool:
+        """Reports whether groups of these axes span more than an NVLink domain."""
         return self.cache.spans_domains(self.order, self.sizes, varying)
 
     def __iter__(self) -> Iterator[PathKey]:
@@ -198,6 +207,7 @@ class Paths(Mapping[PathKey, Path]):
 
 
 def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
+    """Returns the distance in ranks between neighbours along an axis."""
     stride = 1
     for inner in order[: order.index(axis)]:
         stride *= sizes[inner]

@@ -1,9 +1,10 @@
 """Profiles: values of the cost model's parameters after a fit, with covariance and provenance.
 
-`shipped.json` beside this file is the profile that orch comes with; `orch calibrate --table` writes
-such a file. A site profile has the same form and holds only what its own measurements made of
-another one. Predictions take their error from it: the parameters' covariance, what differs between
-tables measured by different people, and noise within a table.
+`shipped.json` next to this file is the profile that orch comes with; `orch calibrate --table`
+writes such a file. A site profile has the same form. It holds the values of another profile,
+updated only by the site's own measurements. Predictions take their error from a profile: the
+parameters' covariance, the differences between tables that different people measured, and the noise
+within a table.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from orchestrator.plan.exits import Exit
 
 from .parameters import INDEX, NAMES, PRIOR, PRIOR_VALUES
 
-if TYPE_CHECKING:  # imported where it is used: a plan that is read from the cache needs no numpy
+if TYPE_CHECKING:  # Imported where it is used: a plan that is read from the cache needs no numpy.
     from numpy.typing import NDArray
 
     from .numpy_import import np
@@ -32,8 +33,8 @@ if TYPE_CHECKING:  # imported where it is used: a plan that is read from the cac
 SCHEMA = "orch.profile/1"
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 NOISE = 0.06  # standard deviation of ln t within a table (accuracy.md section 4)
-#: Standard deviation of a parameter between tables: what a machine or a release differs by. By the
-#: longest prefix.
+#: Standard deviation of a parameter between tables, which reflects different machines and releases.
+#: The longest matching prefix counts.
 BETWEEN: dict[str, float] = {
     "": 0.3,
     **dict.fromkeys(("gemm", "family"), 0.06),
@@ -62,17 +63,21 @@ BETWEEN: dict[str, float] = {
 
 
 class FittedParameter(Frozen):
+    """A parameter of a profile."""
+
     name: str
     value: float
     prior: float
-    sd: float  # of the logarithm, after the fit
+    sd: float  # standard deviation of the logarithm, after the fit
     unit: str
     source: str
 
 
 class LeftOut(Frozen):
-    """Mean absolute error of a source's step times: before the fit, in it, and when the source is
-    left out of it."""
+    """The mean absolute error of a source's step times.
+
+    It is given before the fit, in the fit, and when the source is left out of the fit.
+    """
 
     source: str
     rows: int
@@ -82,40 +87,46 @@ class LeftOut(Frozen):
 
 
 class FittedOn(Frozen):
-    """Where the values come from."""
+    """The provenance of a profile's values."""
 
     what: str  # "table", "run", "bench", "prior"
-    sha256: str = ""  # of the table
+    sha256: str = ""  # hash of the table
     date: str = ""
-    rows: dict[str, int] = {}  # by source
-    #: label of the profile that was updated; of the first one, where several updates followed
+    rows: dict[str, int] = {}  # rows by source
+    #: The label of the profile that was updated; after several updates, of the first one.
     base: str = ""
-    runs: list[
-        str
-    ] = []  # ids of the runs, and "bench <when>", whose measurements it was updated with, in order
+    # Ids of the runs, and "bench <when>", whose measurements updated the profile, in order.
+    runs: list[str] = []
 
 
 class Profile(Frozen, dict=True):
+    """Values, covariance and provenance of the parameters."""
+
     schema: str
     name: str
     fitted_on: FittedOn
     parameters: list[FittedParameter]
-    covariance: list[list[float]]  # of the logarithms, lower triangle, in the order of `parameters`
+    # covariance of the logarithms: lower triangle, in the order of `parameters`
+    covariance: list[list[float]]
     left_out: list[LeftOut] = []
 
     @cached_property
     def values(self) -> dict[str, float]:
-        """By name, in the order of `NAMES`; parameters that the file does not know have their
-        prior."""
-        shipped_values = {one.name: one.value for one in self.parameters}
+        """Values by name, in the order of `NAMES`.
+
+        Parameters that the file does not know have the value of their prior.
+        """
+        shipped_values = {parameter.name: parameter.value for parameter in self.parameters}
         return {name: shipped_values.get(name, value) for name, value in PRIOR_VALUES.items()}
 
     @cached_property
     def digest(self) -> str:
+        """The SHA-256 of the profile."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
     @property
     def label(self) -> str:
+        """The name of the profile with the beginning of its digest."""
         return f"{self.name} {self.digest[:8]}"
 
     @cached_property
@@ -123,20 +134,22 @@ class Profile(Frozen, dict=True):
         """Covariance of the logarithms of `NAMES`."""
         from .numpy_import import np
 
-        result = np.diag([one.sd**2 for one in PRIOR])
-        fitted = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
-        rows = [at for at, one in enumerate(self.parameters) if one.name in INDEX]
+        covariance = np.diag([parameter.sd**2 for parameter in PRIOR])
+        fitted = [INDEX[parameter.name] for parameter in self.parameters if parameter.name in INDEX]
+        rows = [index for index, parameter in enumerate(self.parameters) if parameter.name in INDEX]
         full = np.zeros((len(self.parameters), len(self.parameters)))
-        for at, row in enumerate(self.covariance):
-            full[at, : at + 1] = row
+        for index, row in enumerate(self.covariance):
+            full[index, : index + 1] = row
         full += np.tril(full, -1).T
-        result[np.ix_(fitted, fitted)] = full[np.ix_(rows, rows)]
-        return result
+        covariance[np.ix_(fitted, fitted)] = full[np.ix_(rows, rows)]
+        return covariance
 
     @cached_property
     def between(self) -> NDArray[np.float64]:
-        """Variances between tables; nothing for a site's own profile, whose machines are those that
-        run."""
+        """Variances between tables.
+
+        They are 0 for a site's own profile, whose machines are those of the job.
+        """
         from .numpy_import import np
 
         if self.fitted_on.base:
@@ -152,13 +165,17 @@ class Profile(Frozen, dict=True):
 
 
 def between_sd(name: str) -> float:
+    """Returns the standard deviation of a parameter between tables."""
     return BETWEEN[max((stem for stem in BETWEEN if name.startswith(stem)), key=len)]
 
 
 def relative_sd(jacobian: NDArray[np.float64], profile: Profile) -> float:
-    """Standard deviation of ln t. jacobian: d ln t / d ln(parameter), float [len(NAMES)]."""
-    # in six digits, and without BLAS, whose sums depend on the number of threads: plans are hashed
-    # with it
+    """Returns the standard deviation of ln t.
+
+    `jacobian` is d ln t / d ln(parameter), float [len(NAMES)].
+    """
+    # Rounded to six digits and computed without BLAS, whose sums depend on the number of threads,
+    # because plans are hashed with this number.
     variance = float((jacobian[:, None] * profile.uncertainty * jacobian).sum()) + NOISE**2
     return _digits(variance**0.5, 6)
 
@@ -170,23 +187,23 @@ def make_profile(
     fitted_on: FittedOn,
     left_out: Any = (),
 ) -> Profile:
-    """A profile in the form of its file: values rounded to six digits, covariances to four."""
+    """Returns a profile in the form of its file: values with six digits, covariances with four."""
     from .numpy_import import np
 
     parameters = [
         FittedParameter(
-            name=one.name,
-            value=_digits(values[one.name], 6),
-            prior=one.value,
-            sd=_digits(float(np.sqrt(covariance[at, at])), 4),
-            unit=one.unit,
-            source=one.source,
+            name=parameter.name,
+            value=_digits(values[parameter.name], 6),
+            prior=parameter.value,
+            sd=_digits(float(np.sqrt(covariance[index, index])), 4),
+            unit=parameter.unit,
+            source=parameter.source,
         )
-        for at, one in enumerate(PRIOR)
+        for index, parameter in enumerate(PRIOR)
     ]
     triangle = [
-        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[at, : at + 1]]
-        for at in range(len(PRIOR))
+        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[index, : index + 1]]
+        for index in range(len(PRIOR))
     ]
     return Profile(
         schema=SCHEMA,
@@ -199,20 +216,24 @@ def make_profile(
 
 
 def _digits(value: float, digits: int) -> float:
+    """Rounds a number to this many significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def prior_profile() -> Profile:
-    """What is believed before any run was seen."""
+    """Returns the profile of the beliefs before any run was seen."""
     from .numpy_import import np
 
     return make_profile(
-        "prior", PRIOR_VALUES, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior")
+        "prior",
+        PRIOR_VALUES,
+        np.diag([parameter.sd**2 for parameter in PRIOR]),
+        FittedOn(what="prior"),
     )
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises OrchError (65) for a file that is not a profile."""
+    """Reads a profile. Raises OrchError (65) for a file that is not a profile."""
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
@@ -228,44 +249,52 @@ def read_profile(path: Path) -> Profile:
 
 
 def _problem(profile: Profile) -> str | None:
+    """Returns the reason why a profile is invalid, or None."""
     if profile.schema != SCHEMA:
         return f"schema is {profile.schema!r}, this version reads {SCHEMA!r}"
-    for one in profile.parameters:
-        if not (0 < one.value < 1e12):
-            return f"parameter {one.name} is {one.value}, must be positive"
+    for parameter in profile.parameters:
+        if not (0 < parameter.value < 1e12):
+            return f"parameter {parameter.name} is {parameter.value}, must be positive"
     if [len(row) for row in profile.covariance] != list(range(1, len(profile.parameters) + 1)):
         return f"covariance is not the lower triangle of {len(profile.parameters)} parameters"
-    for row, one in zip(profile.covariance, profile.parameters, strict=True):
+    for row, parameter in zip(profile.covariance, profile.parameters, strict=True):
         if not (row[-1] > 0 and all(map(isfinite, row))):
-            return f"covariance of {one.name} is not finite, or its variance not positive"
+            return f"covariance of {parameter.name} is not finite, or its variance not positive"
     return None
 
 
 @lru_cache(maxsize=1)
 def shipped() -> Profile:
-    """The profile that orch comes with."""
+    """Returns the profile that orch comes with."""
     return read_profile(SHIPPED_FILE) if SHIPPED_FILE.exists() else prior_profile()
 
 
 def differing(profile: Profile) -> dict[str, float]:
-    """Values that are not those of the shipped profile: what a plan carries of a site's own."""
+    """Returns a site's values that differ from the shipped profile; its plans store them."""
     usual = shipped().values
     return {name: value for name, value in profile.values.items() if value != usual[name]}
 
 
 def with_values(values: Mapping[str, float]) -> Profile:
-    """The shipped profile with some values of a site's: what a plan was made with, by what it
-    carries."""
+    """Returns the shipped profile with some values of a site's own.
+
+    A plan stores these values, so this is the profile with which it was made.
+    """
     if not values:
         return shipped()
-    known = [
-        structs.replace(one, value=values.get(one.name, one.value)) for one in shipped().parameters
+    parameters = [
+        structs.replace(parameter, value=values.get(parameter.name, parameter.value))
+        for parameter in shipped().parameters
     ]
     triangle = list(shipped().covariance)
-    names = {one.name for one in known}
-    for one in PRIOR:  # those that the shipped file does not know yet
-        if one.name in values and one.name not in names:
-            same = {name: getattr(one, name) for name in ("name", "sd", "unit", "source")}
-            known.append(FittedParameter(**same, value=values[one.name], prior=one.value))
-            triangle.append([0.0] * len(triangle) + [one.sd**2])
-    return structs.replace(shipped(), parameters=known, covariance=triangle)
+    names = {parameter.name for parameter in parameters}
+    for parameter in PRIOR:  # Parameters that the shipped file does not know yet.
+        if parameter.name in values and parameter.name not in names:
+            prior_fields = {
+                name: getattr(parameter, name) for name in ("name", "sd", "unit", "source")
+            }
+            parameters.append(
+                FittedParameter(**prior_fields, value=values[parameter.name], prior=parameter.value)
+            )
+            triangle.append([0.0] * len(triangle) + [parameter.sd**2])
+    return structs.replace(shipped(), parameters=parameters, covariance=triangle)

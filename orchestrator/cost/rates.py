@@ -1,5 +1,4 @@
-"""What one GPU, its links and the software reach: the profile's parameters, chosen for one cluster
-and job."""
+"""The rates of one GPU, its links and its software, from the profile's parameters."""
 
 from __future__ import annotations
 
@@ -16,51 +15,50 @@ from .dual import Number
 from .parameters import generation_of
 from .software import Software
 
-# operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
+# The operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums.
 CPU_LAUNCHES = 14
 
 
-#: Elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x 256
-#: (V100: 128 x 128).
+#: The elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x
+#: 256 (V100: 128 x 128).
 WAVE = {"v100": 80 * 128 * 128, "a100": 108 * 32768, "hopper": 132 * 32768, "cpu": 0}
 WAVE |= dict.fromkeys(("blackwell", "blackwell_ultra"), 148 * 32768)
 
 
 class Links(Struct, frozen=True):
-    """Share of the links' rates that collectives reach in a step, and fixed times."""
+    """The share of the links' rates that collectives reach in a step, and fixed times."""
 
     nvlink: Number
     nic: Number
-    latency: Number  # of the hops' latencies
-    launch_s: Number  # further seconds of each operation
+    latency: Number  # factor of the hops' latencies
+    launch_s: Number  # further seconds per operation
 
 
 class Rates(Struct, frozen=True):
-    """Seconds of a unit of work on one GPU, and the software's traits as numbers."""
+    """Seconds per unit of work on one GPU, and the software's traits as numbers."""
 
     peak: float  # data-sheet FLOP/s of the tensors' precision, the reference of MFU
-    gemm_s: Number  # a FLOP of the layers' matrix products
+    gemm_s: Number  # seconds per FLOP of the layers' matrix products
     gemm16_s: Number  # the same in the tensors' precision: router, head
-    gemm_byte_s: Number  # a byte that a matrix product reads or writes
-    wave_s: Number  # lost in the last wave of tiles of a product, for each element of its sums
-    head: Number  # output projection / its matrix product
-    attention_s: Number  # a FLOP of the attention core
-    byte_s: Number  # a byte of memory-bound kernels
-    scores_bytes: Number  # unfused attention: of one score, forward; 0 when fused
+    gemm_byte_s: Number  # seconds per byte that a matrix product reads or writes
+    wave_s: Number  # seconds lost in a product's last wave of tiles, per element of its sums
+    head: Number  # seconds of the output projection / seconds of its matrix product
+    attention_s: Number  # seconds per FLOP of the attention core
+    byte_s: Number  # seconds per byte of memory-bound kernels
+    scores_bytes: Number  # bytes per score of unfused attention, forward; 0 when fused
     elementwise: Number  # bytes moved / bytes counted
-    cast_bytes: Number  # of one input of a matrix product; 0 without fp8
+    cast_bytes: Number  # bytes per element of a matrix product's input; 0 without fp8
     accumulate_bytes: Number
     logits_bytes: Number
     permute: Number
     host_dense_s: Number
     host_moe_s: Number
-    host_gap_s: Number  # between kernels that are launched one by one
+    host_gap_s: Number  # seconds per layer between kernels that are launched one by one
     recompute_ops: Number
     optimizer_bytes: Number
     step_host_s: Number
-    weight_gradients: (
-        Number  # of weight-gradient products that are computed: 1; LoRA: a small share
-    )
+    # The share of weight-gradient products that are computed: 1; with LoRA a small share.
+    weight_gradients: Number
     cp_attention: Number
     tensor: Links
     tensor_outside: Links  # tensor parallelism across NVLink domains
@@ -70,18 +68,21 @@ class Rates(Struct, frozen=True):
     cp_exposed: Number
     ep_exposed: Number
     dp_exposed: Number  # share of gradient communication that nothing hides
-    dp_sharded: Number  # the same with ZeRO-3 of software whose other stages hide it otherwise
-    slow_fabric_s: Number  # a step on a cloud network, by the root of the replicas
+    # the same with ZeRO-3, for software that hides it differently with other stages
+    dp_sharded: Number
+    slow_fabric_s: Number  # seconds per step on a cloud network, times the root of the replicas
     nodes: Number
     family: Number
-    full_recompute: Number  # of a forward, that full recomputation repeats
-    #: of experts' loads, over what the plan's `expert_imbalance` was made of
+    full_recompute: Number  # the share of a forward that full recomputation repeats
+    #: The spread of experts' loads, relative to that of the plan's `expert_imbalance`.
     expert_spread: Number = 1.0
 
 
 def _fp64_of(peak_flops: Mapping[str, float]) -> str:
-    """The word that gives a GPU a rate for fp64, which all compute in and few entries name: half of
-    the widest."""
+    """Returns the override that gives a GPU a rate for fp64: half that of its widest precision.
+
+    All GPUs compute in fp64, but few entries have a rate for it.
+    """
     return f"cluster.gpu.peak_tflops.fp64={min(peak_flops.values()) / 2e12:g}"
 
 
@@ -95,8 +96,11 @@ def rates(
     slow_fabric: bool = False,
     expert_spread: Number = 1.0,
 ) -> Rates:
-    """`values`: of the parameters, by name. Raises OrchError (65) for a precision in which the GPU
-    does not compute."""
+    """Returns the rates for a cluster and job.
+
+    `values` are those of the parameters by name. Raises OrchError (65) for a precision in which the
+    GPU does not compute.
+    """
     gpu = cluster.gpu
     measured = cluster.measured
     peak = gpu.peak_flops.get(precision)
@@ -115,7 +119,7 @@ def rates(
         values = _on_a_cpu(values, measured)
     reached = measured.matmul_flops.get(precision) if measured else None
     gemm16: Number = 1.0 / reached if reached else 1.0 / (peak * _gemm(values, generation, "16"))
-    narrow = matmul and cluster.device != "cpu"  # where it is an emulation by wide ones
+    narrow = matmul and cluster.device != "cpu"  # on a CPU, wide products emulate narrow ones
     gemm = _narrow_gemm(cluster, values, generation, matmul) if narrow else gemm16
     reached = measured.attention_flops.get(precision) if measured else None
     attention: Number = (
@@ -169,9 +173,9 @@ def rates(
 
 
 def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mapping[str, Number]:
-    """The parameters for ranks on processors: nothing overlaps, and each operator costs a call."""
+    """Returns the parameters for ranks on processors: no overlap, and a call per operator."""
     launch: Number = measured.launch_s if measured else values["host.cpu"]
-    ones: tuple[str, ...] = (
+    unit_names: tuple[str, ...] = (
         "head",
         "elementwise.fused",
         "elementwise.eager",
@@ -180,40 +184,49 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
         "tp.exposed_overlap",
         "pp.exposed",
     )
-    ones += ("pp.exposed_overlap", "cp.exposed", "ep.exposed", "ep.exposed_overlap", "attention.cp")
-    own: dict[str, Number] = dict.fromkeys(ones, 1.0)
-    own |= {
+    unit_names += (
+        "pp.exposed_overlap",
+        "cp.exposed",
+        "ep.exposed",
+        "ep.exposed_overlap",
+        "attention.cp",
+    )
+    cpu_values: dict[str, Number] = dict.fromkeys(unit_names, 1.0)
+    cpu_values |= {
         "hbm": values["hbm.cpu"],
         "host.gap": 0.0,
         "nodes": 0.0,
         "gemm_bytes": 1.0,
         "gemm_wave": 0.0,
     }
-    own |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {
+    cpu_values |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {
         "host.step": 2 * launch
     }
-    return {**values, **own}
+    return {**values, **cpu_values}
 
 
 def _narrow_gemm(
     cluster: Cluster, values: Mapping[str, Number], generation: str, matmul: Matmul
 ) -> Number:
-    """Seconds of a FLOP of matrix products in 8 or 4 bits. Raises OrchError (65) where the GPU has
-    none."""
+    """Returns the seconds per FLOP of matrix products in 8 or 4 bits.
+
+    Raises OrchError (65) if the GPU has no such products.
+    """
     peaks = cluster.gpu.peak_flops
     fp8 = peaks.get("fp8")
     if fp8 is None:
-        text = (
+        message = (
             f"train.matmul={matmul}: GPU {cluster.gpu.name} has no rate for fp8 in"
             " cluster.gpu.peak_tflops"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(message, Exit.CONFIG)
     if matmul == "nvfp4":
         return 1.0 / (peaks.get("fp4", 2 * fp8) * _gemm(values, generation, "nvfp4"))
     return 1.0 / (fp8 * _gemm(values, generation, "fp8"))
 
 
 def _gemm(values: Mapping[str, Number], generation: str, kind: str) -> Number:
+    """Returns the share of the peak that matrix products of this kind reach."""
     if generation == "cpu":
         return values["gemm.cpu"]
     return (
@@ -224,6 +237,7 @@ def _gemm(values: Mapping[str, Number], generation: str, kind: str) -> Number:
 
 
 def _attention(values: Mapping[str, Number], generation: str, software: Software) -> Number:
+    """Returns the share of the peak that the attention core reaches."""
     if generation == "cpu":
         return values["attention.cpu"]
     if software.attention in ("unfused", "triton"):
@@ -238,12 +252,12 @@ def _attention(values: Mapping[str, Number], generation: str, software: Software
 
 
 def _links(values: Mapping[str, Number], cluster: Cluster) -> dict[str, Links]:
-    if (
-        cluster.measured or cluster.device == "cpu"
-    ):  # measured with collectives, under the load of all ranks
+    """Returns the links of tensor parallelism, inside and outside a domain, and of rings."""
+    # These rates were measured with collectives, under the load of all ranks.
+    if cluster.measured or cluster.device == "cpu":
         share: Number = 1.0 if cluster.measured else values["link.cpu"]
-        same = Links(share, share, 1.0, 0.0)
-        return {"tensor": same, "tensor_outside": same, "ring": same}
+        links = Links(share, share, 1.0, 0.0)
+        return {"tensor": links, "tensor_outside": links, "ring": links}
     tensor = Links(values["nvlink"], values["nic"], values["latency"], values["tp.launch"])
     outside = Links(values["nvlink"], values["nic.tp"], values["latency"], values["tp.launch"])
     return {

@@ -1,9 +1,9 @@
-"""Families of training software as traits: which kernels run, what overlaps, what memory holds.
+"""Families of training software as traits: their kernels, their overlap and their memory.
 
 A trait chooses between parameters of the profile; it is never a fitted number itself.
-`Software.name` is what `cost.software` says, and what `software_of` reads from a table's
-`framework`. Sources: the papers and repositories named beside each family; accuracy.md sections 2
-and 5.
+`Software.name` is the value of `cost.software`, and `software_of` reads it from a table's
+`framework`. Sources: the papers and repositories named with each family; accuracy.md sections 2 and
+5.
 """
 
 from __future__ import annotations
@@ -18,49 +18,48 @@ from orchestrator.plan.exits import Exit
 #: unfused: scores are written out; triton: the flash kernel of 2023; flash: FlashAttention-2, as
 #: torch's SDPA has it; cudnn: cuDNN's or FlashAttention-3 on Hopper and later.
 Attention = Literal["unfused", "triton", "flash", "cudnn"]
-#: Class of the memory-bound kernels: fused by hand or by a compiler, one kernel an operation, or
-#: several of them, as in Hugging Face's modules, which write norms and rotary positions out in
-#: fp32.
+#: Class of the memory-bound kernels: fused by hand or by a compiler, one kernel per operation, or
+#: several of them, as in Hugging Face's modules, which compute norms and rotary positions in fp32.
 Elementwise = Literal["fused", "eager", "modules"]
-#: What selective recomputation repeats: this trainer's norms, rotary and activation; attention's
-#: core (Korthikanti et al. 2022); what PyTorch's per-operation policy does not keep; every other
-#: layer.
+#: The work that selective recomputation repeats: this trainer's norms, rotary and activation;
+#: attention's core (Korthikanti et al. 2022); everything that PyTorch's per-operation policy does
+#: not keep; every other layer.
 Selective = Literal["orch", "core", "ops", "alternate"]
-#: How a kind of communication hides behind compute.
+#: The way in which communication of gradients and weights hides behind compute.
 Overlap = Literal["modern", "early", "fsdp", "jax", "zero_2021"]
 
 
 class Software(Struct, frozen=True, kw_only=True):
-    """One family."""
+    """The traits of one family."""
 
     name: str
     attention: Attention = "flash"
     elementwise: Elementwise = "eager"
-    #: how weight gradients are summed over micro-batches
+    #: The way in which weight gradients are summed over micro-batches.
     accumulate: Literal["fused", "separate"] = "fused"
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
     pp_overlap: bool = False  # transfers between stages overlap
-    #: zero-bubble schedules begin a step before all ranks have ended the last one
+    #: Zero-bubble schedules begin a step before all ranks have ended the last one.
     overlapped_steps: bool = False
     ep_overlap: bool = False  # the all-to-all of experts overlaps
-    grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
-    #: gradients are summed in Megatron-Core's buckets, which grow with the replicas
+    grad_bytes: int | None = None  # bytes of a gradient on the wire; None: the plan's `grad_dtype`
+    #: Gradients are summed in Megatron-Core's buckets, which grow with the replicas.
     growing_buckets: bool = False
     #: ZeRO-2 sums gradients after the micro-batches that a virtual stage runs in a row, not after
     #: each.
     reduces_by_round: bool = False
-    #: ZeRO-3 without a pipeline gathers tables and last norm once, not again for backward
+    #: ZeRO-3 without a pipeline gathers tables and last norm once, not again for backward.
     keeps_tables: bool = False
     selective: Selective = "ops"
-    #: CPU time of launching a layer; modern: CUDA graphs or fewer launches
+    #: CPU time of launching a layer; modern: CUDA graphs or fewer launches.
     host: Literal["eager", "modern"] = "eager"
     memory: str = "orch"  # recipe of model states and activations: `cost.memory.recipe`
-    known: bool = True  # False: assumed for software that nobody named
+    known: bool = True  # False: the traits are assumed, for unknown software
 
 
 _LISTED = (
-    # this project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap
+    # This project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap.
     Software(name="orch", selective="orch", accumulate="separate", keeps_tables=True),
     Software(
         # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
@@ -118,8 +117,8 @@ _LISTED = (
         host="modern",
         memory="deepseek",
     ),
-    # Meta's for Llama 3 (arXiv 2407.21783, section 3.3.2): asynchronous sends, each output freed
-    # once it is used
+    # Meta's software for Llama 3 (arXiv 2407.21783, section 3.3.2): asynchronous sends; each output
+    # is freed once it is used.
     Software(name="llama3", pp_overlap=True, reduces_by_round=True, memory="megatron"),
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
     Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP
@@ -154,13 +153,13 @@ _LISTED = (
     ),  # MaxText, PaxML
     Software(
         name="eager", accumulate="separate", memory="pytorch", known=False
-    ),  # software that nobody named
+    ),  # unknown software
 )
 SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
 
 
 def software_named(name: str) -> Software:
-    """Raises OrchError (65) for an unknown name, with those there are."""
+    """Returns the family with this name. Raises OrchError (65) with the known names otherwise."""
     family = SOFTWARE.get(name)
     if family is None:
         near = nearest(name, SOFTWARE)

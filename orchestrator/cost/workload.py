@@ -1,5 +1,4 @@
-"""What a step has to do, wherever it runs: a model, its layout, how it is trained, by what
-software.
+"""The work of a step, wherever it runs: a model, its layout, its training keys and its software.
 
 Every cost function takes one `Workload`, and the sizes that many of them need are its properties.
 """
@@ -15,7 +14,7 @@ from orchestrator.plan.document import Model, Parallel, Train
 
 
 class Workload:
-    """One model in one layout. Immutable: derived sizes are computed once."""
+    """One model in one layout. It is immutable, and derived sizes are computed once."""
 
     def __init__(
         self,
@@ -56,8 +55,7 @@ class Workload:
 
     @cached_property
     def boundary_bytes(self) -> float:
-        """Bytes of one micro-batch's hidden states between two layers, or two stages, on one
-        rank."""
+        """Bytes of one micro-batch's hidden states between two layers or stages, on one rank."""
         return self.hidden_bytes / self.sequence_shards
 
     @cached_property
@@ -77,5 +75,5 @@ class Workload:
 
     @cached_property
     def shares_inputs(self) -> bool:
-        """Whether tensor-parallel ranks each keep a share of what recomputation starts from."""
+        """Whether tensor-parallel ranks each keep a share of the inputs of recomputation."""
         return shares_inputs(self.parallel, self.train)

@@ -1,2 +1,4 @@
-"""The planner: what a model costs on a cluster, and where each rank goes. Pure functions; no
-torch."""
+"""Predicts what a model costs on a cluster, and decides where each rank goes.
+
+Pure functions, without torch.
+"""

@@ -1,4 +1,4 @@
-"""What a plan warns about, each in one line with its price and what to change."""
+"""The warnings of a plan, each in one line with its price and a remedy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from orchestrator.plan.trained import refusal
 
 GIB = 1 << 30
 OFFLOADED = 0.5  # share of the step above which an offloaded update is reported
-BUBBLE = 0.20  # share of the step above which it is reported
+BUBBLE = 0.20  # share of the step above which the pipeline bubble is reported
 
-#: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, as a plan counts it;
-#: where)
+#: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, counted as a plan does;
+#: source of the measurement)
 BEST_MEASURED = {
     "V100": (0.423, "GPT 1.16B on one V100 of a DGX-2H: Megatron-LM images/tables.tex of 2020"),
     "A100": (0.627, "MPT 3B on 8 A100 80GB: llm-foundry scripts/train/benchmarking/README.md"),
@@ -27,7 +27,7 @@ BEST_MEASURED = {
     "B200": (0.381, "12 layers of Llama 3 70B on 8 B200: SimuMax docs/b200, its measured side"),
     "cpu": (1.0, ""),
 }
-#: GPUs of the same chip, or of its successor that nobody published
+#: GPUs of the same chip, or of a successor for which nothing is published.
 SAME_CHIP = {"A800": "A100", "A30": "A100", "H800": "H100", "H200": "H100", "GH200": "H100"}
 SAME_CHIP |= dict.fromkeys(("GB200", "B300", "GB300", "B100"), "B200")
 
@@ -35,13 +35,13 @@ SAME_CHIP |= dict.fromkeys(("GB200", "B300", "GB300", "B100"), "B200")
 def warnings(
     plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False
 ) -> list[str]:
-    """All warnings of a plan, each in one line.
+    """Returns all warnings of a plan, each in one line.
 
-    `inside_nvlink`: (parallelism spec, step seconds) of the nearest degrees that keep tensor
-    parallelism inside NVLink. `any_layout`: the plan is for a program of the user's, so what the
-    bundled trainer does not run is no warning.
+    `inside_nvlink` is (parallelism spec, step seconds) of the nearest degrees that keep tensor
+    parallelism inside NVLink. `any_layout` marks the plan of a user's own program: then the limits
+    of the bundled trainer cause no warning.
     """
-    found = [
+    warning_lines = [
         None if any_layout else refusal(plan),
         _memory(plan),
         _faster_than_measured(plan),
@@ -58,18 +58,19 @@ def warnings(
         _nothing_to_put_away(plan),
         _demo(plan),
     ]
-    return [line for line in found if line]
+    return [line for line in warning_lines if line]
 
 
 def _memory(plan: Plan) -> str | None:
+    """Warns of a plan that does not fit, and names the largest category."""
     memory = plan.memory
     if memory.total <= memory.capacity:
         return None
-    parts = {
+    bytes_by_category = {
         name: getattr(memory, name)
         for name in ("params", "grads", "optimizer", "activations", "buffers")
     }
-    largest = max(parts, key=lambda name: parts[name])
+    largest = max(bytes_by_category, key=lambda name: bytes_by_category[name])
     change = {
         "params": "raise tp or pp, or shard them (zero3)",
         "grads": "raise tp or pp, or shard them (zero2)",
@@ -80,15 +81,15 @@ def _memory(plan: Plan) -> str | None:
     return (
         f"does not fit: rank {memory.worst_rank} needs {memory.total / GIB:.1f} GiB of"
         f" {memory.capacity / GIB:.1f} GiB; the largest part is {largest} with"
-        f" {parts[largest] / GIB:.1f} GiB: {change}"
+        f" {bytes_by_category[largest] / GIB:.1f} GiB: {change}"
     )
 
 
 def _faster_than_measured(plan: Plan) -> str | None:
+    """Warns of a predicted MFU above the best measured one."""
     gpu = gpu_model(plan.cluster.gpu.name).upper() or plan.cluster.gpu.name
-    best, where = BEST_MEASURED.get(
-        SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"]
-    )  # the highest on any GPU
+    # The highest MFU on any GPU is the default.
+    best, source = BEST_MEASURED.get(SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"])
     if (
         plan.model.moe
         or plan.job.matmul
@@ -98,12 +99,12 @@ def _faster_than_measured(plan: Plan) -> str | None:
         return None
     return (
         f"predicted MFU {plan.mfu:.1%} is above {best:.1%}, the best ever measured in 16 bits on"
-        f" this GPU ({where}): count on a slower step"
+        f" this GPU ({source}): count on a slower step"
     )
 
 
 def _left_out(plan: Plan) -> str | None:
-    """Nodes of another kind, which the job cannot use."""
+    """Reports nodes of another kind, which the job cannot use."""
     kinds = {
         kind: count for kind, count in plan.cluster.left_out.items() if kind != "out of service"
     }
@@ -118,35 +119,47 @@ def _left_out(plan: Plan) -> str | None:
 
 
 def _idle(plan: Plan) -> str | None:
-    """GPUs that the job leaves idle because groups do not divide their NVLink domains."""
+    """Reports GPUs that stay idle because groups do not divide their NVLink domains."""
     par = plan.parallel
     domains = domains_of(plan.cluster)
-    parts = domains.parts(par.tp, par.cp, par.ep, par.pp, par.dp)
-    parts = domains.parts(par.tp, par.cp, par.ep, par.pp) if par.world_size not in parts else parts
-    part = min((gpus for gpus in parts if par.world_size <= gpus < domains.gpus), default=0)
-    if not part or par.world_size == domains.gpus:
+    group_of_usable = domains.parts(par.tp, par.cp, par.ep, par.pp, par.dp)
+    group_of_usable = (
+        domains.parts(par.tp, par.cp, par.ep, par.pp)
+        if par.world_size not in group_of_usable
+        else group_of_usable
+    )
+    usable_gpus = min(
+        (gpus for gpus in group_of_usable if par.world_size <= gpus < domains.gpus), default=0
+    )
+    if not usable_gpus or par.world_size == domains.gpus:
         return None
-    left = domains.gpus - par.world_size
-    idle = f"{left} GPU{'s' * (left > 1)} idle as spares"
+    idle_gpus = domains.gpus - par.world_size
+    idle = f"{idle_gpus} GPU{'s' * (idle_gpus > 1)} idle as spares"
     sizes = [str(nodes * domains.gpus_per_node) for nodes, _ in domains.sizes]
-    why = f"groups of {parts[part]} do not divide {' or '.join(sizes)}"
-    busy = range(par.world_size // domains.gpus_per_node)  # ranks fill the first nodes
-    each = {
+    reason = f"groups of {group_of_usable[usable_gpus]} do not divide {' or '.join(sizes)}"
+    busy = range(par.world_size // domains.gpus_per_node)  # Ranks fill the first nodes.
+    busy_per_domain = {
         sum(node in busy for node in nodes) * domains.gpus_per_node
         for nodes in plan.cluster.nvlink_domains
     }
-    if len(sizes) == len(each) == 1:
-        return f"{each.pop()} of each NVLink domain's {sizes[0]} GPUs are used: {why}; {idle}"
-    used = f"{par.world_size} of {domains.gpus} GPUs are used: {why}, the GPUs of an NVLink domain"
+    if len(sizes) == len(busy_per_domain) == 1:
+        return (
+            f"{busy_per_domain.pop()} of each NVLink domain's {sizes[0]} GPUs are used:"
+            f" {reason}; {idle}"
+        )
+    used = (
+        f"{par.world_size} of {domains.gpus} GPUs are used: {reason}, the GPUs of an NVLink domain"
+    )
     copies = (
-        f", and dp={par.dp} copies of the model take no more of the {part} left"
-        if par.world_size < part
+        f", and dp={par.dp} copies of the model take no more of the {usable_gpus} left"
+        if par.world_size < usable_gpus
         else ""
     )
     return f"{used}{copies}; {idle}"
 
 
 def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
+    """Warns of tensor-parallel groups that leave NVLink, with the predicted cost."""
     level = plan.placement["tp"].worst_level
     if level in ("self", "nvlink"):
         return None
@@ -164,6 +177,7 @@ def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
 
 
 def _bubble(plan: Plan) -> str | None:
+    """Warns of a large pipeline bubble."""
     if plan.time.bubble_ratio <= BUBBLE:
         return None
     par = plan.parallel
@@ -175,6 +189,7 @@ def _bubble(plan: Plan) -> str | None:
 
 
 def _sequence_length(plan: Plan) -> str | None:
+    """Warns of sequences longer than those that the model was made for."""
     if plan.job.train.seq_len <= plan.model.max_seq_len:
         return None
     return (
@@ -184,7 +199,7 @@ def _sequence_length(plan: Plan) -> str | None:
 
 
 def _replicated_state(plan: Plan) -> str | None:
-    """ZeRO-1 costs no communication, so a large unsharded optimizer state is reported."""
+    """Reports a large unsharded optimizer state, because ZeRO-1 costs no communication."""
     par = plan.parallel
     replicas = par.dp * par.cp * par.ep
     saved = plan.memory.optimizer * (1 - 1 / replicas)
@@ -195,48 +210,50 @@ def _replicated_state(plan: Plan) -> str | None:
 
 
 def _sharded_gradients(plan: Plan) -> str | None:
-    """Communication that ZeRO-2 and -3 repeat for every micro-batch and ZeRO-1 does once a step."""
+    """Reports communication that ZeRO-2 and -3 repeat per micro-batch, and ZeRO-1 per step."""
     par = plan.parallel
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     replicas = par.dp * par.cp * par.ep
-    many = reductions(par, software.reduces_by_round)
-    if par.zero < 2 or replicas == 1 or many == 1:
+    rounds = reductions(par, software.reduces_by_round)
+    if par.zero < 2 or replicas == 1 or rounds == 1:
         return None
     if par.zero == 2:
-        text = (
-            f"zero2 reduce-scatters every gradient for each of {many} micro-batches: {many + 1} Psi"
-            " a step"
+        traffic = (
+            f"zero2 reduce-scatters every gradient for each of {rounds} micro-batches:"
+            f" {rounds + 1} Psi a step"
         )
     elif par.pp > 1:
-        text = (
+        traffic = (
             f"zero3 with pp={par.pp} holds every weight gathered during a step, and reduce-scatters"
-            f" each gradient for each of {many} micro-batches: {many + 1} Psi a step"
+            f" each gradient for each of {rounds} micro-batches: {rounds + 1} Psi a step"
         )
     else:
-        text = (
-            f"zero3 gathers weights twice and reduce-scatters gradients for each of {many}"
+        traffic = (
+            f"zero3 gathers weights twice and reduce-scatters gradients for each of {rounds}"
             " micro-batches:"
         )
-        text += f" {3 * many} Psi a step"
-    return f"{text} (zero1: 2 Psi); a larger parallel.micro_batch_size or zero1 sends less"
+        traffic += f" {3 * rounds} Psi a step"
+    return f"{traffic} (zero1: 2 Psi); a larger parallel.micro_batch_size or zero1 sends less"
 
 
 def _nothing_to_share(plan: Plan) -> str | None:
-    """Partitioned activations where there is nothing to partition."""
+    """Warns of partitioned activations that leave nothing to partition."""
     par = plan.parallel
     train = plan.job.train
     if train.partition_activations is not True or (
         shares_inputs(par, train) and train.recompute != "none"
     ):
         return None
-    why = "with tp=1 no rank holds the same activations" if par.tp == 1 else "nothing is recomputed"
+    reason = (
+        "with tp=1 no rank holds the same activations" if par.tp == 1 else "nothing is recomputed"
+    )
     if par.tp > 1 and par.sp:
-        why = "sequence parallelism (sp) shards the inputs of recomputed layers already"
-    return f"train.partition_activations changes nothing: {why}"
+        reason = "sequence parallelism (sp) shards the inputs of recomputed layers already"
+    return f"train.partition_activations changes nothing: {reason}"
 
 
 def _nothing_to_put_away(plan: Plan) -> str | None:
-    """Offloaded inputs where no layer is recomputed."""
+    """Warns of offloaded inputs in a job that recomputes no layer."""
     if not offload_of(plan.job.train).activations or plan.job.train.recompute != "none":
         return None
     return (
@@ -246,22 +263,24 @@ def _nothing_to_put_away(plan: Plan) -> str | None:
 
 
 def _no_latents(plan: Plan) -> str | None:
-    """Latents that make nothing again."""
+    """Warns of recomputed latents in a job that has none to recompute."""
     train = plan.job.train
     mla = plan.model.mla
     if train.recompute_latents is not True or (
         mla is not None and train.recompute in ("selective", "budget")
     ):
         return None
-    why = f"model {plan.model.name} has no latent attention"
+    reason = f"model {plan.model.name} has no latent attention"
     if mla is not None:
-        why = f"train.recompute={train.recompute}; it belongs to selective"
-    return f"train.recompute_latents changes nothing: {why}"
+        reason = f"train.recompute={train.recompute}; it belongs to selective"
+    return f"train.recompute_latents changes nothing: {reason}"
 
 
 def _offload(plan: Plan) -> str | None:
-    """What an update on the host costs, or activations there, if that is most of the step or rests
-    on assumed rates."""
+    """Reports the cost of an update or of activations on the host.
+
+    It does so if that is most of the step, rests on assumed rates, or changes the training.
+    """
     offload = offload_of(plan.job.train)
     terms = plan.time.terms
     keys = {"offload": offload.optimizer, "offload_activations": offload.activations}
@@ -296,6 +315,7 @@ def _offload(plan: Plan) -> str | None:
 
 
 def _demo(plan: Plan) -> str | None:
+    """Warns of a demo corpus."""
     if not plan.job.data.demo:
         return None
     return (

@@ -1,5 +1,7 @@
-"""Config and resolved cluster -> sealed Plan. Pure: the one function that the rest of orch
-calls."""
+"""Turns a configuration and a resolved cluster into a sealed plan.
+
+It holds the one function of the planner that the rest of orch calls. Pure.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,23 @@ GIB = 1 << 30
 def build_plan(
     config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
 ) -> Plan:
-    """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its
-    hash.
+    """Returns the plan of a job, sealed with its hash.
 
-    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`:
-    for a program of the user's: parallel=auto may choose what the bundled trainer does not run, and
-    no warning names it. `profile`: parameters of the cost model; None: those that orch comes with.
-    Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict
-    each other.
+    The degrees are checked, the ranks placed, and memory and time predicted. `cluster` is the
+    cluster that `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout` is
+    for a program of the user's own: parallel=auto may then choose layouts that the bundled trainer
+    does not run, without a warning. `profile` holds parameters of the cost model; None takes those
+    that orch ships.
+
+    Raises OrchError (65) with one line if the cluster, the model or the degrees contradict each
+    other.
     """
     searched = None
     if config.parallel.auto:
+        # Imported here because the search takes longer to import than a plan takes to make.
         from orchestrator.planner.search.auto import (
             resolve_auto,
-        )  # the search takes longer to import than a plan takes to make
+        )
 
         config, searched = resolve_auto(config, cluster, any_layout, profile)
     model = resolve(config.model)
@@ -67,9 +72,8 @@ def build_plan(
         Workload(model, shape, job.train), cluster, budget, recipe, job.matmul
     )
     job = structs.replace(job, train=train)
-    imported = (
-        config.cluster.topology_file is not None
-    )  # the order of imported nodes has no meaning
+    # The order of imported nodes has no meaning.
+    imported = config.cluster.topology_file is not None
     context = make_context(
         config, cluster, profile, searched.path_cache if searched else None
     ).training(train)
@@ -81,9 +85,8 @@ def build_plan(
     sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
     alternative = None
     if best.outside_nvlink("tp"):
-        if (
-            not case.allow_tp_across_nvlink
-        ):  # only with an explicit order; the rules refuse everything else
+        # This happens only with an explicit order; the rules refuse everything else.
+        if not case.allow_tp_across_nvlink:
             raise OrchError(
                 f"parallel.order={parallel.order} puts tp={parallel.tp} groups across"
                 f" {best.worst_level('tp')}; put tp first, or set"
@@ -126,7 +129,7 @@ def build_plan(
 
 
 def check_host(cluster: Cluster, memory: Memory) -> None:
-    """Raises OrchError (65) if the described hosts have no room for what is offloaded to them."""
+    """Raises OrchError (65) if the described hosts have no room for the offloaded data."""
     if cluster.host is UNSET:
         return
     ranks = cluster.gpus_per_node
@@ -149,10 +152,10 @@ def check_host(cluster: Cluster, memory: Memory) -> None:
 
 
 def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[str, float] | None:
-    """(parallelism spec, step seconds) of the nearest degrees that keep tensor parallelism inside
-    NVLink, or None.
+    """Returns the nearest degrees that keep tensor parallelism inside NVLink, or None.
 
-    Degrees with the same tp x pp come first: they need about as much memory.
+    The result is (parallelism spec, step seconds). Degrees with the same tp x pp come first,
+    because they need about as much memory.
     """
     legal = legality.nearest_legal(structs.replace(case, allow_tp_across_nvlink=False), limit=100)
     if not legal:

@@ -1,5 +1,7 @@
-"""Config -> degrees: every default filled in, as a `Case` to be judged and as the plan's
-`parallel`."""
+"""Derives the degrees of a job from its configuration, with every default filled in.
+
+They become a `Case`, which the legality rules judge, and then the plan's `parallel`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ MIB = 1 << 20
 
 
 def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
-    """The configuration's degrees with every default filled in. Raises OrchError (65)."""
+    """Returns the configuration's degrees with every default filled in. Raises OrchError (65)."""
     par = with_defaults(config.parallel)
     train = config.train
     names = (
@@ -39,15 +41,15 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         "allow_tp_across_nvlink",
         "uneven",
     )
-    same: dict[str, Any] = {name: getattr(par, name) for name in names}
-    tp = same["tp"]
-    ep = same["ep"]
-    pp = same["pp"]
+    degrees: dict[str, Any] = {name: getattr(par, name) for name in names}
+    tp = degrees["tp"]
+    ep = degrees["ep"]
+    pp = degrees["pp"]
     samples = global_batch(config)
-    gpus = domains_of(cluster).filled(tp, same["cp"], ep, pp, par.allow_tp_across_nvlink)
-    dp = par.dp or max(1, gpus // (tp * same["cp"] * ep * pp))
+    gpus = domains_of(cluster).filled(tp, degrees["cp"], ep, pp, par.allow_tp_across_nvlink)
+    dp = par.dp or max(1, gpus // (tp * degrees["cp"] * ep * pp))
     return Case(
-        **same,
+        **degrees,
         dp=dp,
         sp=tp > 1 if par.sp is None else par.sp,
         etp=UNSET if par.etp is None else par.etp,
@@ -72,32 +74,35 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     )
 
 
-#: Where replicas take unequal numbers of micro-batches, the slowest has at most this many times an
-#: equal share.
+#: If replicas take unequal numbers of micro-batches, the slowest may take this many times an equal
+#: share.
 MOST_SLOWER = 1.1
 
 
 def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, uneven: bool) -> int:
-    """Default samples per micro-batch: 1 on GPUs, which one sample fills; up to 8 on CPUs, where
-    calls cost most.
+    """Returns the default number of samples per micro-batch.
 
-    Every stage must still have two micro-batches.
+    It is 1 on GPUs, which one sample fills, and up to 8 on CPUs, where calls cost most. Every stage
+    must still have two micro-batches.
     """
     if cluster.device == "cuda":
         return 1
 
     def fits(size: int) -> bool:
-        many, rest = divmod(samples, size)
-        slowest = -(-many // replicas) * replicas / max(1, many)
+        """Reports whether micro-batches of `size` samples divide the batch and fill every stage."""
+        micro_batches, rest = divmod(samples, size)
+        slowest = -(-micro_batches // replicas) * replicas / max(1, micro_batches)
         return (
-            not rest and many // replicas >= 2 * pp and slowest <= (MOST_SLOWER if uneven else 1.0)
+            not rest
+            and micro_batches // replicas >= 2 * pp
+            and slowest <= (MOST_SLOWER if uneven else 1.0)
         )
 
     return next(filter(fits, (8, 4, 2)), 1)
 
 
 def global_batch(config: Config) -> int:
-    """Samples of a global batch. Raises OrchError (65) unless exactly one valid key gives it."""
+    """Returns the samples per global batch. Raises OrchError (65) unless one valid key gives it."""
     samples = config.train.global_batch_samples
     tokens = config.train.global_batch_tokens
     seq_len = config.train.seq_len
@@ -109,18 +114,20 @@ def global_batch(config: Config) -> int:
         )
     samples, rest = divmod(tokens, seq_len)
     if rest or not samples:
-        near = max(1, round(tokens / seq_len)) * seq_len
-        text = (
+        nearest = max(1, round(tokens / seq_len)) * seq_len
+        message = (
             f"train.global_batch_tokens={tokens} is not a multiple of train.seq_len={seq_len};"
-            f" nearest: {near}"
+            f" nearest: {nearest}"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(message, Exit.CONFIG)
     return samples
 
 
 def make_parallel(config: Config, case: Case) -> doc.Parallel:
-    """The plan's `parallel` for the degrees of `case`. Raises OrchError (65) where other keys
-    contradict them."""
+    """Returns the plan's `parallel` for the degrees of `case`.
+
+    Raises OrchError (65) if other keys contradict them.
+    """
     names = [
         "tp",
         "cp",
@@ -136,10 +143,10 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
     ]
     names += ["expert_all_to_all"]
     names += ["micro_batch_size", "micro_batches", "global_batch_samples"]
-    same: dict[str, Any] = {name: getattr(case, name) for name in names}
+    case_fields: dict[str, Any] = {name: getattr(case, name) for name in names}
     par = config.parallel
     return doc.Parallel(
-        **same,
+        **case_fields,
         sp=case.sp and case.tp > 1,
         world_size=case.ranks,
         order=list(doc.AXES) if par.order is None else _order(par.order),
@@ -154,6 +161,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
 
 
 def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
+    """Returns the nesting order of the job. Raises OrchError (65) unless it has each axis once."""
     if sorted(order) != sorted(doc.AXES):
         raise OrchError(
             f"parallel.order={list(order)} must name each of {', '.join(doc.AXES)} once",
@@ -162,21 +170,25 @@ def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
     return list(order)
 
 
-def _stage_layers(given: Sequence[int] | None, case: Case, stages: int) -> list[int]:
-    if given is None:
+def _stage_layers(stage_layers: Sequence[int] | None, case: Case, stages: int) -> list[int]:
+    """Returns the layers of each stage: the configured ones, or balanced ones if there are none.
+
+    Raises OrchError (65) if the configured ones do not fit the stages and the model.
+    """
+    if stage_layers is None:
         return balance_stages(case.model, stages, case.seq_len)
-    if len(given) != stages or sum(given) != case.model.layers:
+    if len(stage_layers) != stages or sum(stage_layers) != case.model.layers:
         raise OrchError(
-            f"parallel.stage_layers={list(given)} must be pp x vpp = {stages} numbers that sum to"
-            f" {case.model.layers} layers; balanced:"
+            f"parallel.stage_layers={list(stage_layers)} must be pp x vpp = {stages} numbers"
+            f" that sum to {case.model.layers} layers; balanced:"
             f" {balance_stages(case.model, stages, case.seq_len)}",
             Exit.CONFIG,
         )
-    return list(given)
+    return list(stage_layers)
 
 
 def _schedule_rows(par: ParallelSpec) -> list[list[str]]:
-    """The user's schedule table, validated, as rows of the plan. Raises OrchError (65)."""
+    """Returns the user's validated schedule table as rows of the plan. Raises OrchError (65)."""
     if par.schedule_file is None:
         return []
     if par.schedule not in (None, TABLE):

@@ -1,5 +1,7 @@
-"""Why a plan costs what it costs, and which single changes help most; each change is costed as a
-plan."""
+"""Explains the cost of a plan, and the single changes that help most.
+
+Each change is costed as a plan.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,8 @@ LEFT_OUT = (
 
 
 class Term(NamedTuple):
+    """One term of a step."""
+
     name: str
     seconds: float
 
@@ -55,30 +59,35 @@ class Term(NamedTuple):
 class Change(NamedTuple):
     """A change of one key of a plan; dp takes the remaining GPUs."""
 
-    words: list[str]  # overrides to type
+    words: list[str]  # overrides for the command line
     step_s: float
     memory: doc.Memory
-    saves_s: float  # seconds per step against the plan; negative: slower
+    saves_s: float  # seconds per step that the change saves; negative if it is slower
     frees_bytes: int
 
 
 class Explanation(NamedTuple):
-    terms: list[Term]  # of the step, largest first
-    experts: ExpertLoad | None  # what is assumed of their loads
+    """The terms of a plan's step and memory, and the changes that improve it."""
+
+    terms: list[Term]  # terms of the step, largest first
+    experts: ExpertLoad | None  # the assumed load of the ranks that share experts
     limited_by: str
-    over_bytes: int  # bytes that the fullest rank lacks; 0: the plan fits
-    categories: list[tuple[str, int]]  # of its memory, largest first
-    changes: list[Change]  # best first; those that make it faster, or make it fit where it does not
+    over_bytes: int  # bytes that the fullest rank lacks; 0 if the plan fits
+    categories: list[tuple[str, int]]  # categories of its memory, largest first
+    changes: list[Change]  # changes that make it faster, or make it fit if it does not; best first
     tried: int
     warnings: list[str]
-    not_counted: list[str]  # what the job does that its time and memory leave out
+    not_counted: list[str]  # work of the job that the predicted time and memory leave out
 
 
-def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> Explanation:
-    """`config` and `cluster` are those that `plan` was made of, with nothing left open."""
+def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) -> Explanation:
+    """Explains `plan`, which was made of `config` and `cluster` with nothing left open.
+
+    At most `limit` changes are returned.
+    """
     memory = plan.memory
     over = max(0, memory.total - memory.capacity)
-    found = []
+    changes = []
     tried = 0
     if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE_MODES:
         profile = with_values(plan.time.parameters)
@@ -86,40 +95,44 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
         search = Search(
             _opened(config, plan.parallel.expert_all_to_all), cluster, any_layout, profile
         )
-        changed = [(search, *found) for found in neighbours(plan)]
-        for way in other_all_to_alls(plan):
-            changed.append(
-                (Search(_opened(config, way), cluster, any_layout, profile), *_by(plan, way))
+        candidates = [(search, *changes) for changes in neighbours(plan)]
+        for all_to_all in other_all_to_alls(plan):
+            candidates.append(
+                (
+                    Search(_opened(config, all_to_all), cluster, any_layout, profile),
+                    *_by(plan, all_to_all),
+                )
             )
-        for asked, overrides, layout in changed:
+        for layout_search, overrides, layout in candidates:
             tried += 1
-            other = asked.cost(layout)
-            if other is not None and (over or other.step_s < plan.time.step_s):
-                found.append(_change(overrides, other, plan))
-        if over and not found:  # no single change makes it fit: the fastest layout that does
-            found += [
+            costed = layout_search.cost(layout)
+            if costed is not None and (over or costed.step_s < plan.time.step_s):
+                changes.append(_change(overrides, costed, plan))
+        # No single change makes it fit: offer the fastest layout that does.
+        if over and not changes:
+            changes += [
                 _change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]
             ]
     if over:
-        found += offered(config, cluster, plan)
-    found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
+        changes += offered(config, cluster, plan)
+    changes.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
     categories = sorted(
         ((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1]
     )
-    told = (
+    described = (
         plan.time.limited_by,
         over,
         categories,
-        found[:most],
+        changes[:limit],
         tried,
         list(plan.warnings),
         not_counted(plan),
     )
-    return Explanation(terms(plan), expert_load(plan), *told)
+    return Explanation(terms(plan), expert_load(plan), *described)
 
 
 def not_counted(plan: Plan) -> list[str]:
-    """What the plan's seconds and bytes are without, with what is known of it."""
+    """Names the work that the plan's seconds and bytes leave out, with its measured effect."""
     if not plan.job.train.compile or plan.time.software != "orch":
         return []
     return [
@@ -130,26 +143,30 @@ def not_counted(plan: Plan) -> list[str]:
 
 
 def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change]:
-    """The same plan with the optimizer or kept inputs on the host, or the first on its disk, where
-    it then fits."""
+    """Yields the same plan with the optimizer or activations offloaded, if it then fits.
+
+    The optimizer can move to the host or to its disk, and the kept inputs to the host.
+    """
     if config.cost.software != "orch":
         return
     choices = [("offload", "host"), ("offload", "disk")] if config.train.offload == "none" else []
     if plan.job.train.recompute != "none" and config.train.offload_activations == "none":
         choices.append(("offload_activations", "host"))
-    for key, place in choices:
-        train = structs.replace(config.train, **{key: place})
+    for key, target in choices:
+        train = structs.replace(config.train, **{key: target})
         try:
-            other = build_plan(structs.replace(config, train=train), cluster)
+            offloaded = build_plan(structs.replace(config, train=train), cluster)
         except OrchError:
             continue
-        if other.memory.total <= other.memory.capacity:
-            saves = plan.time.step_s - other.time.step_s
-            frees = plan.memory.total - other.memory.total
-            yield Change([f"train.{key}={place}"], other.time.step_s, other.memory, saves, frees)
+        if offloaded.memory.total <= offloaded.memory.capacity:
+            saves = plan.time.step_s - offloaded.time.step_s
+            frees = plan.memory.total - offloaded.memory.total
+            yield Change(
+                [f"train.{key}={target}"], offloaded.time.step_s, offloaded.memory, saves, frees
+            )
 
 
-#: A term of the cost model (`Time.terms`) in words.
+#: Descriptions of the terms of the cost model (`Time.terms`).
 WORDS = {
     "gemm": "matrix products",
     "attention": "attention core",
@@ -171,141 +188,151 @@ WORDS = {
 
 
 def terms(plan: Plan) -> list[Term]:
-    """Terms of the step of the slowest rank, the largest first; they sum to the step."""
+    """Returns the terms of the slowest rank's step, largest first; they sum to the step."""
     time = plan.time
-    found = time.terms or {
+    # Plans of older versions have no terms.
+    seconds_by_term = time.terms or {
         "compute": time.compute_s,
         **time.exposed_comm_s,
-    }  # plans of older versions have no terms
+    }
     shown = [
         Term(WORDS.get(name, name), seconds)
-        for name, seconds in found.items()
+        for name, seconds in seconds_by_term.items()
         if seconds > 1e-9 * time.step_s
     ]
     return sorted(shown, key=lambda term: -term.seconds)
 
 
-def _opened(config: Config, way: doc.AllToAll | UnsetType) -> Config:
-    """The configuration with every degree left open, so that any layout can be costed. `way`: of
-    tokens to experts."""
-    given: dict[str, Any] = dict.fromkeys(LEFT_OUT) | {
-        "expert_all_to_all": "direct" if way is UNSET else way
+def _opened(config: Config, all_to_all: doc.AllToAll | UnsetType) -> Config:
+    """Returns the configuration with every degree left open, so that any layout can be costed.
+
+    `all_to_all` is the kind of exchange between tokens and experts.
+    """
+    open_keys: dict[str, Any] = dict.fromkeys(LEFT_OUT) | {
+        "expert_all_to_all": "direct" if all_to_all is UNSET else all_to_all
     }
-    parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **given)
+    parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **open_keys)
     train = structs.replace(config.train, recompute=None)
     return structs.replace(config, parallel=parallel, train=train)
 
 
-def _change(overrides: list[str], other: CostedLayout, plan: Plan) -> Change:
-    saves = plan.time.step_s - other.step_s
-    frees = plan.memory.total - other.memory.total
-    return Change(overrides, other.step_s, other.memory, saves, frees)
+def _change(overrides: list[str], costed: CostedLayout, plan: Plan) -> Change:
+    """Returns the change from `plan` to a costed layout."""
+    saves = plan.time.step_s - costed.step_s
+    frees = plan.memory.total - costed.memory.total
+    return Change(overrides, costed.step_s, costed.memory, saves, frees)
 
 
 def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
-    """(overrides to type, layout) of every plan that differs in one key."""
+    """Yields (overrides for the command line, layout) of every plan that differs in one key."""
     par = plan.parallel
-    here = {
+    settings = {
         name: getattr(par, name)
         for name in ("tp", "cp", "ep", "pp", "vpp", "zero", "micro_batch_size")
     }
-    here |= {"schedule": par.schedule, "recompute": plan.job.train.recompute}
+    settings |= {"schedule": par.schedule, "recompute": plan.job.train.recompute}
     for name in ("tp", "cp", "ep", "pp", "micro_batch_size"):
-        for value in (here[name] * 2, here[name] // 2):
+        for value in (settings[name] * 2, settings[name] // 2):
             if value >= 1:
-                yield from _one(plan, here | {name: value}, [f"parallel.{name}={value}"])
+                yield from _one(plan, settings | {name: value}, [f"parallel.{name}={value}"])
     for zero in range(4):
         if zero != par.zero:
-            yield from _one(plan, here | {"zero": zero}, [f"parallel.zero={zero}"])
+            yield from _one(plan, settings | {"zero": zero}, [f"parallel.zero={zero}"])
     for mode in RECOMPUTE_MODES:
-        if mode != here["recompute"]:
-            yield from _one(plan, here | {"recompute": mode}, [f"train.recompute={mode}"])
+        if mode != settings["recompute"]:
+            yield from _one(plan, settings | {"recompute": mode}, [f"train.recompute={mode}"])
     if par.tp > 1:
-        yield from _one(plan, here | {"sp": not par.sp}, [f"parallel.sp={str(not par.sp).lower()}"])
+        yield from _one(
+            plan, settings | {"sp": not par.sp}, [f"parallel.sp={str(not par.sp).lower()}"]
+        )
     if par.cp > 1:
         for method in CP_METHODS:
             if method != par.cp_method:
                 yield from _one(
-                    plan, here | {"cp_method": method}, [f"parallel.cp_method={method}"]
+                    plan, settings | {"cp_method": method}, [f"parallel.cp_method={method}"]
                 )
     if par.pp > 1:
-        yield from _pipelines(plan, here)
+        yield from _pipelines(plan, settings)
     if plan.model.moe is not None:
-        yield from _folds(plan, here)
+        yield from _folds(plan, settings)
 
 
-def _folds(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
-    """Experts that fold otherwise over the same tp and cp: as many ranks with different ones, or an
-    axis as long."""
+def _folds(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
+    """Yields layouts whose experts fold in another way over the same tp and cp.
+
+    Either as many ranks hold different experts, or the ep axis keeps its length.
+    """
     par = plan.parallel
     total = expert_mesh(par).ep
-    now = (tensor_ranks(par), folds_cp(par), par.ep)
+    current_fold = (tensor_ranks(par), folds_cp(par), par.ep)
     for etp, fold_cp in product(divisors(par.tp), {False, par.cp > 1}):
         inner = par.tp // etp * (par.cp if fold_cp else 1)
-        for axis in sorted({par.ep, *([total // inner] if total % inner == 0 else [])}):
-            if (etp, fold_cp, axis) == now:
+        for ep in sorted({par.ep, *([total // inner] if total % inner == 0 else [])}):
+            if (etp, fold_cp, ep) == current_fold:
                 continue
-            words = [f"parallel.etp={etp}"] * (etp != now[0]) + [f"parallel.ep={axis}"] * (
-                axis != now[2]
-            )
-            words += [f"parallel.fold_cp={str(fold_cp).lower()}"] * (fold_cp != now[1])
+            overrides = [f"parallel.etp={etp}"] * (etp != current_fold[0]) + [
+                f"parallel.ep={ep}"
+            ] * (ep != current_fold[2])
+            overrides += [f"parallel.fold_cp={str(fold_cp).lower()}"] * (fold_cp != current_fold[1])
             folded = {
                 "etp": etp if etp < par.tp else UNSET,
                 "fold_cp": True if fold_cp else UNSET,
-                "ep": axis,
+                "ep": ep,
             }
-            yield from _one(plan, here | folded, words)
+            yield from _one(plan, settings | folded, overrides)
 
 
 def other_all_to_alls(plan: Plan) -> list[doc.AllToAll]:
-    """Ways of tokens to experts that the plan does not take and could."""
+    """Returns the other exchanges between tokens and experts that the plan could use."""
     if expert_mesh(plan.parallel).ep == 1 or plan.placement["ep"].worst_level in (SELF, NVLINK):
         return []
     return ["direct"] if plan.parallel.expert_all_to_all == "hierarchical" else ["hierarchical"]
 
 
-def _by(plan: Plan, way: doc.AllToAll) -> tuple[list[str], Layout]:
-    """The plan with another way of tokens to experts."""
+def _by(plan: Plan, all_to_all: doc.AllToAll) -> tuple[list[str], Layout]:
+    """Returns the plan's layout with another exchange between tokens and experts."""
     par = plan.parallel
     mesh = Mesh(**{name: getattr(par, name) for name in Mesh._fields})
     layout = Layout(mesh, plan.job.train.recompute, par.zero, par.schedule, par.vpp)
-    return [f"parallel.expert_all_to_all={way}"], layout
+    return [f"parallel.expert_all_to_all={all_to_all}"], layout
 
 
-def _pipelines(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
+def _pipelines(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
+    """Yields layouts with another pipeline schedule or another number of virtual stages."""
     par = plan.parallel
     for name, entry in SCHEDULES.items():
         low, high = entry.vpp
-        most = plan.model.layers // par.pp
-        for vpp in range(low, min(high or 8, most) + 1):
+        layers_per_rank = plan.model.layers // par.pp
+        for vpp in range(low, min(high or 8, layers_per_rank) + 1):
             if (name, vpp) != (par.schedule, par.vpp):
                 overrides = [f"parallel.schedule={name}"] + (
                     [f"parallel.vpp={vpp}"] if vpp != par.vpp else []
                 )
-                yield from _one(plan, here | {"schedule": name, "vpp": vpp}, overrides)
+                yield from _one(plan, settings | {"schedule": name, "vpp": vpp}, overrides)
 
 
 def _one(
-    plan: Plan, values: dict[str, Any], overrides: list[str]
+    plan: Plan, settings: dict[str, Any], overrides: list[str]
 ) -> Iterator[tuple[list[str], Layout]]:
+    """Yields the layout with these settings if its degrees fill the GPUs and the global batch."""
     par = plan.parallel
-    tp, cp, ep, pp = (values[axis] for axis in ("tp", "cp", "ep", "pp"))
+    tp, cp, ep, pp = (settings[axis] for axis in ("tp", "cp", "ep", "pp"))
     gpus = par.world_size
     domains = domains_of(plan.cluster)
-    if gpus == domains.filled(
-        par.tp, par.cp, par.ep, par.pp
-    ):  # dp takes what groups of that size leave it
+    # dp takes the GPUs that groups of that size leave to it.
+    if gpus == domains.filled(par.tp, par.cp, par.ep, par.pp):
         gpus = domains.filled(tp, cp, ep, pp)
     dp, rest = divmod(gpus, tp * cp * ep * pp)
-    size = values["micro_batch_size"]
+    size = settings["micro_batch_size"]
     if rest or not dp or par.global_batch_samples % (size * dp * ep):
         return
-    sp = values.get("sp", par.sp) if par.tp > 1 and tp > 1 else tp > 1
-    etp = values.get("etp", par.etp)
-    fold_cp = values.get("fold_cp", par.fold_cp) if cp > 1 else UNSET
+    sp = settings.get("sp", par.sp) if par.tp > 1 and tp > 1 else tp > 1
+    etp = settings.get("etp", par.etp)
+    fold_cp = settings.get("fold_cp", par.fold_cp) if cp > 1 else UNSET
     etp = UNSET if etp == tp else etp
-    if pp == 1 and par.pp > 1:  # without a pipeline there is one schedule
-        values = values | {"schedule": "1f1b", "vpp": 1}
+    # Without a pipeline there is only one schedule.
+    if pp == 1 and par.pp > 1:
+        settings = settings | {"schedule": "1f1b", "vpp": 1}
     micro_batches = par.global_batch_samples // (size * dp * ep)
     mesh = Mesh(
         tp,
@@ -316,11 +343,13 @@ def _one(
         size,
         micro_batches,
         sp,
-        values.get("cp_method", par.cp_method),
+        settings.get("cp_method", par.cp_method),
         etp,
         fold_cp,
     )
     yield (
         overrides,
-        Layout(mesh, values["recompute"], values["zero"], values["schedule"], values["vpp"]),
+        Layout(
+            mesh, settings["recompute"], settings["zero"], settings["schedule"], settings["vpp"]
+        ),
     )

@@ -1,4 +1,4 @@
-"""The plan's `job`: the configuration's training keys with every derived value filled in."""
+"""Builds the plan's `job`: the configuration's training keys with every derived value filled in."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from orchestrator.plan.offload import STATE_KINDS, chunk_elements, state_width
 
 
 def make_job(config: Config) -> doc.Job:
+    """Returns the plan's `job`. Raises OrchError (65) if its keys contradict each other."""
     data = config.data
     checkpoint = config.checkpoint
     return doc.Job(
@@ -41,8 +42,10 @@ def make_job(config: Config) -> doc.Job:
 
 
 def make_optim(config: Config) -> doc.Optim:
-    """The plan's `optim`. Raises OrchError (65) for an optimizer that the trainer cannot run as it
-    is asked to."""
+    """Returns the plan's `optim`.
+
+    Raises OrchError (65) for an optimizer that the trainer cannot run with the other keys.
+    """
     optim = config.optim
     if optim.kind != "adamw" and config.train.offload != "none":
         raise OrchError(
@@ -57,21 +60,24 @@ def make_optim(config: Config) -> doc.Optim:
             f" device: {instead}",
             Exit.CONFIG,
         )
-    same = {
+    copied = {
         name: getattr(optim, name)
         for name in doc.Optim.__struct_fields__
         if name not in ("kind", "state")
     }
     return doc.Optim(
-        **same,
+        **copied,
         kind=UNSET if optim.kind == "adamw" else optim.kind,
         state=UNSET if optim.state == "wide" else optim.state,
     )
 
 
 def make_train(config: Config) -> doc.Train:
-    """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is
-    derived."""
+    """Returns the plan's `train`.
+
+    No key gives `recompute_layers`, which keeps its default until it is derived. Raises OrchError
+    (65).
+    """
     train = config.train
     if train.matmul and train.compile:
         raise OrchError(
@@ -88,7 +94,7 @@ def make_train(config: Config) -> doc.Train:
         "offload",
     }
     derived |= {"recompute_latents", "deterministic"}
-    same = set(doc.Train.__struct_fields__) - derived
+    copied_keys = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
     recompute = train.recompute or "none"
     compiled = (
@@ -96,9 +102,9 @@ def make_train(config: Config) -> doc.Train:
         if train.compile is None
         else train.compile
     )
-    given = {name: getattr(train, name) for name in same}
+    copied = {name: getattr(train, name) for name in copied_keys}
     return doc.Train(
-        **given,
+        **copied,
         recompute=recompute,
         batch_ramp=ramp,
         compile=compiled,
@@ -110,24 +116,27 @@ def make_train(config: Config) -> doc.Train:
 
 
 def make_offload(config: Config) -> doc.Offload | UnsetType:
-    """What is kept outside of the device's memory; UNSET: nothing. Raises OrchError."""
+    """Returns the data that is kept outside the device's memory; UNSET if there is none.
+
+    Raises OrchError (65) if the keys contradict each other.
+    """
     train = config.train
     if train.offload_delayed and train.offload != "host":
         raise OrchError(
             "train.offload_delayed delays the updates that the host computes: train.offload=host",
             Exit.CONFIG,
         )
-    away = doc.Offload(
+    offload = doc.Offload(
         activations="" if train.offload_activations == "none" else train.offload_activations
     )
-    if train.offload_dir is not None and "disk" not in (train.offload, away.activations):
+    if train.offload_dir is not None and "disk" not in (train.offload, offload.activations):
         raise OrchError(
             "train.offload_dir is the folder of train.offload=disk or"
             " train.offload_activations=disk",
             Exit.CONFIG,
         )
-    if away.activations == "disk":
-        away = structs.replace(away, dir=train.offload_dir or "")
+    if offload.activations == "disk":
+        offload = structs.replace(offload, dir=train.offload_dir or "")
     if train.offload != "disk":
         if train.offload_weights:
             raise OrchError(
@@ -136,8 +145,8 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
                 Exit.CONFIG,
             )
         if train.offload == "host":
-            away = structs.replace(away, optimizer="host", delayed=train.offload_delayed)
-        return UNSET if away == doc.Offload() else away
+            offload = structs.replace(offload, optimizer="host", delayed=train.offload_delayed)
+        return UNSET if offload == doc.Offload() else offload
     if config.checkpoint.memory_every_steps:
         raise OrchError(
             "train.offload=disk keeps state that is larger than memory: copies in memory"
@@ -145,28 +154,33 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
             Exit.CONFIG,
         )
     if train.offload_weights and (config.cluster.device != "cpu" or config.parallel.zero == 3):
-        where = (
+        condition = (
             "on a GPU, whose weights are in its own memory"
             if config.cluster.device != "cpu"
             else "with zero3"
         )
         raise OrchError(
-            f"train.offload_weights is not there {where}: train.offload_weights=false", Exit.CONFIG
+            f"train.offload_weights is not there {condition}: train.offload_weights=false",
+            Exit.CONFIG,
         )
-    size = int(train.offload_buffer_mib * 2**20)
+    buffer_bytes = int(train.offload_buffer_mib * 2**20)
     width = state_width(train.precision)
-    if not chunk_elements(size, STATE_KINDS, width):
+    if not chunk_elements(buffer_bytes, STATE_KINDS, width):
         raise OrchError(
             f"train.offload_buffer_mib={train.offload_buffer_mib:g} is too small: at least 0.1",
             Exit.CONFIG,
         )
-    more = {"weights": train.offload_weights, "dir": train.offload_dir or "", "buffer_bytes": size}
-    return structs.replace(away, optimizer="disk", **more)
+    disk_settings = {
+        "weights": train.offload_weights,
+        "dir": train.offload_dir or "",
+        "buffer_bytes": buffer_bytes,
+    }
+    return structs.replace(offload, optimizer="disk", **disk_settings)
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
-    """In samples. Raises OrchError."""
-    found = {}
+    """Returns the batch ramp in samples. Raises OrchError (65) unless each length is given once."""
+    samples_by_key = {}
     for name in ("start", "over"):
         samples = getattr(spec, f"{name}_samples")
         tokens = getattr(spec, f"{name}_tokens")
@@ -175,5 +189,5 @@ def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
                 f"train.batch_ramp: set exactly one of {name}_samples and {name}_tokens",
                 Exit.CONFIG,
             )
-        found[f"{name}_samples"] = samples or max(1, tokens // seq_len)
-    return doc.BatchRamp(**found)
+        samples_by_key[f"{name}_samples"] = samples or max(1, tokens // seq_len)
+    return doc.BatchRamp(**samples_by_key)

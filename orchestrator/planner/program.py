@@ -1,9 +1,8 @@
-"""The plan of a user's program: its ranks, groups and placement, and nothing of which only a model
-could tell.
+"""Plans a user's own program: its ranks, groups and placement.
 
-Nobody knows what such a program computes, so the axes that the user names nest in the order tp < cp
-< ep < pp < dp (or `parallel.order`), the innermost on the fastest links; there is no memory, time
-or rate. Pure.
+Nobody knows what such a program computes, so there is no memory, time or rate. The axes that the
+user names nest in the order tp < cp < ep < pp < dp (or `parallel.order`), the innermost on the
+fastest links. Pure.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import coords, degrees, nested_groups
 from orchestrator.planner.placement.rank_assignment import assign_ranks
 
-#: Keys of `parallel` that say how a model is computed: without one they mean nothing. Others (zero,
-#: vpp, sp) are put into the plan, where the program can read them.
+#: Keys of `parallel` that describe how a model is computed: they mean nothing without a model.
+#: Other keys (zero, vpp, sp) are put into the plan, where the program can read them.
 _OF_A_MODEL = (
     "schedule",
     "schedule_file",
@@ -36,10 +35,10 @@ _OF_A_MODEL = (
 
 
 def plan_program(config: Config, cluster: doc.Cluster) -> Plan:
-    """The plan of a program on `cluster`: as many ranks as `nproc` or the degrees say, else one for
-    each GPU.
+    """Returns the plan of a program on `cluster`.
 
-    OrchError (65): more ranks than GPUs, ranks that are no multiple of the named axes, keys that
+    It has as many ranks as `nproc` or the degrees give, else one per GPU. Raises OrchError (65) for
+    more ranks than GPUs, for ranks that are not a multiple of the named axes, and for keys that
     need a model.
     """
     parallel = _parallel(config, cluster)
@@ -53,13 +52,16 @@ def plan_program(config: Config, cluster: doc.Cluster) -> Plan:
             **{name: getattr(metrics, name) for name in doc.Metrics.__struct_fields__}
         ),
     )
-    compact = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
+    # The order of imported nodes has no meaning.
+    compact = config.cluster.topology_file is not None
     return _sealed(_first_nodes(cluster, parallel) if compact else cluster, parallel, job)
 
 
 def place_program(plan: Plan, cluster: doc.Cluster) -> Plan:
-    """The same program on other nodes, in their order, sealed. OrchError (76) when they are too
-    few."""
+    """Places the same program on other nodes, in their order, and seals the plan.
+
+    Raises OrchError (76) if there are too few nodes.
+    """
     gpus = len(cluster.node_names) * cluster.gpus_per_node
     world = plan.parallel.world_size
     if world > gpus or cluster.gpus_per_node != plan.cluster.gpus_per_node:
@@ -72,6 +74,7 @@ def place_program(plan: Plan, cluster: doc.Cluster) -> Plan:
 
 
 def _parallel(config: Config, cluster: doc.Cluster) -> doc.Parallel:
+    """Returns the plan's `parallel` of a program. Raises OrchError (65)."""
     par = config.parallel
     gpus = len(cluster.node_names) * cluster.gpus_per_node
     if par.auto:
@@ -103,7 +106,8 @@ def _parallel(config: Config, cluster: doc.Cluster) -> doc.Parallel:
             " cluster.gpus_per_node= describe another",
             Exit.CONFIG,
         )
-    zero: Literal[0, 1, 2, 3] = par.zero or 0  # type: ignore[assignment]  # the schema has no other values
+    # The schema has no other values.
+    zero: Literal[0, 1, 2, 3] = par.zero or 0  # type: ignore[assignment]
     return doc.Parallel(
         **inner,
         dp=dp,
@@ -124,6 +128,7 @@ def _parallel(config: Config, cluster: doc.Cluster) -> doc.Parallel:
 
 
 def _sealed(cluster: doc.Cluster, parallel: doc.Parallel, job: doc.Job) -> Plan:
+    """Returns the sealed plan of a program with its ranks, groups and placement."""
     ranks = assign_ranks(cluster, coords(parallel.order, degrees(parallel)))
     groups = nested_groups(parallel.order, degrees(parallel))
     placement: dict[str, doc.AxisPlacement] = {
@@ -153,8 +158,10 @@ def _sealed(cluster: doc.Cluster, parallel: doc.Parallel, job: doc.Job) -> Plan:
 
 
 def _worst(cluster: doc.Cluster, groups: Sequence[Sequence[int]]) -> str:
-    """The outermost tier that a group of ranks must cross: "self", "nvlink" or the name of a switch
-    level."""
+    """Returns the outermost tier that a group of ranks must cross.
+
+    That is "self", "nvlink" or the name of a switch level.
+    """
     if len(groups[0]) == 1:
         return "self"
     tiers = [
@@ -171,15 +178,16 @@ def _worst(cluster: doc.Cluster, groups: Sequence[Sequence[int]]) -> str:
 
 
 def _first_nodes(cluster: doc.Cluster, parallel: doc.Parallel) -> doc.Cluster:
-    """The cluster with the nodes of the ranks first, packed under as few switches as they fit, and
-    spares last."""
+    """Returns the cluster with the nodes of the ranks first and spares last.
+
+    The nodes are packed under as few switches as possible.
+    """
     from orchestrator.planner.placement.node_placement import reorder
 
     need = -(-parallel.world_size // cluster.gpus_per_node)
     chosen = list(range(len(cluster.node_names)))
-    for level in reversed(
-        cluster.levels
-    ):  # from the outermost inwards: keep the smallest switch that holds all
+    # From the outermost level inwards, keep the smallest switch that holds all ranks.
+    for level in reversed(cluster.levels):
         inside = [[node for node in switch if node in set(chosen)] for switch in level.switches]
         chosen = min((nodes for nodes in inside if len(nodes) >= need), key=len, default=chosen)
     by_switch = {

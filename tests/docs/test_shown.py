@@ -80,7 +80,7 @@ def test_the_readme_s_order():
         "make test",
         "pip install .",
         "## Four ways in",
-        "## Beside others",
+        "## Compared with other tools",
     ]
     order += ["## What it cannot do", "## Links"]
     at = [README.index(word) for word in order]

@@ -256,7 +256,15 @@ def test_wheel_ships_orchestrator_trainer_conf_and_orch_report(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/glossary.md", "README.md"]
+    "page",
+    [
+        "CONTRIBUTING.md",
+        "README.md",
+        "docs/architecture.md",
+        "docs/glossary.md",
+        "docs/reading.md",
+        *sorted(f"docs/decisions/{path.name}" for path in (ROOT / "docs/decisions").glob("*.md")),
+    ],
 )
 def test_files_that_a_page_names_are_there(page):
     named = re.findall(

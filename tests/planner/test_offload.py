@@ -62,7 +62,7 @@ def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_pr
     config = config_of()
     plan = build_plan(config)
     assert plan.memory.total > plan.memory.capacity
-    found = explain(config, resolve(config.cluster), plan, most=9)
+    found = explain(config, resolve(config.cluster), plan, limit=9)
     offers = {change.words[0]: change for change in found.changes if "offload" in change.words[0]}
     assert list(offers) == [
         "train.offload=host",
@@ -118,7 +118,7 @@ def test_inputs_on_the_host_are_offered_where_they_make_it_fit():
     ]
     config = load(["cluster=h100x8", "model=llama3_8b", "parallel=dp8_zero3", *long])
     plan = build_plan(config)
-    found = explain(config, resolve(config.cluster), plan, most=99)
+    found = explain(config, resolve(config.cluster), plan, limit=99)
     offers = {change.words[0]: change for change in found.changes}
     assert plan.memory.total > plan.memory.capacity
     assert offers["train.offload_activations=host"].memory.total <= plan.memory.capacity

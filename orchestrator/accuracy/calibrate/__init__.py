@@ -1,1 +1,1 @@
-"""Fits of the cost model's parameters: to a table of runs, to one row of it, to a measured run."""
+"""Fits the cost model's parameters to a table of runs, to one row of it, or to a measured run."""

@@ -1,5 +1,5 @@
-"""How far predictions are off on sources that the profile has not seen, and after one of their rows
-was measured."""
+"""Measures the error of predictions on sources that the profile has not seen, and the error that is
+left after one of their rows was measured."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .update import MOST_MISS, ROW_NOISE
 
 
 class Unseen(NamedTuple):
-    """A source as a profile predicts it that has not seen it."""
+    """The predictions of a source by a profile that has not seen it."""
 
-    at: list[int]  # indices of its observations
-    residuals: Floats  # ln(predicted / measured)
-    sd: Floats  # of it
-    after_one: (
-        float | None
-    )  # mean error after one row, over every choice of the row; None of a single row
+    at: list[int]  # Indices of the source's observations.
+    residuals: Floats  # ln(predicted / measured) of each observation.
+    sd: Floats  # Standard deviations of the residuals.
+    #: Mean error after one row was measured, averaged over every choice of the row. None if the
+    #: source has a single row.
+    after_one: float | None
 
 
 def accuracy(
@@ -36,68 +36,80 @@ def accuracy(
     seen: bool,
     tell: Tell,
 ) -> Score:
-    """The score of a table. `seen`: the profile was fitted to it, so each source is predicted by a
-    fit to the others.
+    """Scores the predictions of a table.
 
-    `predictions`: of all rows, by `profile`.
+    `predictions` has one prediction per row, made with `profile`. `seen` says that the profile was
+    fitted to this table: each source is then predicted by a fit to the other sources.
     """
-    found = observations(rows)
-    if not found:
+    observed_steps = observations(rows)
+    if not observed_steps:
         return score(rows, predictions)
-    fitted = score(rows, predictions)
-    if seen and len({one.source for one in found}) > 1:
+    fitted_score = score(rows, predictions)
+    if seen and len({one.source for one in observed_steps}) > 1:
         between = np.diag([between_sd(name) ** 2 for name in profile.values])
         unseen = {
-            left.source: _unseen(
-                left.at, left.residuals, left.jacobian, left.fitted.covariance + between
+            left_out.source: _unseen(
+                left_out.at,
+                left_out.residuals,
+                left_out.jacobian,
+                left_out.fitted.covariance + between,
             )
-            for left in leave_one_source_out(found, profile.values, tell=tell)
+            for left_out in leave_one_source_out(observed_steps, profile.values, tell=tell)
         }
     else:
         seen = False
-        residuals, jacobian = linearised(found, profile.values)
+        residuals, jacobian = linearised(observed_steps, profile.values)
         unseen = {
-            source: _unseen(at, residuals[at], jacobian[at], profile.uncertainty)
-            for source, at in by_source(found).items()
+            source: _unseen(indices, residuals[indices], jacobian[indices], profile.uncertainty)
+            for source, indices in by_source(observed_steps).items()
         }
-    changed = list(predictions)
+    unseen_predictions = list(predictions)
     for group in unseen.values():
         for index, miss, sd in zip(group.at, group.residuals, group.sd, strict=True):
-            one = found[index]
+            one = observed_steps[index]
             predicted = one.measured_s * float(np.exp(miss))
-            changed[one.row] = changed[one.row]._replace(step_time_s=predicted, step_sd=float(sd))
-    result = score(rows, changed)
-    before = {one.group: one.mean for one in fitted.time} if seen else {}
-    after = {source: one.after_one for source, one in unseen.items()}
-    time = [
-        one._replace(fitted=before.get(one.group), after_one=after.get(one.group))
-        for one in result.time
+            unseen_predictions[one.row] = unseen_predictions[one.row]._replace(
+                step_time_s=predicted, step_sd=float(sd)
+            )
+    unseen_score = score(rows, unseen_predictions)
+    fitted_means = {one.group: one.mean for one in fitted_score.time} if seen else {}
+    means_after_one = {source: one.after_one for source, one in unseen.items()}
+    time_errors = [
+        one._replace(fitted=fitted_means.get(one.group), after_one=means_after_one.get(one.group))
+        for one in unseen_score.time
     ]
-    groups = [one for one in time if one.group not in (ALL, MEAN)]
-    everything = [one._replace(after_one=_mean_of_rows(groups)) for one in time if one.group == ALL]
-    return result._replace(time=[*groups, *everything, mean_of_groups(groups)])
+    groups = [one for one in time_errors if one.group not in (ALL, MEAN)]
+    overall = [
+        one._replace(after_one=_mean_of_rows(groups)) for one in time_errors if one.group == ALL
+    ]
+    return unseen_score._replace(time=[*groups, *overall, mean_of_groups(groups)])
 
 
 def _mean_of_rows(groups: Sequence[Errors]) -> float | None:
-    known = [one for one in groups if one.after_one is not None]
-    rows = sum(one.rows for one in known)
-    return sum(one.rows * (one.after_one or 0.0) for one in known) / rows if rows else None
+    updated_groups = [group for group in groups if group.after_one is not None]
+    rows = sum(group.rows for group in updated_groups)
+    return (
+        sum(group.rows * (group.after_one or 0.0) for group in updated_groups) / rows
+        if rows
+        else None
+    )
 
 
-def _unseen(at: list[int], residuals: Floats, jacobian: Floats, uncertainty: Floats) -> Unseen:
-    shared = jacobian @ uncertainty @ jacobian.T
-    sd = np.sqrt(np.diag(shared) + NOISE**2)
-    return Unseen(at, residuals, sd, _after_one(residuals, shared))
+def _unseen(indices: list[int], residuals: Floats, jacobian: Floats, uncertainty: Floats) -> Unseen:
+    miss_covariance = jacobian @ uncertainty @ jacobian.T
+    sd = np.sqrt(np.diag(miss_covariance) + NOISE**2)
+    return Unseen(indices, residuals, sd, _after_one(residuals, miss_covariance))
 
 
-def _after_one(residuals: Floats, shared: Floats) -> float | None:
-    """Mean error of the other rows after `update` by one row: over every choice of it. shared: J S
-    J', [rows, rows]."""
+def _after_one(residuals: Floats, miss_covariance: Floats) -> float | None:
+    """Returns the mean error of the other rows after `update` by one row, averaged over every
+    choice of that row. miss_covariance: J S J', float [rows, rows]."""
     count = len(residuals)
     if count < 2:
         return None
     clipped = np.clip(residuals, -MOST_MISS, MOST_MISS)
-    moved = shared / (np.diag(shared) + ROW_NOISE**2) * clipped  # [of row i, by row j]
-    errors = error(residuals[:, None] - moved)
+    # Float [rows, rows]: the change of row i after the update by row j.
+    corrections = miss_covariance / (np.diag(miss_covariance) + ROW_NOISE**2) * clipped
+    errors = error(residuals[:, None] - corrections)
     np.fill_diagonal(errors, 0.0)
     return float(errors.sum() / (count * (count - 1)))

@@ -1,5 +1,5 @@
-"""What a measured step says about a plan's prediction: inside the interval or not, and which
-parameters explain it."""
+"""Compares a measured step with a plan's prediction: whether it is inside the interval, and which
+parameters explain the difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from orchestrator.style import seconds, three
 
 from .update import attribution, update_with_step
 
-#: What a parameter is about, by the longest beginning of its name; `{}` is the rest of the name.
+#: Prefix of a parameter's name -> subject of the sentence about it. The longest prefix counts; `{}`
+#: is replaced by the rest of the name.
 SUBJECTS = {
     "gemm.": "matrix products ({}) reach",
     "gemm_bytes": "bytes of matrix products take",
@@ -71,46 +72,48 @@ class Attribution(NamedTuple):
 
     parameter: str
     assumed: float
-    found: float  # the most probable value after this measurement
+    found: float  # The most probable value after this measurement.
     unit: str
-    share: float  # of the difference that all parameters explain
+    share: float  # Share of the change of ln t that all parameters explain together.
     text: str
 
 
 class Drift(NamedTuple):
-    z: float  # standard deviations of the prediction that the measurement lies above it
-    inside: bool  # the 95 % interval
-    attribution: list[Attribution]  # what explains the difference, the largest part first
+    z: float  # ln(measured / predicted) in standard deviations of the prediction.
+    inside: bool  # True if the measurement is inside the 95 % interval.
+    attribution: list[Attribution]  # The causes of the difference, the largest first.
 
 
-def drift(plan: Plan, measured_s: float, most: int = 3) -> Drift:
-    """What a run's median step says of its plan, whose own parameters and shipped uncertainty are
-    the prior."""
+def drift(plan: Plan, measured_s: float, limit: int = 3) -> Drift:
+    """Compares a run's median step with its plan. The plan's own parameters with the shipped
+    uncertainty are the prior."""
     profile = with_values(plan.time.parameters)
     change, jacobian = update_with_step(profile, step_of(plan), measured_s)
     values = change.values(profile)
-    total = float(change.log_change @ jacobian) or 1.0
-    parts = [
-        _attribution(name, profile.values[name], values[name], part / total)
-        for name, part in attribution(change, jacobian, most)
+    total_change = float(change.log_change @ jacobian) or 1.0
+    attributions = [
+        _attribution(name, profile.values[name], values[name], contribution / total_change)
+        for name, contribution in attribution(change, jacobian, limit)
     ]
     z = log(measured_s / plan.time.step_s) / (plan.time.sd or relative_sd(jacobian, profile))
-    return Drift(z, abs(z) <= SIGMAS, parts)
+    return Drift(z, abs(z) <= SIGMAS, attributions)
 
 
-def changed(before: Profile, after: Profile) -> list[Attribution]:
-    """Parameters that an update moved by more than 2 %, the most moved first; `share` is of the
-    largest change."""
-    moves = {name: abs(log(after.values[name] / before.values[name])) for name in INDEX}
-    most = max(moves.values()) or 1.0
+def changed(base: Profile, updated: Profile) -> list[Attribution]:
+    """Returns the parameters that an update moved by more than 2 %, the one that moved most first.
+    Their `share` is relative to the largest change."""
+    moves = {name: abs(log(updated.values[name] / base.values[name])) for name in INDEX}
+    largest_move = max(moves.values()) or 1.0
     names = sorted((name for name in INDEX if moves[name] > 0.02), key=lambda name: -moves[name])
     return [
-        _attribution(name, before.values[name], after.values[name], moves[name] / most)
+        _attribution(name, base.values[name], updated.values[name], moves[name] / largest_move)
         for name in names
     ]
 
 
-def _attribution(name: str, assumed: float, found: float, share: float) -> Attribution:
+def _attribution(
+    name: str, assumed_value: float, updated_value: float, share: float
+) -> Attribution:
     unit = PRIOR[INDEX[name]].unit
     stem = max(
         (stem for stem in SUBJECTS if f"{name}.".startswith((stem.rstrip(".") + ".", f"{stem}_"))),
@@ -118,10 +121,13 @@ def _attribution(name: str, assumed: float, found: float, share: float) -> Attri
     )
     subject = SUBJECTS[stem].format(name.removeprefix(stem).replace("_", " ").replace(".", ", "))
     if unit == "s":
-        text = f"{subject} {seconds(found)}, {seconds(assumed)} was assumed"
+        sentence = f"{subject} {seconds(updated_value)}, {seconds(assumed_value)} was assumed"
     else:
-        text = f"{subject} {_short(found)} {UNITS.get(unit, unit)}, {_short(assumed)} was assumed"
-    return Attribution(name, assumed, found, unit, share, text)
+        sentence = (
+            f"{subject} {_short(updated_value)} {UNITS.get(unit, unit)},"
+            f" {_short(assumed_value)} was assumed"
+        )
+    return Attribution(name, assumed_value, updated_value, unit, share, sentence)
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Rows of a table as observations: what was measured, and the cost model's prediction of it."""
+"""Reads rows of a table as observations: a measured step time and a function that predicts it."""
 
 from __future__ import annotations
 
@@ -19,39 +19,46 @@ from .update import site_profile, update
 def observations(
     rows: Iterable[Mapping[str, str]], refused: list[str] | None = None
 ) -> list[Observation]:
-    """Of the rows that have a step time and can be read. `refused`: gets a line for each other row
-    that has one."""
+    """Returns an observation for each row that has a step time and can be read.
+
+    `refused` receives a line for each row that has a step time but cannot be read.
+    """
     paths: dict[int, PathCache] = {}
-    found = []
+    observed_steps = []
     for number, cells in enumerate(rows, 1):
         name = row_id(cells) or str(number)
         try:
             measured = measured_s(cells)
             if measured is not None:
-                found.append(_observation(name, cells, measured, paths, number - 1))
+                observed_steps.append(_observation(name, cells, measured, paths, number - 1))
         except RowError as error:
             if refused is not None:
                 refused.append(f"row {number} ({name}): {error}")
-    return found
+    return observed_steps
 
 
 def _observation(
-    name: str, cells: Mapping[str, str], measured: float, paths: dict[int, PathCache], at: int = 0
+    name: str,
+    cells: Mapping[str, str],
+    measured: float,
+    paths: dict[int, PathCache],
+    row_index: int = 0,
 ) -> Observation:
     job = read_row(cells)
     return Observation(
-        name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), at
+        name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), row_index
     )
 
 
 def measured_s(cells: Mapping[str, str]) -> float | None:
-    """Seconds of a row's step, None where it has none. RowError for one that cannot be."""
+    """Returns the seconds of a row's step, or None if the row has none. Raises RowError for an
+    implausible one."""
     return measured_in(cells, "step_time_s")
 
 
 def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
-    """The profile of the machines of one row, after its step was measured. RowError where it has
-    none."""
+    """Returns `profile` after an update by the measured step of one row, which makes it the profile
+    of that row's machines. Raises RowError if the row has no measured step."""
     measured = measured_s(cells)
     if measured is None:
         raise RowError("step_time_s is empty: nothing was measured")

@@ -1,5 +1,5 @@
-"""A profile from a table of measured runs, and how well it predicts the sources that it has not
-seen."""
+"""Fits a profile to a table of measured runs, and measures how well it predicts sources that it has
+not seen."""
 
 from __future__ import annotations
 
@@ -16,52 +16,62 @@ from orchestrator.plan.exits import Exit
 from .fit import Observation, by_source, fit, leave_one_source_out, linearised
 from .observations import observations
 
-MOST_ROWS = 10_000  # of a table that is fitted: minutes
-UNIT = 15.0  # a step that is so many times off every prediction is in another unit
+MOST_ROWS = 10_000  # The most rows that are fitted, which takes minutes.
+UNIT = 15.0  # A step that differs from its prediction by a larger factor is in another unit.
 
 Tell = Callable[[int, int, str], None]
 
 
 class TableFit(NamedTuple):
     profile: Profile
-    refused: list[str]  # rows that were left out, and why
+    refused: list[str]  # The rows that were left out, each with the reason.
 
 
 def fit_table(
     rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: str, tell: Tell
 ) -> TableFit:
-    """The profile that explains a table's step times best. `tell`: progress.
+    """Returns the profile that best explains a table's step times. `tell` receives the progress.
 
-    Raises OrchError (65) naming the row where the table cannot be used.
+    Raises an OrchError (65) that names the row if the table cannot be used.
     """
     refused: list[str] = []
-    found = observations(_limited(rows), refused)
-    found, prior = _plausible(found, refused)
-    if len(found) < 2:
-        why = f": {refused[0]}" if refused else ""
-        raise OrchError(f"no rows with a step_time_s to fit{why}", Exit.CONFIG)
-    if len(refused) > len(found):
+    observed_steps = observations(_limited(rows), refused)
+    observed_steps, prior_residuals = _plausible(observed_steps, refused)
+    if len(observed_steps) < 2:
+        reason = f": {refused[0]}" if refused else ""
+        raise OrchError(f"no rows with a step_time_s to fit{reason}", Exit.CONFIG)
+    if len(refused) > len(observed_steps):
         raise OrchError(
-            f"{len(refused)} of {len(refused) + len(found)} rows cannot be used; {refused[0]}",
+            f"{len(refused)} of {len(refused) + len(observed_steps)} rows cannot be used;"
+            f" {refused[0]}",
             Exit.CONFIG,
         )
-    tell(0, 1, f"{len(found)} rows")
-    fitted = fit(found)
-    unseen = np.empty(len(found))
-    sources = by_source(found)
+    tell(0, 1, f"{len(observed_steps)} rows")
+    fitted = fit(observed_steps)
+    unseen_residuals = np.empty(len(observed_steps))
+    sources = by_source(observed_steps)
     if len(sources) > 1:
-        for left in leave_one_source_out(found, fitted.values, tell=tell):
-            unseen[left.at] = left.residuals
+        for unseen_source in leave_one_source_out(observed_steps, fitted.values, tell=tell):
+            unseen_residuals[unseen_source.at] = unseen_source.residuals
     else:
-        unseen[:] = np.nan
-    errors = {"prior": error(prior), "fitted": error(fitted.residuals), "left_out": error(unseen)}
+        unseen_residuals[:] = np.nan
+    errors = {
+        "prior": error(prior_residuals),
+        "fitted": error(fitted.residuals),
+        "left_out": error(unseen_residuals),
+    }
     left_out = []
-    for source, at in sources.items():
-        means = {kind: float(values[at].mean()) for kind, values in errors.items()}
-        shown = {kind: round(mean, 4) for kind, mean in means.items() if np.isfinite(mean)}
-        left_out.append(LeftOut(source=source, rows=len(at), **({"left_out": -1.0} | shown)))
+    for source, indices in sources.items():
+        means = {kind: float(values[indices].mean()) for kind, values in errors.items()}
+        rounded_means = {kind: round(mean, 4) for kind, mean in means.items() if np.isfinite(mean)}
+        left_out.append(
+            LeftOut(source=source, rows=len(indices), **({"left_out": -1.0} | rounded_means))
+        )
     fitted_on = FittedOn(
-        what="table", sha256=sha256, date=date, rows={one.source: one.rows for one in left_out}
+        what="table",
+        sha256=sha256,
+        date=date,
+        rows={source_error.source: source_error.rows for source_error in left_out},
     )
     return TableFit(
         make_profile(name, fitted.values, fitted.covariance, fitted_on, left_out), refused
@@ -69,43 +79,47 @@ def fit_table(
 
 
 def error(residuals: Floats) -> Floats:
-    """|predicted / measured - 1| of ln(predicted / measured)."""
+    """Returns |predicted / measured - 1|, computed from ln(predicted / measured)."""
     return np.abs(np.expm1(residuals))
 
 
 def _limited(rows: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    kept: list[Mapping[str, str]] = []
+    limited_rows: list[Mapping[str, str]] = []
     for row in rows:
-        if len(kept) == MOST_ROWS:
+        if len(limited_rows) == MOST_ROWS:
             raise OrchError(
                 f"row {MOST_ROWS + 1}: a fit takes at most {MOST_ROWS:,} rows", Exit.CONFIG
             )
-        kept.append(row)
-    return kept
+        limited_rows.append(row)
+    return limited_rows
 
 
-def _plausible(found: list[Observation], refused: list[str]) -> tuple[list[Observation], Floats]:
-    """(rows within a factor of `UNIT` of what the prior predicts, ln(predicted / measured) of
-    them)."""
-    residuals, _ = linearised(found, PRIOR_VALUES)
-    kept = []
-    for index, (one, miss) in enumerate(zip(found, residuals, strict=True)):
+def _plausible(
+    observed_steps: list[Observation], refused: list[str]
+) -> tuple[list[Observation], Floats]:
+    """Returns (the observations within a factor of `UNIT` of the prior's prediction, their
+    ln(predicted / measured)); the others are added to `refused`."""
+    residuals, _ = linearised(observed_steps, PRIOR_VALUES)
+    plausible_indices = []
+    for index, (observation, miss) in enumerate(zip(observed_steps, residuals, strict=True)):
         if abs(miss) <= np.log(UNIT):
-            kept.append(index)
+            plausible_indices.append(index)
             continue
-        times = float(np.exp(abs(miss)))
-        what = (
-            f"{times:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds a step?"
+        factor = float(np.exp(abs(miss)))
+        discrepancy = (
+            f"{factor:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds a step?"
         )
-        refused.append(f"row {one.name}: step_time_s={one.measured_s:g} is {what}")
-    return [found[index] for index in kept], residuals[kept]
+        refused.append(
+            f"row {observation.name}: step_time_s={observation.measured_s:g} is {discrepancy}"
+        )
+    return [observed_steps[index] for index in plausible_indices], residuals[plausible_indices]
 
 
 # ----------------------------------------------------------------------------------------------
-#     terms
+#     Terms of the cost model
 
-#: What the cost model is made of, and the parameters without which a term is not there: 1e-9, or 1
-#: for a factor.
+#: Term of the cost model -> (prefixes of its parameters, the value that removes the term: 1e-9, or
+#: 1 for a factor).
 TERMS: dict[str, tuple[tuple[str, ...], float]] = {
     "bytes of matrix products": (("gemm_bytes",), 1e-9),
     "memory-bound kernels": (("elementwise.",), 1e-9),
@@ -129,39 +143,49 @@ TERMS: dict[str, tuple[tuple[str, ...], float]] = {
 
 
 class Ablation(NamedTuple):
-    """Mean over sources of the mean absolute error without one term; everything else fitted
-    again."""
+    """The mean over sources of the mean absolute error without one term, after a fit of the other
+    parameters."""
 
     term: str
     fitted: float
     left_out: float
 
 
-def ablate(found: list[Observation], tell: Tell) -> list[Ablation]:
-    """The whole model, each term left out, and nothing fitted; the worst loss first."""
-    start = fit(found).values
-    results = [_ablation("the whole model", found, start, {})]
+def ablate(observed_steps: list[Observation], tell: Tell) -> list[Ablation]:
+    """Returns the errors of the whole model, of the model without each term (the largest error
+    first), and of the priors with nothing fitted."""
+    start = fit(observed_steps).values
+    ablations = [_ablation("the whole model", observed_steps, start, {})]
     for done, (term, (stems, value)) in enumerate(TERMS.items()):
         tell(done, len(TERMS), term)
         fixed = {name: value for name in NAMES if name.startswith(stems)}
-        results.append(_ablation(f"without: {term}", found, start, fixed))
+        ablations.append(_ablation(f"without: {term}", observed_steps, start, fixed))
     tell(len(TERMS), len(TERMS), "")
-    prior, _ = linearised(found, PRIOR_VALUES)
-    missed = mean_of_sources(found, prior)
-    nothing = Ablation("nothing fitted: the priors", missed, missed)
-    return [results[0], *sorted(results[1:], key=lambda one: -one.left_out), nothing]
+    prior, _ = linearised(observed_steps, PRIOR_VALUES)
+    prior_error = mean_of_sources(observed_steps, prior)
+    unfitted = Ablation("nothing fitted: the priors", prior_error, prior_error)
+    return [ablations[0], *sorted(ablations[1:], key=lambda ablation: -ablation.left_out), unfitted]
 
 
 def _ablation(
-    term: str, found: list[Observation], start: Mapping[str, float], fixed: Mapping[str, float]
+    term: str,
+    observed_steps: list[Observation],
+    start: Mapping[str, float],
+    fixed: Mapping[str, float],
 ) -> Ablation:
-    fitted = fit(found, start, fixed)
-    unseen = np.empty(len(found))
-    for left in leave_one_source_out(found, fitted.values, fixed):
-        unseen[left.at] = left.residuals
-    return Ablation(term, mean_of_sources(found, fitted.residuals), mean_of_sources(found, unseen))
+    fitted = fit(observed_steps, start, fixed)
+    unseen_residuals = np.empty(len(observed_steps))
+    for unseen_source in leave_one_source_out(observed_steps, fitted.values, fixed):
+        unseen_residuals[unseen_source.at] = unseen_source.residuals
+    return Ablation(
+        term,
+        mean_of_sources(observed_steps, fitted.residuals),
+        mean_of_sources(observed_steps, unseen_residuals),
+    )
 
 
-def mean_of_sources(found: list[Observation], residuals: Floats) -> float:
+def mean_of_sources(observed_steps: list[Observation], residuals: Floats) -> float:
     errors = error(residuals)
-    return float(np.mean([errors[at].mean() for at in by_source(found).values()]))
+    return float(
+        np.mean([errors[indices].mean() for indices in by_source(observed_steps).values()])
+    )

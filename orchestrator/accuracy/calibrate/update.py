@@ -1,9 +1,10 @@
-"""Parameters after more measurements: a Bayesian update that moves the terms that caused the miss.
+"""Updates the parameters by new measurements: a Bayesian update that moves the terms that caused
+the miss.
 
 For measured steps with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior
-of a linear model with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960). A
-miss of a table's row is cut, so that one odd row cannot turn the model around (accuracy.md section
-4). The prediction moves with the parameters, others with theirs.
+of a linear model with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960).
+The miss of a table's row is clipped, so that one odd row cannot turn the model around (accuracy.md
+section 4). Every prediction that depends on a moved parameter moves with it.
 """
 
 from __future__ import annotations
@@ -21,36 +22,41 @@ from orchestrator.cost.time.imbalance import LEAST_SPREAD, spread_name, spread_o
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster, Model
 
-ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
+ROW_NOISE = 0.10  # Standard deviation of ln t of one measured row.
 MOST_MISS = 0.3
-#: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load
-#: in a step is other.
+#: Standard deviations of the logarithms of a run's median step, of a rate that `orch bench`
+#: measured, and of a link's rate, whose load inside a step differs from that of the benchmark.
 RUN_NOISE = 0.03
 RATE_NOISE = 0.08
 LINK_NOISE = 0.15
-LOAD_NOISE = 0.15  # of the spread of experts' loads, which goes on changing as a router learns
-# rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
+#: Standard deviation of the spread of experts' loads, which keeps changing while a router learns.
+LOAD_NOISE = 0.15
+#: Rate of NVLink's collectives inside a step over their rate alone (accuracy.md section 2;
+#: comm-0364).
 IN_STEP = 0.7
 ROUNDS = 5
-LEAST_PART = 0.01  # of a round's way
+LEAST_PART = 0.01  # The smallest fraction of a round's move that is tried.
 
 
 class Update(NamedTuple):
-    log_change: Floats  # of each parameter
+    log_change: Floats  # Change of the logarithm of each parameter.
     covariance: Floats
 
     def values(self, profile: Profile) -> dict[str, float]:
         return {
-            name: profile.values[name] * float(np.exp(self.log_change[at]))
-            for at, name in enumerate(NAMES)
+            name: profile.values[name] * float(np.exp(self.log_change[index]))
+            for index, name in enumerate(NAMES)
         }
 
 
 def update(
     profile: Profile, misses: Sequence[float] | Floats, jacobian: Floats, noise: float = ROW_NOISE
 ) -> Update:
-    """misses: ln(predicted / measured) of each measurement; jacobian: float [measurements,
-    parameters]."""
+    """Updates the parameters by measured steps.
+
+    misses: ln(predicted / measured) of each measurement. jacobian: float [measurements,
+    parameters].
+    """
     clipped = np.clip(np.asarray(misses, dtype=float), -MOST_MISS, MOST_MISS)
     return _posterior(profile, clipped, jacobian, np.full(len(clipped), noise))
 
@@ -70,49 +76,53 @@ def update_with_step(
     noise: float = RUN_NOISE,
     rounds: int = ROUNDS,
 ) -> tuple[Update, Floats]:
-    """(update, derivatives at the profile's values) by one measured step, however far off it is.
+    """Updates the parameters by one measured step, however far it is from its prediction.
 
-    `step_s` predicts the step from parameter values. The model is not linear in what moves far, so
-    it is linearised again where the last round ended, with the same prior (Bell and Cathey 1993,
-    the iterated Kalman filter). A round that would end at something less likely goes a part of its
-    way: where a term has all but vanished its derivative has, too, and whole steps would run away.
+    Returns (update, derivatives at the profile's values). `step_s` predicts the step from parameter
+    values. The model is not linear in parameters that move far, so each round linearises it where
+    the last round ended, with the same prior (Bell and Cathey 1993, the iterated Kalman filter). A
+    round whose end would be less likely than its start takes only a fraction of its move: if a term
+    has almost vanished, so has its derivative, and whole moves would diverge.
     """
-    likely = np.linalg.pinv(profile.uncertainty)
+    precision = np.linalg.pinv(profile.uncertainty)
 
     def cost(miss: float, change: Floats) -> float:
-        """-2 ln of the posterior, but for a constant."""
-        return float((miss / noise) ** 2 + change @ likely @ change)
+        """Returns -2 ln of the posterior, up to a constant."""
+        return float((miss / noise) ** 2 + change @ precision @ change)
 
-    def at(change: Floats) -> tuple[float, Floats]:
-        """(miss, its derivatives) with the parameters changed."""
+    def linearised_after(change: Floats) -> tuple[float, Floats]:
+        """Returns (miss, its derivatives) after a change of the parameters."""
         step = step_s(duals(Update(change, profile.uncertainty).values(profile)))
         return float(np.log(value_of(step) / measured_s)), log_gradient(step)
 
-    moved = np.zeros(len(NAMES))
-    miss, jacobian = at(moved)
-    first = jacobian
+    log_change = np.zeros(len(NAMES))
+    miss, jacobian = linearised_after(log_change)
+    start_jacobian = jacobian
     for _ in range(rounds):
-        found = _posterior(
-            profile, np.array([miss - jacobian @ moved]), jacobian[None], np.array([noise])
+        posterior = _posterior(
+            profile, np.array([miss - jacobian @ log_change]), jacobian[None], np.array([noise])
         )
-        way = found.log_change - moved
-        part = 1.0
-        before = cost(miss, moved)
-        miss, jacobian = at(moved + way)
-        while cost(miss, moved + part * way) > before and part > LEAST_PART:
-            part /= 2
-            miss, jacobian = at(moved + part * way)
-        moved = moved + part * way
-        if np.abs(part * way).max() < 1e-3:
+        move = posterior.log_change - log_change
+        fraction = 1.0
+        previous_cost = cost(miss, log_change)
+        miss, jacobian = linearised_after(log_change + move)
+        while cost(miss, log_change + fraction * move) > previous_cost and fraction > LEAST_PART:
+            fraction /= 2
+            miss, jacobian = linearised_after(log_change + fraction * move)
+        log_change = log_change + fraction * move
+        if np.abs(fraction * move).max() < 1e-3:
             break
-    return Update(moved, found.covariance), first
+    return Update(log_change, posterior.covariance), start_jacobian
 
 
 def update_with_loads(
     profile: Profile, model: Model, ranks: int, fullest: float, spread: float | None
 ) -> Update:
-    """By the loads of a run's experts: of the `fullest` of `ranks` ranks that share them, over the
-    mean; of one rank, whose load is always even, by the `spread` of single experts."""
+    """Updates the spread of experts' loads by the loads of a run.
+
+    `fullest` is the load of the fullest of the `ranks` ranks that share the experts, over the mean.
+    A single rank always has an even load, so the `spread` of the single experts counts there.
+    """
     assert model.moe is not None
     if ranks > 1:
         spread = spread_of(fullest, model.moe.experts, ranks)
@@ -124,77 +134,89 @@ def update_with_loads(
 
 
 def then(first: Update, second: Update) -> Update:
-    """Of `second`, which began where `first` ended."""
+    """Returns both updates in one; `second` began where `first` ended."""
     return Update(first.log_change + second.log_change, second.covariance)
 
 
-def update_with_bench(profile: Profile, described: Cluster, record: Record) -> Update:
-    """By the rates that `orch bench` found, each a direct observation of a parameter. `described`:
-    as in data sheets.
+def update_with_bench(profile: Profile, data_sheet_cluster: Cluster, record: Record) -> Update:
+    """Updates the parameters by the rates that `orch bench` measured, each of them a direct
+    observation of one parameter.
 
-    What is measured alone on a GPU stands for the same kernels in a step; NVLink is slower there
-    (`IN_STEP`).
+    `data_sheet_cluster` has the rates of the data sheets. A kernel that is measured alone counts as
+    the same kernel in a step, but NVLink is slower in a step (`IN_STEP`).
     """
-    found = list(_observed(described, record))
-    jacobian = np.zeros((len(found), len(NAMES)))
-    for row, (name, _, _) in enumerate(found):
+    observed_rates = list(_observed(data_sheet_cluster, record))
+    jacobian = np.zeros((len(observed_rates), len(NAMES)))
+    for row, (name, _, _) in enumerate(observed_rates):
         jacobian[row, INDEX[name]] = 1.0
-    misses = np.array([np.log(profile.values[name] / value) for name, value, _ in found])
-    return _posterior(profile, misses, jacobian, np.array([noise for _, _, noise in found]))
+    misses = np.array([np.log(profile.values[name] / value) for name, value, _ in observed_rates])
+    return _posterior(
+        profile, misses, jacobian, np.array([noise for _, _, noise in observed_rates])
+    )
 
 
 def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]]:
-    """(parameter, its value, noise) of everything that was measured."""
+    """Returns (parameter, its value, noise) for every rate that was measured."""
     gpu = cluster.gpu
-    own = record.measured
+    measured = record.measured
     generation = generation_of(cluster.gpu.name, cluster.device)
     cpu = generation == "cpu"
-    found = [
-        ("hbm.cpu" if cpu else "hbm", own.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)
+    observed_rates = [
+        ("hbm.cpu" if cpu else "hbm", measured.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)
     ]
-    wide = next((name for name in ("bf16", "fp16", "fp32") if name in own.matmul_flops), None)
-    flash = f"attention.flash.{generation}"
-    attention = "attention.cpu" if cpu else flash if flash in INDEX else f"attention.{generation}"
+    precision = next(
+        (name for name in ("bf16", "fp16", "fp32") if name in measured.matmul_flops), None
+    )
+    flash_name = f"attention.flash.{generation}"
+    attention_name = (
+        "attention.cpu" if cpu else flash_name if flash_name in INDEX else f"attention.{generation}"
+    )
     rates = [
-        ("gemm.cpu" if cpu else f"gemm.{generation}.16", own.matmul_flops),
-        (attention, own.attention_flops),
+        ("gemm.cpu" if cpu else f"gemm.{generation}.16", measured.matmul_flops),
+        (attention_name, measured.attention_flops),
     ]
     for name, flops in rates:
-        if wide in flops and wide in gpu.peak_flops and name in INDEX:
-            found.append((name, flops[wide] / gpu.peak_flops[wide], RATE_NOISE))
+        if precision in flops and precision in gpu.peak_flops and name in INDEX:
+            observed_rates.append((name, flops[precision] / gpu.peak_flops[precision], RATE_NOISE))
     if cpu:
-        found.append(("host.cpu", own.launch_s, RATE_NOISE))
+        observed_rates.append(("host.cpu", measured.launch_s, RATE_NOISE))
     links = {NVLINK: cluster.nvlink} | {level.name: level for level in cluster.levels}
     for tier, fit in record.links.items():
         name = "link.cpu" if cpu else "nvlink" if tier == NVLINK else "nic"
-        if (known := links.get(tier)) is None:
+        if (link := links.get(tier)) is None:
             continue
         share = IN_STEP if name == "nvlink" else 1.0
-        found.append((name, share * fit.bytes_per_s / known.bytes_per_s, LINK_NOISE))
+        observed_rates.append((name, share * fit.bytes_per_s / link.bytes_per_s, LINK_NOISE))
         if not cpu and tier != NVLINK and fit.latency_s > 0:
-            found.append(("latency", fit.latency_s / known.latency_s, 0.5))
-    return [one for one in found if one[1] > 0]
+            observed_rates.append(("latency", fit.latency_s / link.latency_s, 0.5))
+    return [observed_rate for observed_rate in observed_rates if observed_rate[1] > 0]
 
 
 def site_profile(
-    base: Profile, change: Update, what: str, source: str, date: str, name: str
+    base: Profile, change: Update, kind: str, source: str, date: str, name: str
 ) -> Profile:
-    """`base` after an update, as a file. `source`: the run, or what else was measured; `name`: the
-    cluster's."""
-    past = base.fitted_on
-    own = bool(past.base)
+    """Returns `base` after an update, as a profile that can be written to a file.
+
+    `kind` and `source` say what was measured, such as a run and its id; `name` is the cluster's.
+    """
+    base_fit = base.fitted_on
+    is_site_profile = bool(base_fit.base)
     fitted_on = FittedOn(
-        what=what,
+        what=kind,
         date=date,
-        base=past.base if own else base.label,
-        runs=[*(past.runs if own else []), source],
+        base=base_fit.base if is_site_profile else base.label,
+        runs=[*(base_fit.runs if is_site_profile else []), source],
     )
     return make_profile(name, change.values(base), change.covariance, fitted_on)
 
 
-def attribution(change: Update, jacobian: Floats, most: int = 3) -> list[tuple[str, float]]:
-    """(parameter, its part of the change of ln t), the largest first. jacobian: float
-    [parameters]."""
-    parts = change.log_change * jacobian
-    order = sorted(range(len(parts)), key=lambda at: -abs(parts[at]))
-    return [(NAMES[at], float(parts[at])) for at in order[:most] if parts[at]]
+def attribution(change: Update, jacobian: Floats, limit: int = 3) -> list[tuple[str, float]]:
+    """Returns (parameter, its contribution to the change of ln t), the largest first. jacobian:
+    float [parameters]."""
+    contributions = change.log_change * jacobian
+    order = sorted(range(len(contributions)), key=lambda index: -abs(contributions[index]))
+    return [
+        (NAMES[index], float(contributions[index]))
+        for index in order[:limit]
+        if contributions[index]
+    ]

@@ -1,1 +1,1 @@
-"""`orch predict`: the cost model on a table of training runs, and how far it is off."""
+"""`orch predict`: runs the cost model on a table of training runs and scores its predictions."""

@@ -1,4 +1,4 @@
-"""The cells of one row as numbers and words, and what was assumed where they say nothing."""
+"""Reads the cells of one row as numbers and words, and collects what was assumed for blank ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-#: What tables write where they have no number.
+#: Words that tables write if they have no number.
 BLANK = frozenset(
     (
         "",
@@ -25,10 +25,10 @@ BLANK = frozenset(
         "auto",
     )
 )
-#: What tables write where they have no word; "none" is a word.
+#: Words that tables write if they have no word; "none" and "auto" are words there.
 _NO_WORD = BLANK - {"none", "auto"}
 MOST_GPUS = 1 << 20
-#: Largest plausible value of a column; a larger one is an error in the row, not a model to predict.
+#: Largest plausible number of a column. A larger one is an error in the row, not a job to predict.
 MOST: dict[str, int] = {
     **dict.fromkeys(("pp", "vpp"), 256),
     **dict.fromkeys(("layers", "tp", "cp", "topk"), 1024),
@@ -36,13 +36,13 @@ MOST: dict[str, int] = {
     **dict.fromkeys(("hidden", "nodes", "num_gpus", "dp", "micro_batch"), MOST_GPUS),
     **dict.fromkeys(("ffn_hidden", "moe_ffn", "vocab"), 1 << 24),
     "seq_len": 1 << 28,
-    "global_batch": 1 << 40,  # samples, or tokens
+    "global_batch": 1 << 40,  # Samples or tokens.
     "zero_stage": 3,
 }
-#: Columns of powers of two: 4k is 4096. Elsewhere k is 1000.
+#: Columns whose "k" is 1024, so that 4k is 4096. In the other columns k is 1000.
 _BINARY = ("seq_len", "global_batch", "hidden", "ffn_hidden", "moe_ffn", "num_gpus", "micro_batch")
 _SCALES = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
-#: Units of measured cells, in the column's own.
+#: Measured column -> unit in a cell -> factor to the column's own unit.
 _MEASURED: dict[str, dict[str, float]] = {
     "step_time_s": {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0},
     "peak_mem_gib": {
@@ -66,35 +66,35 @@ _PRODUCT = re.compile(r"(\d{1,7})\s*[x×*]\s*(\d{1,7})(?:\s*(?:gpus?|=.*|\([^()]
 
 
 class RowError(ValueError):
-    """A row that cannot be predicted; the message names the column."""
+    """The error of a row that cannot be predicted; its message names the column."""
 
 
 @lru_cache(maxsize=8192)
-def number_of(name: str, text: str) -> float | None:
-    """The number in a cell of column `name`: "1,024", "8x", "128k", "2x8". None where blank;
-    RowError."""
-    short = text[:40]
-    lower = text.strip().lower()
+def number_of(name: str, cell: str) -> float | None:
+    """Returns the number in a cell of column `name`, such as "1,024", "8x", "128k" or "2x8"; None
+    if it is blank. Raises RowError if it is not a number."""
+    shown = cell[:40]
+    lower = cell.strip().lower()
     if lower in BLANK:
         return None
     if len(lower) > 60:
-        raise RowError(f"{name}={short!r}... is not a number: {len(text)} characters")
-    if several := _PRODUCT.fullmatch(lower):
-        return float(int(several[1]) * int(several[2]))
+        raise RowError(f"{name}={shown!r}... is not a number: {len(cell)} characters")
+    if product := _PRODUCT.fullmatch(lower):
+        return float(int(product[1]) * int(product[2]))
     factor = 1.0
     if name in _MEASURED and (unit := re.search(r"(?<=[\d. ])([a-z]+)$", lower)):
         factor = _MEASURED[name].get(unit[1], 0.0)
         lower = lower[: unit.start()].strip() if factor else lower
-    found = _NUMBER.fullmatch(lower)
-    if found is None:
-        raise RowError(f"{name}={short!r} is not a number")
-    digits = re.sub(r",(?=\d{1,2}(?:e|$))", ".", found[1])  # a decimal comma: "6,7"
+    match = _NUMBER.fullmatch(lower)
+    if match is None:
+        raise RowError(f"{name}={shown!r} is not a number")
+    digits = re.sub(r",(?=\d{1,2}(?:e|$))", ".", match[1])  # The decimal comma of "6,7".
     value = float(re.sub("[,_' ]", "", digits)) * (factor or 1.0)
-    return value * (1024.0 if name in _BINARY else 1000.0) ** _SCALES[found[2]]
+    return value * (1024.0 if name in _BINARY else 1000.0) ** _SCALES[match[2]]
 
 
 class Row:
-    """Typed access to one row; collects the assumptions."""
+    """Gives typed access to the cells of one row and collects the assumptions."""
 
     __slots__ = ("assumed", "cells")
 
@@ -103,31 +103,32 @@ class Row:
         self.assumed: list[str] = []
 
     def text(self, name: str) -> str:
-        """The words of a cell; empty where it says nothing."""
-        text = (self.cells.get(name) or "").strip()
-        return "" if text.lower() in _NO_WORD else text
+        """Returns the words of a cell; an empty string if it says nothing."""
+        cell = (self.cells.get(name) or "").strip()
+        return "" if cell.lower() in _NO_WORD else cell
 
     def whole(self, name: str, least: int = 1) -> int | None:
-        """A whole number of at least `least`, None where blank. RowError, also above what is
-        plausible."""
-        text = self.cells.get(name) or ""
-        if not text:
+        """Returns a whole number of at least `least`, or None if the cell is blank. Raises RowError
+        for anything else, including numbers above what is plausible."""
+        cell = self.cells.get(name) or ""
+        if not cell:
             return None
-        value = number_of(name, text)
+        value = number_of(name, cell)
         if value is None:
             return None
         if value < least:
-            raise RowError(f"{name}={text[:40]!r} must be at least {least}")
+            raise RowError(f"{name}={cell[:40]!r} must be at least {least}")
         if value > MOST[name]:
             raise RowError(
-                f"{name}={text[:40]!r} is above {MOST[name]:,}, the most that is plausible"
+                f"{name}={cell[:40]!r} is above {MOST[name]:,}, the most that is plausible"
             )
         if value != int(value):
-            raise RowError(f"{name}={text[:40]!r} is not a whole number")
+            raise RowError(f"{name}={cell[:40]!r} is not a whole number")
         return int(value)
 
     def degree(self, name: str) -> int | None:
-        """A degree of parallelism; None where blank. Tables write 0 where an axis is not used."""
+        """Returns a degree of parallelism, or None if the cell is blank. Tables write 0 for an axis
+        that is not used, which is degree 1."""
         value = self.whole(name, least=0)
         return 1 if value == 0 else value
 
@@ -135,7 +136,7 @@ class Row:
         self.assumed.append(assumption)
 
     def assume(self, name: str, value: int | None, default: int) -> int:
-        """`value`, or where it is None `default`, which is said."""
+        """Returns `value`; if it is None, records `default` as an assumption and returns it."""
         if value is not None:
             return value
         self.assumed.append(f"{name}={default}")

@@ -1,5 +1,5 @@
-"""Which software ran a row: its `framework`, with what `notes`, GPU, precision and shape say of its
-age and kernels."""
+"""Finds the software that ran a row from its `framework`, and the age and kernels of that software
+from its `notes`, GPU, precision and shape."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from orchestrator.cost.software import SOFTWARE, Software
 
 
 class Facts(NamedTuple):
-    """What decides a row's software; all of it hashable, as tables repeat it."""
+    """The facts that decide a row's software. They are hashable, because tables repeat them and the
+    software is cached."""
 
     framework: str
     notes: str
-    gpu: str  # a name of `hardware.GPUS`
+    gpu: str  # A name in `hardware.GPUS`.
     fp16: bool
-    gated: bool  # Llama-like models came in 2023
+    gated: bool  # True for Llama-like models, which came in 2023.
     seq_len: int
     zero: int | None
-    source: str = ""  # who published the row
+    source: str = ""  # The publisher of the row.
 
 
-#: Word in `framework` -> family; the first match counts.
+#: (pattern of a word in `framework`, family). The first match counts.
 _FAMILIES: tuple[tuple[str, str], ...] = (
     (r"\borch\b", "orch"),
     (r"hai-?llm|deepseek.{0,4}(internal|ai\b)", "deepseek"),
@@ -47,16 +48,17 @@ _FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (r"fsdp|torch|fairscale|metaseq|lightning|lit-?gpt", "fsdp"),
     (
-        r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl|verl\b",
+        r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl"
+        r"|verl\b",
         "fsdp",
     ),
     (r"colossal|alpa|oneflow|merak|bmtrain|galvatron|hetu|mindspore|hivemind|slapo", "fsdp"),
 )
-#: "container 25.09", "v24.11.1", "NeMo 24.07"; not "28.29 GiB".
+#: Matches the release in "container 25.09", "v24.11.1" and "NeMo 24.07", but not "28.29 GiB".
 _RELEASE = re.compile(
     r"(?:container|nemo|framework|bridge|release|ngc|image|tag|\bv)[ :=]*(2[3-9])\.(\d{2})(?!\d)"
 )
-#: Fused attention, years, and software that did not exist before.
+#: Matches fused attention, years from 2023 on, and software that did not exist before.
 _SINCE_2023 = re.compile(
     r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan"
 )
@@ -64,9 +66,9 @@ _SINCE_2023 = re.compile(
 _MODERN_RELEASE = (26, 6)
 #: The first container whose recipes dispatch tokens with DeepEP or HybridEP.
 _DISPATCHER_RELEASE = (26, 4)
-#: Sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README of r0.8,
-#: "Training Speed and Scalability"); whoever starts it without that option overlaps no tensor
-#: parallelism.
+#: Matches the sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README
+#: of r0.8, "Training Speed and Scalability"). Without that option Megatron-LM does not overlap the
+#: communication of tensor parallelism.
 _OWN_BENCHMARKS = re.compile(r"(nvidia )?megatron-lm (readme|examples)")
 _HOPPER = ("H", "GH", "B", "GB")
 _OLD = ("V100", "A100", "A800")
@@ -79,121 +81,126 @@ _NAMED = re.compile(
 )
 
 
-def named_in(words: str) -> str:
-    """The first software that a text names; empty where it names none."""
-    found = _NAMED.search(words)
-    return found[0] if found else ""
+def named_in(description: str) -> str:
+    """Returns the first software that a description names; an empty string if it names none."""
+    match = _NAMED.search(description)
+    return match[0] if match else ""
 
 
 @lru_cache(maxsize=4096)
 def software_of(facts: Facts) -> tuple[Software, str]:
-    """(the family with the row's own traits, what was assumed; empty where the row says it)."""
+    """Returns (the family with the row's own traits, the assumption that was made). The assumption
+    is an empty string if none was made."""
     framework = facts.framework.lower()
     name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
     if not name:
-        said = (
+        assumption = (
             f"framework={facts.framework[:40]!r}: unknown, taken as PyTorch's kernels"
             if framework
             else ""
         )
-        return SOFTWARE["eager"], said or "framework: taken as PyTorch's kernels"
-    words = f"{framework}; {facts.notes.lower()}"
+        return SOFTWARE["eager"], assumption or "framework: taken as PyTorch's kernels"
+    description = f"{framework}; {facts.notes.lower()}"
     hopper = facts.gpu.startswith(_HOPPER)
-    old = _before_2023(facts, words)
+    before_2023 = _before_2023(facts, description)
     base = name
-    said = ""
+    assumption = ""
     own_memory = dict[str, object]()
     if name == "deepspeed":
         sharded = facts.zero == 3
-        base = (
-            ("deepspeed_2021" if sharded else "megatron_2021") if old else "transformers"
-        )  # it has no models itself
-        own_memory = {"memory": "deepspeed"} if old else {}
+        # DeepSpeed has no models of its own.
+        base = ("deepspeed_2021" if sharded else "megatron_2021") if before_2023 else "transformers"
+        own_memory = {"memory": "deepspeed"} if before_2023 else {}
     elif name == "megatron":
-        base = "megatron_2021" if old else "megatron"
+        base = "megatron_2021" if before_2023 else "megatron"
     elif name == "fsdp_triton" and hopper:
-        base = "fsdp"  # the Triton kernel of 2023 ran on A100
-    if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", words):
+        base = "fsdp"  # The Triton kernel of 2023 ran on A100.
+    if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", description):
         base = "fsdp_compile"
     software = SOFTWARE[base]
     traits = own_memory
-    if name == "fsdp" and old:
+    if name == "fsdp" and before_2023:
         traits = {"attention": "unfused"}
-        said = "software of 2022: attention is not fused"
+        assumption = "software of 2022: attention is not fused"
     if name in ("nemo", "megatron") and base != "megatron_2021":
-        if old:
+        if before_2023:
             traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}
-            said = "software of 2022: attention is not fused"
+            assumption = "software of 2022: attention is not fused"
         elif not hopper:
             traits["attention"] = "flash"
-    if name == "nemo" and not re.search(r"nemo|bridge|mlperf", words):
-        traits["grad_bytes"] = None  # Megatron-Core by itself sums in fp32
+    if name == "nemo" and not re.search(r"nemo|bridge|mlperf", description):
+        traits["grad_bytes"] = None  # Megatron-Core by itself sums gradients in fp32.
         traits["tp_overlap"] = bool(_OWN_BENCHMARKS.match(facts.source.lower()))
     if re.search(r"internevo|paddle", framework):
-        traits["growing_buckets"] = False  # both sum gradients by their own code
-    if name == "megatron_deepspeed" and not old:
+        traits["growing_buckets"] = False  # Both sum gradients with code of their own.
+    if name == "megatron_deepspeed" and not before_2023:
         traits["attention"] = "flash"
-    if base.endswith("_2021") and not said:
-        said = "software of 2021: attention is not fused"
-    if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in words:
-        traits["attention"] = "unfused"  # flash kernels want Ampere
-    traits |= _stated(words, software, hopper)
-    return (structs.replace(software, **traits) if traits else software), said
+    if base.endswith("_2021") and not assumption:
+        assumption = "software of 2021: attention is not fused"
+    if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in description:
+        traits["attention"] = "unfused"  # Flash kernels need Ampere or later.
+    traits |= _stated(description, software, hopper)
+    return (structs.replace(software, **traits) if traits else software), assumption
 
 
-def _before_2023(facts: Facts, words: str) -> bool:
-    """Whether a row is of the time before fused attention: GPT-like models of short samples on V100
-    or A100."""
-    if _SINCE_2023.search(words) or _RELEASE.search(words):
+def _before_2023(facts: Facts, description: str) -> bool:
+    """Returns True for a row that was probably measured before fused attention was common: a
+    GPT-like model with short samples on V100 or A100."""
+    if _SINCE_2023.search(description) or _RELEASE.search(description):
         return False
-    if re.search(r"20(19|20|21|22)\b", words):
+    if re.search(r"20(19|20|21|22)\b", description):
         return True
     return facts.gpu.startswith(_OLD) and not facts.gated and facts.seq_len <= 2048
 
 
-def _stated(words: str, software: Software, hopper: bool) -> dict[str, object]:
-    """Traits that a row's own words say."""
+def _stated(description: str, software: Software, hopper: bool) -> dict[str, object]:
+    """Returns the software traits that a row's own words state."""
     traits: dict[str, object] = {}
-    if re.search(r"no flash|without flash|unfused attention|w/o flash|eager attention", words):
+    if re.search(
+        r"no flash|without flash|unfused attention|w/o flash|eager attention", description
+    ):
         traits["attention"] = "unfused"
-    elif re.search(r"flash.?attention.?3|\bfa-?3\b|cudnn", words) and hopper:
+    elif re.search(r"flash.?attention.?3|\bfa-?3\b|cudnn", description) and hopper:
         traits["attention"] = "cudnn"
-    elif re.search(r"triton flash|triton attention", words):
+    elif re.search(r"triton flash|triton attention", description):
         traits["attention"] = "triton"
-    elif re.search(r"flash|\bfa-?2\b", words) and software.attention in ("unfused", "triton"):
+    elif re.search(r"flash|\bfa-?2\b", description) and software.attention in ("unfused", "triton"):
         traits["attention"] = "flash"
-    if re.search(r"no compile|without compile|not compiled|eager mode|compile off", words):
+    if re.search(r"no compile|without compile|not compiled|eager mode|compile off", description):
         traits["elementwise"] = "eager"
-    elif "compile" in words or "liger" in words:
+    elif "compile" in description or "liger" in description:
         traits["elementwise"] = "fused"
-    if "hybridep" in words or re.search(
-        r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", words
+    if "hybridep" in description or re.search(
+        r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", description
     ):
         traits["ep_overlap"] = True
     dropping = re.search(
-        r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", words
+        r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", description
     )
     graphs = (
         dropping
-        or "hybridep" in words
-        or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
+        or "hybridep" in description
+        or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", description)
     )
-    release = _RELEASE.search(words)
+    release = _RELEASE.search(description)
     if release and (int(release[1]), int(release[2])) >= _DISPATCHER_RELEASE:
         traits["ep_overlap"] = True
     if graphs or (release and (int(release[1]), int(release[2])) >= _MODERN_RELEASE):
         traits["host"] = "modern"
     if re.search(
         r"no (communication |comm |tp |tensor.parallel )?overlap|overlap: none|without overlap",
-        words,
+        description,
     ):
         traits |= {"tp_overlap": False, "pp_overlap": False, "dp_overlap": "early"}
-    elif re.search(r"async.?tp|tp.?(comm)?.?overlap|user.?buffers|overlap tp", words):
+    elif re.search(r"async.?tp|tp.?(comm)?.?overlap|user.?buffers|overlap tp", description):
         traits["tp_overlap"] = True
     if re.search(
-        r"pure mixed|(bf16|16-bit) (grad|reduc)|grads? (in )?(bf16|fp16)|bf16 params\+reduce", words
+        r"pure mixed|(bf16|16-bit) (grad|reduc)|grads? (in )?(bf16|fp16)|bf16 params\+reduce",
+        description,
     ):
         traits["grad_bytes"] = 2
-    elif re.search(r"(fp32|32-bit) (grad|reduc)|grads? (in )?fp32|; amp$|reduce in fp32", words):
+    elif re.search(
+        r"(fp32|32-bit) (grad|reduc)|grads? (in )?fp32|; amp$|reduce in fp32", description
+    ):
         traits["grad_bytes"] = 4
     return traits

@@ -1,5 +1,5 @@
-"""Clusters from a table's names of GPUs and networks. What a name does not say is assumed, and
-reported as such."""
+"""Builds clusters from a table's names of GPUs and networks. What a name does not state is assumed,
+and reported as assumed."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ GIB = 1 << 30
 
 
 class GpuData(NamedTuple):
-    """Data-sheet values; rates are dense."""
+    """Data-sheet values of a GPU; rates are without sparsity."""
 
     memory_gib: float
-    half_tflops: float  # bf16 and fp16
+    half_tflops: float  # TFLOP/s in bf16 and fp16.
     fp8_tflops: float
     hbm_gb_per_s: float
-    link_gb_per_s: (
-        float  # one way, of one GPU to the others of its node: NVLink, Infinity Fabric or PCIe
-    )
-    nic_gbit: float  # of the reference system, a GPU
+    #: One-way rate from one GPU to the others of its node, by NVLink, Infinity Fabric or PCIe.
+    link_gb_per_s: float
+    nic_gbit: float  # Gb/s per GPU of the reference system.
     per_node: int = 8
     fp4_tflops: float = 0.0
 
 
-#: Data sheets. Memory is what the driver shows. A GPU without 8-bit products has the 16-bit rate.
+#: Name of a GPU -> values of its data sheet. The memory is what the driver shows. A GPU without
+#: 8-bit products has its 16-bit rate there.
 GPUS: dict[str, GpuData] = {
     "P100": GpuData(16, 21.2, 21.2, 732, 80, 12.5),
     "V100-16GB": GpuData(16, 125, 125, 900, 150, 25),
     "V100-32GB": GpuData(32, 125, 125, 900, 150, 50),
     "A100-40GB": GpuData(40, 312, 312, 1555, 300, 200),
     "A100-40GB-PCIe": GpuData(40, 312, 312, 1555, 32, 100),
-    "A100-64GB": GpuData(64, 312, 312, 1640, 300, 100, 4),  # Leonardo's
+    "A100-64GB": GpuData(64, 312, 312, 1640, 300, 100, 4),  # The GPU of Leonardo.
     "A100-80GB": GpuData(80, 312, 312, 2039, 300, 200),
     "A100-80GB-PCIe": GpuData(80, 312, 312, 1935, 32, 100),
-    "A800-80GB": GpuData(80, 312, 312, 2039, 200, 200),  # NVLink of 400 GB/s
+    "A800-80GB": GpuData(80, 312, 312, 2039, 200, 200),  # Its NVLink has 400 GB/s.
     "A40": GpuData(45, 150, 150, 696, 32, 50),
     "A30": GpuData(24, 165, 165, 933, 32, 50),
     "A10G": GpuData(22.5, 70, 70, 600, 32, 12.5),
@@ -55,9 +55,10 @@ GPUS: dict[str, GpuData] = {
     "L40S": GpuData(45, 362, 733, 864, 32, 50),
     "L40": GpuData(45, 181, 362, 864, 32, 50),
     "H20": GpuData(95.6, 148, 296, 4000, 450, 400),
-    "H800": GpuData(79.6, 989, 1979, 3350, 200, 400),  # NVLink of 400 GB/s
+    "H800": GpuData(79.6, 989, 1979, 3350, 200, 400),  # Its NVLink has 400 GB/s.
     "H100-80GB": GpuData(79.6, 989, 1979, 3350, 450, 400),
-    "H100-96GB-HBM2e": GpuData(95, 860, 1721, 2400, 450, 400),  # 500 W: 0.87 of the clock of 700 W
+    # At 500 W its clock is 0.87 of that at 700 W.
+    "H100-96GB-HBM2e": GpuData(95, 860, 1721, 2400, 450, 400),
     "H100-PCIe": GpuData(79.6, 756, 1513, 2000, 64, 100),
     "H100-NVL": GpuData(93.6, 835, 1671, 3900, 300, 200),
     "GH200": GpuData(95.6, 989, 1979, 4000, 450, 200, 4),
@@ -67,23 +68,24 @@ GPUS: dict[str, GpuData] = {
     "B300": GpuData(268, 2250, 4500, 8000, 900, 800, 8, 13500),
     "GB300": GpuData(277, 2500, 5000, 8000, 900, 800, 4, 15000),
     "MI210": GpuData(64, 181, 181, 1638, 100, 100),
-    "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),  # one of the two dies, each a device
+    # The values are those of one of its two dies, each of which is a device.
+    "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),
     "MI300X": GpuData(192, 1307, 2615, 5300, 448, 400),
     "MI325X": GpuData(256, 1307, 2615, 6000, 448, 400),
     "MI355X": GpuData(288, 2516, 5033, 8000, 538, 400, 8, 10066),
     "Gaudi2": GpuData(96, 432, 865, 2450, 262, 300),
     "Gaudi3": GpuData(128, 1835, 1835, 3700, 525, 600),
     "Ascend910B": GpuData(64, 376, 376, 1600, 196, 200),
-    "TPUv3": GpuData(
-        32, 123, 123, 900, 164, 164, 4
-    ),  # of TPUs, links are those of the torus, all in one domain
+    # The links of TPUs are those of the torus, all in one domain.
+    "TPUv3": GpuData(32, 123, 123, 900, 164, 164, 4),
     "TPUv4": GpuData(32, 275, 275, 1228, 150, 150, 4),
     "TPUv5e": GpuData(16, 197, 197, 819, 100, 100, 4),
     "TPUv5p": GpuData(95, 459, 459, 2765, 300, 300, 4),
     "TPUv6e": GpuData(32, 918, 918, 1640, 224, 224, 4),
 }
-#: GPUs that stand by fours without NVSwitch: each pair has a third of their links (HGX A100 and
-#: H100 of four GPUs; the quad GH200 of Alps and JUPITER, arXiv 2408.11556, section II).
+#: GPUs whose nodes of four have no NVSwitch: a third of a GPU's links goes to each of the others
+#: (HGX A100 and H100 with four GPUs; the quad GH200 of Alps and JUPITER, arXiv 2408.11556, section
+#: II).
 _DIRECT = (
     "V100-16GB",
     "V100-32GB",
@@ -95,13 +97,13 @@ _DIRECT = (
     "GH200",
 )
 SOURCE = "data sheets"
-#: What may stand before a GPU's name without a space.
+#: Matches what may precede a GPU's name without a space.
 _BEFORE = (
     r"(?:\d+X|NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX|INTEL|ASCEND|GOOGLE|CLOUD|TPU"
     r"|MI)"
 )
-#: Patterns of names in upper case, words apart by one space, before the GPU they mean. The first
-#: match counts: names of GPUs, then of systems and clouds' machines, then of generations.
+#: (pattern of a name in upper case, with single spaces between words, the GPU that it means). The
+#: first match counts: names of GPUs, then of systems and of clouds' machines, then of generations.
 _NAMES: tuple[tuple[str, str], ...] = (
     *(
         (name, name)
@@ -166,40 +168,43 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 @lru_cache(maxsize=1024)
 def gpu_of(name: str) -> tuple[str, bool]:
-    """(the GPU that `name` means, True), or an H100 and False: of workstation GPUs too that bear
-    the number of another or the name of their generation (Quadro RTX, RTX PRO)."""
+    """Returns (the GPU that `name` means, True), or an H100 and False if the name is not known.
+
+    Workstation GPUs whose names contain the number of another GPU or the name of their generation
+    (Quadro RTX, RTX PRO) are not known.
+    """
     if gpu_model(name).startswith(("quadro", "pro")):
         return "H100-80GB", False
-    words = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
-    for pattern, known in _NAMES:
-        if re.search(rf"(?<![A-Z0-9]){_BEFORE}*(?:{pattern})(?!\d)", words):
-            return known, True
+    upper_name = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
+    for pattern, gpu in _NAMES:
+        if re.search(rf"(?<![A-Z0-9]){_BEFORE}*(?:{pattern})(?!\d)", upper_name):
+            return gpu, True
     return "H100-80GB", False
 
 
 class Network(NamedTuple):
-    """What an interconnect's words say."""
+    """The network that an interconnect's words describe."""
 
-    gbit_per_gpu: float | None  # None: no rate
+    gbit_per_gpu: float | None  # None if no rate is stated.
     nics_per_node: int | None
-    nvlink: bool | None  # None: not said; False: "PCIe", "no NVLink"
-    domain_gpus: int | None  # of one NVLink domain that spans nodes
-    per_node: int | None  # GPUs of a node, from "DGX-2" or "(8 GPU)"
-    slow: bool  # a cloud's or an Ethernet fabric
+    nvlink: bool | None  # None if it is not stated; False for "PCIe" and "no NVLink".
+    domain_gpus: int | None  # GPUs of one NVLink domain that spans nodes.
+    per_node: int | None  # GPUs per node, from "DGX-2" or "(8 GPU)".
+    slow: bool  # True for a cloud's network or Ethernet.
 
 
 _SEVERAL = re.compile(r"(\d+)\s*[x×]\s*(\d+(?:\.\d+)?)\s*(g|t)(?:b/?e?|bps|bit|ig)", re.I)
 _ONE = re.compile(
-    r"(\d+(?:\.\d+)?)\s*(g|t)(bps|b/s|bit/s|igabit|bit|be|ige|b)\b[^,;+]*?(?:(?:per|a|/)\s*(gpu|nic|node|host|server|port)|$|[+,;(])",
+    r"(\d+(?:\.\d+)?)\s*(g|t)(bps|b/s|bit/s|igabit|bit|be|ige|b)\b[^,;+]*?"
+    r"(?:(?:per|a|/)\s*(gpu|nic|node|host|server|port)|$|[+,;(])",
     re.I,
 )
 _NICS = re.compile(r"(\d+)\s*(?:x\s*)?(?:nics?|hcas?|ports?|rails?)", re.I)
 _CLASSES = re.compile(
     r"(\d+)\s*[x×]\s*(?:ib\s*|infiniband\s*|mellanox\s*)?(?:[ehnxf]dr|connectx|cx-?\d)", re.I
 )
-_WHOLE_NODE = re.compile(
-    r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I
-)  # a rate without "per" is the node's
+#: Matches networks whose rate is that of the node if it is stated without "per".
+_WHOLE_NODE = re.compile(r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I)
 _CLASS = {
     "edr": 100,
     "hdr100": 100,
@@ -220,10 +225,10 @@ _FAST = re.compile(r"infiniband|\bib\b|[ehnx]dr\b|omni|slingshot|quantum|nvl ?\d
 
 
 @lru_cache(maxsize=1024)
-def network_of(words: str, gpus_per_node: int) -> Network:
-    """What `interconnect` says of a system whose nodes have `gpus_per_node` GPUs."""
-    text = words[:200]
-    lower = text.lower()
+def network_of(interconnect: str, gpus_per_node: int) -> Network:
+    """Reads the words of `interconnect` for a system whose nodes have `gpus_per_node` GPUs."""
+    shortened = interconnect[:200]
+    lower = shortened.lower()
     domain = re.search(r"nvl ?(\d{2,3})\b", lower)
     node = re.search(r"\((\d+) ?gpus?\)", lower)
     per_node = int(node[1]) if node else 16 if "dgx-2" in lower else None
@@ -232,19 +237,18 @@ def network_of(words: str, gpus_per_node: int) -> Network:
     by_class = _CLASSES.search(lower)
     if by_class and nics is None:
         nics = int(by_class[1])
-    outside = re.sub(
-        r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower
-    )  # the rate of NVLink is its generation's
+    # The rate of NVLink follows from its generation, not from these words.
+    external = re.sub(r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower)
     gbit = None
-    if several := _SEVERAL.search(outside):
-        nics = int(several[1])
-        gbit = nics * _gbit(several[2], several[3]) / size
-    elif bare := re.search(r"(\d+)\s*[x×]\s*(25|40|50|56|100|200|400|800)\b", outside):
-        nics = int(bare[1])
-        gbit = nics * float(bare[2]) / size
-    elif one := _ONE.search(outside):
-        rate = _gbit(one[1], one[2])
-        unit = one[4] or ""
+    if product_match := _SEVERAL.search(external):
+        nics = int(product_match[1])
+        gbit = nics * _gbit(product_match[2], product_match[3]) / size
+    elif bare_match := re.search(r"(\d+)\s*[x×]\s*(25|40|50|56|100|200|400|800)\b", external):
+        nics = int(bare_match[1])
+        gbit = nics * float(bare_match[2]) / size
+    elif rate_match := _ONE.search(external):
+        rate = _gbit(rate_match[1], rate_match[2])
+        unit = rate_match[4] or ""
         if unit in ("nic", "port", "") and nics:
             gbit = rate * nics / size
         elif unit in ("node", "host", "server") or (
@@ -254,13 +258,15 @@ def network_of(words: str, gpus_per_node: int) -> Network:
         else:
             gbit = rate
     else:
-        named = next((rate for word, rate in _CLASS.items() if word in outside), None)
-        if named and nics:
-            gbit = named * nics / size
-        elif named and "omni" in outside:
-            gbit = named / size
-        elif named:
-            gbit = float(named)
+        class_gbit = next(
+            (rate for class_name, rate in _CLASS.items() if class_name in external), None
+        )
+        if class_gbit and nics:
+            gbit = class_gbit * nics / size
+        elif class_gbit and "omni" in external:
+            gbit = class_gbit / size
+        elif class_gbit:
+            gbit = float(class_gbit)
     linked = None
     if re.search(r"no nv ?link|without nv ?link|\bpci-?e\d?\b", lower) and not re.search(
         r"(?<!no )nvlink\d|nvswitch", lower
@@ -280,36 +286,49 @@ def _gbit(number: str, letter: str) -> float:
 
 @lru_cache(maxsize=512)
 def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) -> Cluster:
-    """A cluster with one switch level over all nodes: tables say nothing about switches.
+    """Returns a cluster with one switch level over all nodes, because tables do not describe
+    switches.
 
-    Where nothing is said of the network it is that of the GPU's reference system. `gpus_per_node`:
-    of a whole node, of which a small job takes some.
+    If the row does not describe its network, the cluster has that of the GPU's reference system.
+    `gpus_per_node` counts the GPUs of a whole node, of which a small job takes only some.
     """
-    data = GPUS[gpu]
+    sheet = GPUS[gpu]
     node_gpus = gpus_per_node
     gpus_per_node = min(node_gpus, num_gpus)
-    direct = (
+    is_direct = (
         gpu in _DIRECT
         and node_gpus == 4
         and network.nvlink is not False
         and not network.domain_gpus
     )
     nodes = -(-num_gpus // gpus_per_node)
-    most = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
-    # of larger domains than the job needs it has equal parts: 512 GPUs are 64 of each of eight
-    # NVL72 racks
-    per_domain = next((part for part in range(most, most // 2, -1) if nodes % part == 0), most)
-    half = data.half_tflops * 1e12
-    peaks = {"fp32": half / 8, "bf16": half, "fp16": half, "fp8": data.fp8_tflops * 1e12}
-    peaks["nvfp4"] = max(data.fp4_tflops, data.fp8_tflops) * 1e12
-    link = (
-        min(data.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0)
+    domain_limit = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
+    # A job that does not fill whole domains takes an equal part of each: 512 GPUs are 64 GPUs in
+    # each of eight NVL72 racks.
+    nodes_per_domain = next(
+        (
+            nodes_of_part
+            for nodes_of_part in range(domain_limit, domain_limit // 2, -1)
+            if nodes % nodes_of_part == 0
+        ),
+        domain_limit,
+    )
+    half_flops = sheet.half_tflops * 1e12
+    peak_flops = {
+        "fp32": half_flops / 8,
+        "bf16": half_flops,
+        "fp16": half_flops,
+        "fp8": sheet.fp8_tflops * 1e12,
+    }
+    peak_flops["nvfp4"] = max(sheet.fp4_tflops, sheet.fp8_tflops) * 1e12
+    pcie_gb_per_s = (
+        min(sheet.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0)
         if network.nvlink is False
         else 0.0
     )
-    rate = (link or data.link_gb_per_s) * 1e9
-    if direct:  # of the node's links those between the job's GPUs
-        rate *= max(1, gpus_per_node - 1) / (node_gpus - 1)
+    link_bytes_per_s = (pcie_gb_per_s or sheet.link_gb_per_s) * 1e9
+    if is_direct:  # Only the links between the job's own GPUs count.
+        link_bytes_per_s *= max(1, gpus_per_node - 1) / (node_gpus - 1)
     nics = network.nics_per_node or gpus_per_node
     return Cluster(
         name=f"{gpu}x{num_gpus}",
@@ -318,26 +337,27 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
         gpus_per_node=gpus_per_node,
         gpu=Gpu(
             name=gpu,
-            memory_bytes=int(data.memory_gib * GIB),
-            peak_flops=peaks,
-            hbm_bytes_per_s=data.hbm_gb_per_s * 1e9,
+            memory_bytes=int(sheet.memory_gib * GIB),
+            peak_flops=peak_flops,
+            hbm_bytes_per_s=sheet.hbm_gb_per_s * 1e9,
             source=SOURCE,
         ),
         nvlink_domains=[
-            list(range(at, min(at + per_domain, nodes))) for at in range(0, nodes, per_domain)
+            list(range(first_node, min(first_node + nodes_per_domain, nodes)))
+            for first_node in range(0, nodes, nodes_per_domain)
         ],
-        nvlink=Link(bytes_per_s=rate, latency_s=3.4e-6, source=SOURCE),
+        nvlink=Link(bytes_per_s=link_bytes_per_s, latency_s=3.4e-6, source=SOURCE),
         nics_per_node=nics,
         rails=nics,
         levels=[
             SwitchLevel(
                 name="fabric",
                 switches=[list(range(nodes))],
-                bytes_per_s=(network.gbit_per_gpu or data.nic_gbit) * 1e9 / 8,
+                bytes_per_s=(network.gbit_per_gpu or sheet.nic_gbit) * 1e9 / 8,
                 latency_s=1e-5,
                 oversubscription=1.0,
                 source=SOURCE,
             )
         ],
-        direct_nvlink=True if direct else UNSET,
+        direct_nvlink=True if is_direct else UNSET,
     )

@@ -1,5 +1,5 @@
-"""Memory of a row's job: by the recipe of its software, in the terms in which the row's memory was
-measured."""
+"""Predicts the memory of a row's job by the recipe of its software, as the kind of memory that the
+row measured: allocated, reserved, or of the whole process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .rows import Job
 
 
 class JobMemory(NamedTuple):
-    train: Train  # with the recomputation that the row says, or the least with which it fits
-    worst: Memory  # of the fullest pipeline rank
-    peak_bytes: float  # what the row's kind of measurement shows
+    train: Train  # With the recomputation that the row states, or the least with which it fits.
+    worst: Memory  # Memory of the fullest pipeline rank.
+    peak_bytes: float  # The peak that the row's kind of measurement would show.
     assumed: list[str]
 
     @property
@@ -27,20 +27,20 @@ class JobMemory(NamedTuple):
 
 
 def job_memory(job: Job) -> JobMemory:
-    """The memory of a row's job, and what had to be assumed for it beyond what the row's reader
-    says."""
+    """Returns the memory of a row's job, with the assumptions that were made beyond those of
+    `read_row`."""
     recipe = job_recipe(job)
     assumed = list[str]()
-    kind, said = measured_kind(job.mem_kind, recipe)
-    if job.mem_kind and not said:
+    kind, is_stated = measured_kind(job.mem_kind, recipe)
+    if job.mem_kind and not is_stated:
         assumed.append(f"peak_mem_gib: {kind}")
     cluster = job.cluster
     model = job.model
-    par = job.parallel
+    parallel = job.parallel
     offloaded = False
     if job.recompute is None:
-        train, how, offloaded = _least(job, recipe)
-        assumed.append(how)
+        train, assumption, offloaded = _least(job, recipe)
+        assumed.append(assumption)
     else:
         train = recomputed(
             job.train,
@@ -49,52 +49,61 @@ def job_memory(job: Job) -> JobMemory:
             job.software.selective == "alternate",
             model.layers,
         )
-    accounts = memory_by_pp_rank(Workload(model, par, train), cluster, recipe, job.matmul)
+    accounts = memory_by_pp_rank(Workload(model, parallel, train), cluster, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     if offloaded:
-        moved = min(worst.activations, worst.total - worst.capacity)
+        offloaded_bytes = min(worst.activations, worst.total - worst.capacity)
         worst = structs.replace(
-            worst, activations=worst.activations - moved, total=worst.total - moved
+            worst,
+            activations=worst.activations - offloaded_bytes,
+            total=worst.total - offloaded_bytes,
         )
     return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
 
 
-#: GPUs beside a CPU whose memory they reach fast enough for activations: recipes offload there
-#: instead of recomputing.
+#: GPUs that reach the memory of their CPU fast enough for activations: recipes offload activations
+#: there instead of recomputing them.
 _OFFLOADS = ("GB200", "GB300", "GH200")
 
 
 def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
-    """(`train` with full recomputation in as few layers as fit; what was assumed; whether
-    activations offload)."""
+    """Returns (`train` with full recomputation in as few layers as it takes to fit, the assumption,
+    True if activations are offloaded)."""
 
-    def worst(train: Train) -> Memory:
+    def fullest_rank(train: Train) -> Memory:
         accounts = memory_by_pp_rank(
             Workload(job.model, job.parallel, train), job.cluster, recipe, job.matmul
         )
         return max(accounts, key=lambda account: account.total)
 
-    plain = structs.replace(job.train, recompute="none")
-    need = worst(plain)
-    if need.total <= need.capacity:
-        return plain, "recompute=none: fits", False
+    not_recomputed = structs.replace(job.train, recompute="none")
+    memory_without = fullest_rank(not_recomputed)
+    if memory_without.total <= memory_without.capacity:
+        return not_recomputed, "recompute=none: fits", False
     if job.cluster.gpu.name.startswith(_OFFLOADS) and job.software.name in ("nemo", "megatron"):
-        return plain, "recompute=none: activations in the CPU's memory", True
+        return not_recomputed, "recompute=none: activations in the CPU's memory", True
     layers = job.model.layers
-    full = worst(structs.replace(job.train, recompute="full"))
+    memory_with_full = fullest_rank(structs.replace(job.train, recompute="full"))
     count = min(
-        layers, -(-layers * (need.total - need.capacity) // max(1, need.total - full.total))
+        layers,
+        -(
+            -layers
+            * (memory_without.total - memory_without.capacity)
+            // max(1, memory_without.total - memory_with_full.total)
+        ),
     )
     step = max(1, layers // 16)
-    while True:  # the fullest rank may hold more than its share of the layers that do not recompute
+    # The fullest rank may hold more than its share of the layers that are not recomputed.
+    while True:
         train = recomputed(job.train, "full", count / layers, False, layers)
-        if count >= layers or worst(train).total <= full.capacity:
+        if count >= layers or fullest_rank(train).total <= memory_with_full.capacity:
             return train, f"recompute=full in {count / layers:.0%} of the layers: the least", False
         count = min(layers, count + step)
 
 
 def job_recipe(job: Job) -> Recipe:
-    """The recipe of a row's software, with what selective recomputation means there."""
+    """Returns the memory recipe of a row's software, with its meaning of selective
+    recomputation."""
     recipe = recipe_for(job.software)
     if recipe.kernels is not None:
         recipe = structs.replace(
@@ -106,12 +115,13 @@ def job_recipe(job: Job) -> Recipe:
 def recomputed(
     train: Train, mode: Recompute, share: float, whole_layers: bool, layers: int
 ) -> Train:
-    """`train` with a mode in a share of the layers, spread evenly. `whole_layers`: selective means
-    whole layers."""
+    """Returns `train` with a mode of recomputation in a share of the layers, spread evenly.
+    `whole_layers` says that selective recomputation means whole layers."""
     if mode == "none" or (share >= 1.0 and not (whole_layers and mode == "selective")):
         return structs.replace(train, recompute=mode)
     chosen: Recompute = "full" if whole_layers else mode
     modes: list[Recompute] = [
-        chosen if int((i + 1) * share) > int(i * share) else "none" for i in range(layers)
+        chosen if int((layer + 1) * share) > int(layer * share) else "none"
+        for layer in range(layers)
     ]
     return structs.replace(train, recompute="budget", recompute_layers=modes)

@@ -1,10 +1,11 @@
-"""Shapes of published models by name: what a row's `model` says where its columns do not.
+"""Lists the shapes of published models by name, for rows that name a `model` without its shape.
 
-One line a model: the pattern of its family's name and its sizes, then layers, hidden, heads,
-key-value heads, head dimension (0: hidden/heads), width of the MLP, vocabulary, and the positions
-it was trained on. Sources: each model's paper or published configuration, named above its lines.
-Cells of a row win over these; a row whose hidden size differs is another model. `conf/model` holds
-the shapes that plans use; this table is only for rows of tables.
+There is one line per model: the pattern of its family's name and its sizes, then its layers, hidden
+size, heads, key-value heads, head dimension (0 for hidden / heads), width of the MLP, vocabulary,
+and the positions that it was trained on. The source of a model is its paper or its published
+configuration, named above its lines. Cells of a row win over these shapes; a row whose hidden size
+differs has another model. `conf/model` holds the shapes that plans use; these are only for rows of
+tables.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Shape(Struct, frozen=True):
     mla: Mla | None = None
 
 
-#: Plain MLPs with a gelu, LayerNorm and biases; the head is the token table.
+#: Models with plain MLPs with a GELU, LayerNorm and biases, whose head is the token table.
 _GPT = {"gated": False, "tied": True, "position": "learned"}
 _GPT_ROPE = {"gated": False, "tied": False, "position": "rope"}
 _ALIBI = {"gated": False, "tied": True, "position": "none"}
@@ -59,12 +60,13 @@ def _moe(experts: int, top_k: int, width: int, shared: int = 0, dense: int = 0) 
     return {"moe": moe}
 
 
-#: (family, its sizes in billions, the eight numbers, what differs from a gated MLP with rotary
-#: positions and a head of its own). The first match counts: the family's pattern in the name
-#: without its size, and a size within 3 %; "?" also stands for a name without a size.
+#: (family, its sizes in billions of parameters, the eight numbers, the differences from a gated MLP
+#: with rotary positions and an untied head). The first match counts: the family's pattern must
+#: occur in the name without its size, and a size must be within 3 %; "?" also matches a name
+#: without a size.
 _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
-    # Llama 4 (model card): Maverick has experts in every second layer, here as half of its layers
-    # dense
+    # Llama 4 (model card): Maverick has experts in every second layer; here half of its layers are
+    # dense.
     (r"llama-?4", "109 17 ?", (48, 5120, 40, 8, 128, 16384, 202048, 8192), _moe(16, 1, 8192, 8192)),
     (
         r"llama-?4.*maverick|llama-?4",
@@ -173,7 +175,7 @@ _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
         (27, 2048, 16, 16, 192, 11264, 163840, 8192),
         {**_moe(64, 6, 1408, 2816, 1), "mla": _MLA_LITE},
     ),
-    # other mixtures of experts (model cards): Grok-1, DBRX, Phi-3.5-MoE, gpt-oss, GLM-4.5, OLMoE,
+    # Other mixtures of experts (model cards): Grok-1, DBRX, Phi-3.5-MoE, gpt-oss, GLM-4.5, OLMoE,
     # Arctic
     (r"grok", "314 ?", (64, 6144, 48, 8, 128, 32768, 131072, 8192), _moe(8, 2, 32768)),
     (r"dbrx", "132 ?", (40, 6144, 48, 8, 0, 10752, 100352, 4096), _moe(16, 4, 10752)),
@@ -234,7 +236,7 @@ _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
     (r"bloom", "1.7", (24, 2048, 16, 16, 0, 8192, 250880, 2048), _ALIBI),
     (r"mpt", "30", (48, 7168, 64, 64, 0, 28672, 50432, 8192), _ALIBI),
     (r"mpt", "7", (32, 4096, 32, 32, 0, 16384, 50432, 2048), _ALIBI),
-    # others (model cards): Yi, InternLM, Baichuan, OLMo, StarCoder, Command R, SmolLM
+    # Other dense models (model cards): Yi, InternLM, Baichuan, OLMo, StarCoder, Command R, SmolLM
     (r"(^|-)yi", "34", (60, 7168, 56, 8, 0, 20480, 64000, 4096), {}),
     (r"(^|-)yi", "6", (32, 4096, 32, 4, 0, 11008, 64000, 4096), {}),
     (r"internlm-?2", "20", (48, 6144, 48, 8, 0, 16384, 92544, 4096), {}),
@@ -294,29 +296,31 @@ _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
 ]
 #: Words of a name that say the kind of MLP, where the model itself is not listed.
 GATED = re.compile(
-    r"llama|mi[sx]tral|qwen|gemma|deepseek|yi-|internlm|baichuan|olmo|glm|phi-?[34]|grok|dbrx|palm|smollm"
+    r"llama|mi[sx]tral|qwen|gemma|deepseek|yi-|internlm|baichuan|olmo|glm|phi-?[34]|grok|dbrx|palm"
+    r"|smollm"
 )
 PLAIN = re.compile(
-    r"gpt|opt|bloom|mpt|megatron|nlg|falcon|pythia|neox|nemotron|starcoder|bert|gopher|chinchilla|phi-?[12]"
+    r"gpt|opt|bloom|mpt|megatron|nlg|falcon|pythia|neox|nemotron|starcoder|bert|gopher|chinchilla"
+    r"|phi-?[12]"
 )
 
 
-#: A size in a name: the 70b of llama-3-70b, not the 22b of 8x22b nor the 3b of 30b-a3b, which is
-#: the active part.
+#: Matches a size in a name: the 70b of llama-3-70b, but not the 22b of 8x22b, nor the 3b of
+#: 30b-a3b, which are its active parameters.
 _SIZE = re.compile(r"(?<![\dx.])(?<!-a)(\d+(?:\.\d+)?)(t|b|m)(?![a-z])")
 _BILLIONS = {"t": 1e3, "b": 1.0, "m": 1e-3}
-_NEAR = 0.03  # sizes are rounded: 175B is 174.6B
+_NEAR = 0.03  # Sizes in names are rounded: 175B is 174.6B.
 
 
 def size_in(name: str) -> float | None:
-    """Billions of parameters that a model's name says."""
-    found = _SIZE.search(canonical(name[:120]))
-    return float(found[1]) * _BILLIONS[found[2]] if found else None
+    """Returns the billions of parameters that a model's name states, or None."""
+    match = _SIZE.search(canonical(name[:120]))
+    return float(match[1]) * _BILLIONS[match[2]] if match else None
 
 
 def canonical(name: str) -> str:
-    """Lower case, "-" for every space, slash and underscore; without the publisher before a
-    slash."""
+    """Returns a name in lower case, with "-" for spaces, colons and underscores, and without the
+    publisher before a slash."""
     return re.sub(r"[\s_/:]+", "-", name.strip().lower().rsplit("/", 1)[-1])
 
 
@@ -324,24 +328,28 @@ def canonical(name: str) -> str:
 def _compiled() -> list[tuple[re.Pattern[str], list[str], Shape]]:
     names = Shape.__struct_fields__
     compiled = []
-    for family, sizes, numbers, other in _LISTED:
-        fields: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(other)
+    for family, sizes, numbers, differences in _LISTED:
+        fields: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(differences)
         compiled.append((re.compile(family), sizes.split(), Shape(**fields)))
     return compiled
 
 
 @lru_cache(maxsize=4096)
 def known_shape(name: str) -> Shape | None:
-    """The published shape of a model's name; None for a name that is not listed."""
+    """Returns the published shape of a model's name; None for a name that is not listed."""
     if not name:
         return None
     size = size_in(name)
     family = _SIZE.sub("", canonical(name[:120]))
     for pattern, sizes, shape in _compiled():
         if size is None:
-            near = "?" in sizes
+            is_listed = "?" in sizes
         else:
-            near = any(abs(float(one) / size - 1) < _NEAR for one in sizes if one != "?")
-        if near and pattern.search(family):
+            is_listed = any(
+                abs(float(listed_size) / size - 1) < _NEAR
+                for listed_size in sizes
+                if listed_size != "?"
+            )
+        if is_listed and pattern.search(family):
             return shape
     return None

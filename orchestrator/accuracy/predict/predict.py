@@ -1,4 +1,4 @@
-"""Predictions for the rows of a table, by the planner's cost model, with axes nested in the default
+"""Predicts the rows of a table by the planner's cost model, with axes nested in the default
 order."""
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from .job_memory import job_memory
 from .rows import Job, read_row, row_id
 
 GIB = 1 << 30
-MOST_CLUSTERS = 1024  # whose paths are kept; a table of a million rows may name as many
-INTERVALS = ("step_time_low_s", "step_time_high_s", "peak_mem_low_gib", "peak_mem_high_gib")  # 95 %
+#: The most clusters whose paths are kept; a table of a million rows may name as many clusters.
+MOST_CLUSTERS = 1024
+#: Columns of the bounds of the 95 % intervals.
+INTERVALS = ("step_time_low_s", "step_time_high_s", "peak_mem_low_gib", "peak_mem_high_gib")
 COLUMNS = (
     "id",
     "step_time_s",
@@ -35,8 +37,8 @@ COLUMNS = (
 
 
 class Prediction(NamedTuple):
-    """One row of the result. `status`: ok, oom, or "error: row <number>: <column and why>", the
-    numbers left empty."""
+    """One row of the predictions. `status` is "ok", "oom" or "error: row <number>: <column and
+    reason>"; with an error the numbers are empty."""
 
     id: str
     step_time_s: float | None
@@ -44,7 +46,7 @@ class Prediction(NamedTuple):
     peak_mem_gib: float | None
     status: str
     assumed: str
-    step_sd: float = 0.0  # of the logarithm of the step
+    step_sd: float = 0.0  # Standard deviation of the logarithm of the step.
     mem_sd: float = 0.0
 
     def cells(self) -> list[str]:
@@ -65,7 +67,7 @@ class Prediction(NamedTuple):
 def predict(
     rows: Iterable[Mapping[str, str]], profile: Profile | None = None
 ) -> Iterator[Prediction]:
-    """A prediction for each row, in order. Rows on the same hardware share its paths."""
+    """Yields a prediction for each row, in order. Rows on the same hardware share its paths."""
     paths: dict[int, PathCache] = {}
     profile = profile or shipped()
     numbers = duals(profile.values)
@@ -85,31 +87,38 @@ def _one(
     profile: Profile,
     numbers: Mapping[str, Number],
 ) -> Prediction:
-    par = job.parallel
-    held = job_memory(job)
-    step = step_of(job, held.train, paths)(numbers)
+    parallel = job.parallel
+    memory = job_memory(job)
+    step = step_of(job, memory.train, paths)(numbers)
     step_s = value_of(step)
     sd = relative_sd(log_gradient(step), profile)
-    tokens = par.global_batch_tokens / step_s / par.world_size
-    assumed = "; ".join([*job.assumed, *held.assumed])
-    status = "ok" if held.fits else "oom"
+    tokens_per_s_per_gpu = parallel.global_batch_tokens / step_s / parallel.world_size
+    assumed = "; ".join([*job.assumed, *memory.assumed])
+    status = "ok" if memory.fits else "oom"
     return Prediction(
-        name, step_s, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd
+        name,
+        step_s,
+        tokens_per_s_per_gpu,
+        memory.peak_bytes / GIB,
+        status,
+        assumed,
+        sd,
+        memory.worst.sd,
     )
 
 
 def step_of(
     job: Job, train: Train, paths: dict[int, PathCache]
 ) -> Callable[[Mapping[str, Number]], Number]:
-    """A function from values of the cost model's parameters to the row's step in seconds. `train`:
-    with the recomputation that `job_memory` found."""
+    """Returns a function from values of the cost model's parameters to the row's step in seconds.
+    `train` has the recomputation that `job_memory` found."""
     context = context_of(job, paths)
-    par = job.parallel
-    traffic = step_traffic(Workload(job.model, par, train, job.software))
+    parallel = job.parallel
+    traffic = step_traffic(Workload(job.model, parallel, train, job.software))
 
     def step_s(values: Mapping[str, Number]) -> Number:
-        work = context.work(par, train, context.rates(values))
-        return candidates(context.path_cache, par, traffic, work, AXES)[0].cost.step_s
+        work = context.work(parallel, train, context.rates(values))
+        return candidates(context.path_cache, parallel, traffic, work, AXES)[0].cost.step_s
 
     return step_s
 
@@ -117,12 +126,12 @@ def step_of(
 def context_of(
     job: Job, paths: dict[int, PathCache], profile: Profile | None = None
 ) -> CostContext:
-    """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
-    cache = paths.get(id(job.cluster))
-    if cache is None:
+    """Returns the cost context of a row. Rows share clusters and the paths on them."""
+    path_cache = paths.get(id(job.cluster))
+    if path_cache is None:
         if len(paths) >= MOST_CLUSTERS:
             paths.clear()
-        cache = paths[id(job.cluster)] = PathCache(job.cluster)
-    named: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
-    named |= {"task": job.task, "slow_fabric": job.slow_fabric}
-    return CostContext(job.cluster, job.model, job.train, cache, **named)
+        path_cache = paths[id(job.cluster)] = PathCache(job.cluster)
+    settings: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
+    settings |= {"task": job.task, "slow_fabric": job.slow_fabric}
+    return CostContext(job.cluster, job.model, job.train, path_cache, **settings)

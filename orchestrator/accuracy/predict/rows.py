@@ -1,5 +1,5 @@
-"""One row of a table -> model, cluster, degrees, software. Missing values are assumed, and each
-assumption is said."""
+"""Reads one row of a table as a job: model, cluster, degrees and software. Missing values are
+assumed, and each assumption is reported."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Task = Literal["pretrain", "sft", "lora"]
 
 
 class Job(NamedTuple):
-    """What a row ran."""
+    """The job that a row describes."""
 
     cluster: Cluster
     model: Model
     parallel: Parallel
-    train: Train  # `train.recompute` is "none" where the row does not say
-    matmul: Matmul  # precision of matrix products where it is narrower than the tensors'
+    train: Train  # `train.recompute` is "none" if the row does not state it.
+    matmul: Matmul  # Precision of matrix products, if it is narrower than that of the tensors.
     software: Software
     task: Task
-    mem_kind: str  # how memory was measured, in the table's words
-    recompute: Recompute | None  # None: the row does not say
-    recompute_share: float  # of the layers, that recompute
-    slow_fabric: bool  # a cloud's or an Ethernet network
-    group: str  # the row's source: its id without the number
+    mem_kind: str  # The way memory was measured, in the table's words.
+    recompute: Recompute | None  # None if the row does not state it.
+    recompute_share: float  # Share of the layers that are recomputed.
+    slow_fabric: bool  # True for a cloud's network or Ethernet.
+    group: str  # The row's source: its id without the number.
     assumed: list[str]
 
 
 def read_row(cells: Mapping[str, str]) -> Job:
-    """The job of one row. Raises RowError naming the column."""
+    """Returns the job of one row. Raises a RowError that names the column if it cannot be read."""
     if problem := cells.get(PROBLEM):
         raise RowError(problem)
     row = Row(cells)
@@ -50,7 +50,8 @@ def read_row(cells: Mapping[str, str]) -> Job:
     gpu, network, per_node = _hardware(row)
     matmul, precision = _precision(row, gpu)
     if matmul == "fp8_tensor" and model.mla and row.text("precision").lower() == "fp8":
-        matmul = "fp8_block"  # as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3)
+        # DeepSeek-V3 was trained with scales per block (arXiv 2412.19437, section 3.3).
+        matmul = "fp8_block"
     seq_len = model.max_seq_len
     facts = Facts(
         row.text("framework") or _framework_of(row),
@@ -62,9 +63,9 @@ def read_row(cells: Mapping[str, str]) -> Job:
         stated_zero(row),
         row.text("source"),
     )
-    software, said = software_of(facts)
-    if said:
-        row.say(said)
+    software, assumption = software_of(facts)
+    if assumption:
+        row.say(assumption)
     parallel = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
     gpus = parallel.world_size
     if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
@@ -100,37 +101,39 @@ def read_row(cells: Mapping[str, str]) -> Job:
 
 
 def _framework_of(row: Row) -> str:
-    """Software of a row that names none: what its other words name, else what its parallelism is
-    usual with."""
-    found = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
-    if not found:
+    """Returns the software of a row whose `framework` is blank: the one that its other words name,
+    else the one that usually has its parallelism."""
+    framework = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
+    if not framework:
         tp, pp, vpp = (row.degree(name) or 1 for name in ("tp", "pp", "vpp"))
         if stated_zero(row) == 3:
-            found = "FSDP" if pp == 1 else ""
+            framework = "FSDP" if pp == 1 else ""
         elif vpp > 1 or tp > 1:
-            found = "Megatron-LM"
-    if found:
-        row.say(f"framework={found}")
-    return found
+            framework = "Megatron-LM"
+    if framework:
+        row.say(f"framework={framework}")
+    return framework
 
 
 def row_id(cells: Mapping[str, str]) -> str:
-    """The id of a row; empty where it has none."""
+    """Returns the id of a row; an empty string if it has none."""
     return (cells.get("id") or "").strip()
 
 
 def group_of(cells: Mapping[str, str]) -> str:
-    """The source of a row: its id without the number."""
+    """Returns the source of a row: its id without the number."""
     return (cells.get("id") or "").rpartition("-")[0] or "all"
 
 
 def _hardware(row: Row) -> tuple[str, Network, int]:
-    """(name of the GPU, what is said of the network, GPUs of a node)."""
-    words = row.text("gpu")
+    """Returns (name of the GPU, the network, GPUs per node)."""
+    stated_gpu = row.text("gpu")
     interconnect = row.text("interconnect")
-    name, known = gpu_of(words or _gpu_of_network(interconnect))
-    if not known or not words:
-        row.say(f"gpu={name}" if not words else f"gpu={name}: {words[:30]!r} is not known")
+    name, is_known = gpu_of(stated_gpu or _gpu_of_network(interconnect))
+    if not is_known or not stated_gpu:
+        row.say(
+            f"gpu={name}" if not stated_gpu else f"gpu={name}: {stated_gpu[:30]!r} is not known"
+        )
     per_node, nodes, gpus = (row.whole(name) for name in ("gpus_per_node", "nodes", "num_gpus"))
     if per_node is None and nodes and gpus and gpus % nodes == 0:
         per_node = gpus // nodes
@@ -140,11 +143,11 @@ def _hardware(row: Row) -> tuple[str, Network, int]:
         row.say(f"gpus_per_node={per_node}")
         network = network_of(interconnect, per_node)
     if name.startswith("GB") and network.domain_gpus is None:
-        network = network._replace(domain_gpus=72)  # a rack
+        network = network._replace(domain_gpus=72)  # An NVL72 rack is one domain.
     return name, network, per_node
 
 
-#: Words of an interconnect that belong to one generation of GPUs.
+#: (pattern of words in `interconnect`, the generation of GPUs that they belong to).
 _GENERATIONS = (
     ("nvl72", "GB200"),
     ("nvlink5|xdr", "B200"),
@@ -154,11 +157,12 @@ _GENERATIONS = (
 
 
 def _gpu_of_network(interconnect: str) -> str:
-    """The GPU whose generation an interconnect's words name; empty where they name none."""
-    word = interconnect.lower().replace(" ", "")
+    """Returns the GPU whose generation an interconnect's words imply; an empty string if they imply
+    none."""
+    compact_name = interconnect.lower().replace(" ", "")
     return next(
-        (gpu for pattern, gpu in _GENERATIONS if re.search(pattern, word)),
-        "V100" if "dgx-2" in word else "",
+        (gpu for pattern, gpu in _GENERATIONS if re.search(pattern, compact_name)),
+        "V100" if "dgx-2" in compact_name else "",
     )
 
 
@@ -170,46 +174,48 @@ _WIDE: tuple[tuple[str, Precision], ...] = (
 
 
 def _precision(row: Row, gpu: str) -> tuple[Matmul, Precision]:
-    """(precision of the matrix products where narrower, precision of the tensors)."""
-    text = row.text("precision")
-    matmul, wide, said = _precision_words(text.lower(), gpu)
-    if said:
-        row.say(said)
-    return matmul, wide
+    """Returns (precision of the matrix products, if it is narrower, precision of the tensors)."""
+    stated_precision = row.text("precision")
+    matmul, tensor_precision, assumption = _precision_words(stated_precision.lower(), gpu)
+    if assumption:
+        row.say(assumption)
+    return matmul, tensor_precision
 
 
 @lru_cache(maxsize=1024)
-def _precision_words(word: str, gpu: str) -> tuple[Matmul, Precision, str]:
-    usual: Precision = "fp16" if gpu.startswith(("V100", "T4")) else "bf16"
+def _precision_words(stated_precision: str, gpu: str) -> tuple[Matmul, Precision, str]:
+    usual_precision: Precision = "fp16" if gpu.startswith(("V100", "T4")) else "bf16"
     matmul: Matmul = ""
-    if re.search(r"nvfp4|mxfp4|fp4", word):
+    if re.search(r"nvfp4|mxfp4|fp4", stated_precision):
         matmul = "nvfp4"
-    elif re.search(r"mxfp8|fp8[-_ ]?mx|mx[-_ ]?fp8|microscal", word):
+    elif re.search(r"mxfp8|fp8[-_ ]?mx|mx[-_ ]?fp8|microscal", stated_precision):
         matmul = "mxfp8"
-    elif re.search(r"(fp8|float8|f8|e4m3).*row", word):
+    elif re.search(r"(fp8|float8|f8|e4m3).*row", stated_precision):
         matmul = "fp8_row"
-    elif re.search(r"(fp8|float8|f8|e4m3).*(block|sub|sc\b|tile|128)", word):
+    elif re.search(r"(fp8|float8|f8|e4m3).*(block|sub|sc\b|tile|128)", stated_precision):
         matmul = "fp8_block"
-    elif re.search(r"fp8|float8|f8|e4m3|e5m2", word):
+    elif re.search(r"fp8|float8|f8|e4m3|e5m2", stated_precision):
         matmul = "fp8_tensor"
-    said = ""
+    assumption = ""
     if matmul:
         if GPUS[gpu].fp8_tflops == GPUS[gpu].half_tflops:
-            return "", usual, f"precision={usual}: {gpu} has no 8-bit products"
+            return "", usual_precision, f"precision={usual_precision}: {gpu} has no 8-bit products"
         if matmul == "nvfp4" and not GPUS[gpu].fp4_tflops:
             matmul = "fp8_tensor"
-            said = f"precision=fp8: {gpu} has no 4-bit products"
+            assumption = f"precision=fp8: {gpu} has no 4-bit products"
         if matmul == "mxfp8" and not GPUS[gpu].fp4_tflops:
             matmul = "fp8_block"
-            said = f"precision=fp8 in blocks: {gpu} has no microscaling"
-        return matmul, "bf16", said
-    for pattern, wide in _WIDE:
-        if re.search(pattern, word):
-            return "", wide, ""
-    said = f"precision={usual}" + (
-        f": {word[:20]!r} is not read" if word and word not in ("amp", "mixed", "16") else ""
+            assumption = f"precision=fp8 in blocks: {gpu} has no microscaling"
+        return matmul, "bf16", assumption
+    for pattern, tensor_precision in _WIDE:
+        if re.search(pattern, stated_precision):
+            return "", tensor_precision, ""
+    assumption = f"precision={usual_precision}" + (
+        f": {stated_precision[:20]!r} is not read"
+        if stated_precision and stated_precision not in ("amp", "mixed", "16")
+        else ""
     )
-    return "", usual, said
+    return "", usual_precision, assumption
 
 
 _TASKS: tuple[tuple[str, Task], ...] = (
@@ -219,53 +225,57 @@ _TASKS: tuple[tuple[str, Task], ...] = (
 
 
 def _task(row: Row) -> Task:
-    word = row.text("task").lower()
-    words = f"{row.text('framework')}; {row.text('notes')}".lower()
-    if not word and (stated := re.search(r"\b(q?lora|sft|fine-?tun)", words)):
-        word = stated[1]
-        row.say(f"task={word}")
-    found = next((task for pattern, task in _TASKS if re.search(pattern, word)), None)
-    if found:
-        return found
-    if word and "pre" not in word and word not in ("train", "training", "lm", "llm"):
-        row.say(f"task=pretrain: {word[:20]!r} is not read")
+    task_name = row.text("task").lower()
+    description = f"{row.text('framework')}; {row.text('notes')}".lower()
+    if not task_name and (match := re.search(r"\b(q?lora|sft|fine-?tun)", description)):
+        task_name = match[1]
+        row.say(f"task={task_name}")
+    known_task = next((task for pattern, task in _TASKS if re.search(pattern, task_name)), None)
+    if known_task:
+        return known_task
+    if task_name and "pre" not in task_name and task_name not in ("train", "training", "lm", "llm"):
+        row.say(f"task=pretrain: {task_name[:20]!r} is not read")
     return "pretrain"
 
 
 def _recompute(row: Row, software: Software) -> tuple[Recompute | None, float, Selective]:
-    """(mode, None where the row does not say; share of the layers; what selective means to this
-    software)."""
+    """Returns (mode, share of the layers, what selective means to this software). The mode is None
+    if the row does not state it."""
     selective: Selective = "core"
     if not software.memory.startswith(("megatron", "deepspeed")):
-        words = f"{row.text('framework')}; {row.text('notes')}".lower()
-        alternate = "fms" in words or "fraction of" in words
+        description = f"{row.text('framework')}; {row.text('notes')}".lower()
+        alternate = "fms" in description or "fraction of" in description
         selective = "alternate" if alternate else "ops"
-    word = row.text("recompute").lower()
-    mode, share, said = _recompute_words(word)
-    if said:
-        row.say(said)
+    stated_recompute = row.text("recompute").lower()
+    mode, share, assumption = _recompute_words(stated_recompute)
+    if assumption:
+        row.say(assumption)
     if mode == "selective" and selective == "alternate" and share == 1.0:
         share = 0.5
     return mode, share, selective
 
 
 @lru_cache(maxsize=1024)
-def _recompute_words(word: str) -> tuple[Recompute | None, float, str]:
-    if not word or word == "not recorded":
+def _recompute_words(stated_recompute: str) -> tuple[Recompute | None, float, str]:
+    if not stated_recompute or stated_recompute == "not recorded":
         return None, 1.0, "recompute: not stated"
     share = 1.0
-    if re.search(r"every (other|second|2nd)|alternat|half|1/2", word):
+    if re.search(r"every (other|second|2nd)|alternat|half|1/2", stated_recompute):
         share = 0.5
-    elif found := re.search(r"every (\d)(?:rd|th)|1 (?:in|of) (\d)\b|1/(\d)", word):
-        share = 1 / max(1, int(next(filter(None, found.groups()))))
-    elif percent := re.search(r"(\d{1,3})\s*%", word):
+    elif match := re.search(r"every (\d)(?:rd|th)|1 (?:in|of) (\d)\b|1/(\d)", stated_recompute):
+        share = 1 / max(1, int(next(filter(None, match.groups()))))
+    elif percent := re.search(r"(\d{1,3})\s*%", stated_recompute):
         share = min(100, int(percent[1])) / 100
     if re.search(
-        r"selective|core|attn|attention|mlp|\bops?\b|partial|moe_act|layernorm|\bsel\b", word
+        r"selective|core|attn|attention|mlp|\bops?\b|partial|moe_act|layernorm|\bsel\b",
+        stated_recompute,
     ):
         return "selective", share, ""
-    if re.search(r"full|^(yes|true|on|1|y|ac|gc)\b|block|uniform|checkpoint|layer|all|remat", word):
+    if re.search(
+        r"full|^(yes|true|on|1|y|ac|gc)\b|block|uniform|checkpoint|layer|all|remat",
+        stated_recompute,
+    ):
         return "full", share, ""
-    if re.search(r"^(none|no|off|false|0|n|disabled|without)\b", word):
+    if re.search(r"^(none|no|off|false|0|n|disabled|without)\b", stated_recompute):
         return "none", 1.0, ""
-    return None, 1.0, f"recompute: {word[:20]!r} is not read"
+    return None, 1.0, f"recompute: {stated_recompute[:20]!r} is not read"

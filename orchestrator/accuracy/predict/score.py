@@ -1,5 +1,5 @@
-"""Errors of predictions against a table's measurements: by group, in the order of layouts, and fits
-or OOM."""
+"""Scores predictions against a table's measurements: errors by group, the order of layouts, and
+whether jobs fit in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cells import RowError, number_of
 from .predict import Prediction
 from .rows import group_of, row_id
 
-#: Rows that agree in these differ in layout only.
+#: Rows that agree in these columns differ only in their layout.
 SWEEP = (
     "model",
     "layers",
@@ -27,8 +27,8 @@ SWEEP = (
     "framework",
     "task",
 )
-#: A row's layout. Of rows that agree in it too, the mean counts: releases and repetitions are no
-#: layouts.
+#: Columns of a row's layout. Rows that agree in these too count as their mean: another release or
+#: repetition is not another layout.
 LAYOUT = (
     "tp",
     "sp",
@@ -42,9 +42,9 @@ LAYOUT = (
     "micro_batch",
     "recompute",
 )
-#: What a score reads of a row.
+#: Columns of a row that a score reads.
 COMPARED = (*SWEEP, *LAYOUT, "id", "step_time_s", "peak_mem_gib", "status")
-#: Measured column -> what can be.
+#: Measured column -> (lowest plausible number, highest, what the column holds).
 MEASURED: dict[str, tuple[float, float, str]] = {
     "step_time_s": (1e-4, 1e5, "a step takes seconds"),
     "peak_mem_gib": (1e-3, 1e4, "a GPU has GiB"),
@@ -52,42 +52,42 @@ MEASURED: dict[str, tuple[float, float, str]] = {
 
 
 class Errors(NamedTuple):
-    """Of (predicted - measured) / measured."""
+    """Errors of one group of rows. An error is (predicted - measured) / measured."""
 
     group: str
     rows: int
-    mean: float  # of the absolute error
+    mean: float  # Mean of the absolute error.
     p90: float
-    bias: float  # mean with its sign
-    #: share of the measurements inside that interval; None without intervals
+    bias: float  # Mean of the error with its sign.
+    #: Share of the measurements inside the 68 % and the 95 % interval. None without intervals.
     inside68: float | None = None
     inside95: float | None = None
-    fitted: float | None = None  # mean, in a fit that has seen these rows
-    #: mean after one row of the group was measured: over every choice of the row
+    fitted: float | None = None  # Mean error of a fit that has seen these rows.
+    #: Mean error after one row of the group was measured, averaged over every choice of that row.
     after_one: float | None = None
 
 
 class Order(NamedTuple):
     group: str
-    sweeps: int  # with at least three layouts
+    sweeps: int  # Number of sweeps with at least three layouts.
     layouts: int
-    spearman: float  # mean over sweeps
-    regret: float  # mean: how much slower the layout predicted fastest is than the fastest
-    worst: float
+    spearman: float  # Mean over sweeps.
+    regret: float  # Mean over sweeps of `regret`.
+    worst: float  # Largest regret of a sweep.
 
 
 class Score(NamedTuple):
     time: list[Errors]
     memory: list[Errors]
     order: list[Order]
-    fits: dict[tuple[str, str], int]  # (measured, predicted) -> rows
+    fits: dict[tuple[str, str], int]  # (measured status, predicted status) -> number of rows.
 
 
 class Miss(NamedTuple):
-    """One prediction against its measurement."""
+    """The error of one prediction."""
 
-    error: float  # predicted / measured - 1
-    z: float | None  # ln(predicted / measured) / standard deviation, None without an interval
+    error: float  # predicted / measured - 1.
+    z: float | None  # ln(predicted / measured) / standard deviation. None without an interval.
 
 
 ALL = "all"
@@ -100,22 +100,22 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
     sweeps: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]]
     sweeps = defaultdict(lambda: defaultdict(list))
     fits: dict[tuple[str, str], int] = defaultdict(int)
-    for row, got in zip(rows, predictions, strict=True):
-        if got.step_time_s is None or got.peak_mem_gib is None:
+    for row, prediction in zip(rows, predictions, strict=True):
+        if prediction.step_time_s is None or prediction.peak_mem_gib is None:
             continue
         group = group_of(row)
         measured = _number(row, "step_time_s")
         peak = _number(row, "peak_mem_gib")
         if measured:
-            time[group].append(miss(got.step_time_s, measured, got.step_sd))
+            time[group].append(miss(prediction.step_time_s, measured, prediction.step_sd))
             sweep, layout = (
                 tuple(row.get(name, "") for name in names) for names in (SWEEP, LAYOUT)
             )
-            sweeps[group, *sweep][layout].append((measured, got.step_time_s))
+            sweeps[group, *sweep][layout].append((measured, prediction.step_time_s))
         if peak:
-            memory[group].append(miss(got.peak_mem_gib, peak, got.mem_sd))
+            memory[group].append(miss(prediction.peak_mem_gib, peak, prediction.mem_sd))
         if row.get("status") in ("ok", "oom"):
-            fits[row["status"], got.status] += 1
+            fits[row["status"], prediction.status] += 1
     return Score(_errors(time), _errors(memory), _orders(sweeps), dict(fits))
 
 
@@ -124,16 +124,16 @@ def miss(predicted: float, measured: float, sd: float) -> Miss:
 
 
 def unread(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each measured cell that cannot be: no number, not above 0, of another unit. A
-    score leaves it out."""
-    found = []
+    """Returns a line for each measured cell that a score leaves out, because it is not a number,
+    not above 0, or in another unit."""
+    complaints = []
     for number, row in enumerate(rows, 1):
         for name in MEASURED:
             try:
                 measured_in(row, name)
             except RowError as error:
-                found.append(f"row {number} ({row_id(row) or number}): {error}")
-    return found
+                complaints.append(f"row {number} ({row_id(row) or number}): {error}")
+    return complaints
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
@@ -144,42 +144,46 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
 
 
 def measured_in(row: Mapping[str, str], name: str) -> float | None:
-    """The number in a measured cell, None where it is blank. RowError for one that cannot be."""
-    value, (least, most, what) = number_of(name, row.get(name) or ""), MEASURED[name]
-    if value is not None and not least <= value <= most:
-        raise RowError(f"{name}={value:g}: {what} from {least:g} to {most:g}")
+    """Returns the number in a measured cell, or None if it is blank. Raises RowError for a number
+    that is not plausible."""
+    value, (minimum, maximum, expectation) = number_of(name, row.get(name) or ""), MEASURED[name]
+    if value is not None and not minimum <= value <= maximum:
+        raise RowError(f"{name}={value:g}: {expectation} from {minimum:g} to {maximum:g}")
     return value
 
 
-def _errors(found: Mapping[str, list[Miss]]) -> list[Errors]:
-    """By group, then of all rows and the mean of groups."""
-    result = [_summary(group, misses) for group, misses in sorted(found.items())]
-    if not result:
+def _errors(misses_by_group: Mapping[str, list[Miss]]) -> list[Errors]:
+    """Returns the errors of each group, then those of all rows and the mean of groups."""
+    group_errors = [_summary(group, misses) for group, misses in sorted(misses_by_group.items())]
+    if not group_errors:
         return []
-    everything = [one for misses in found.values() for one in misses]
-    return [*result, _summary(ALL, everything), mean_of_groups(result)]
+    all_misses = [miss for misses in misses_by_group.values() for miss in misses]
+    return [*group_errors, _summary(ALL, all_misses), mean_of_groups(group_errors)]
 
 
 def mean_of_groups(groups: Sequence[Errors]) -> Errors:
-    """Each group counts once, however many rows it has; its bias is the mean of biases."""
-    means = {name: _mean([getattr(one, name) for one in groups]) for name in Errors._fields[2:]}
+    """Returns the mean over groups. Each group counts once, however many rows it has; the bias is
+    the mean of their biases."""
+    means = {name: _mean([getattr(group, name) for group in groups]) for name in Errors._fields[2:]}
     return Errors(MEAN, len(groups), **means)
 
 
 def _mean(values: Sequence[float | None]) -> Any:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _summary(group: str, misses: Sequence[Miss]) -> Errors:
-    sizes = sorted(abs(one.error) for one in misses)
-    p90 = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-    bias = sum(one.error for one in misses) / len(misses)
-    inside = [
-        _mean([abs(one.z) <= sigmas for one in misses if one.z is not None])
+    absolute_errors = sorted(abs(miss.error) for miss in misses)
+    p90 = absolute_errors[min(len(absolute_errors) - 1, int(0.9 * len(absolute_errors)))]
+    bias = sum(miss.error for miss in misses) / len(misses)
+    inside_shares = [
+        _mean([abs(miss.z) <= sigmas for miss in misses if miss.z is not None])
         for sigmas in (1.0, SIGMAS)
     ]
-    return Errors(group, len(misses), sum(sizes) / len(sizes), p90, bias, *inside)
+    return Errors(
+        group, len(misses), sum(absolute_errors) / len(absolute_errors), p90, bias, *inside_shares
+    )
 
 
 def _orders(
@@ -188,36 +192,51 @@ def _orders(
     by_group: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     for key, layouts in sweeps.items():
         points = [
-            (_mean([m for m, _ in runs]), _mean([p for _, p in runs])) for runs in layouts.values()
+            (
+                _mean([measured_s for measured_s, _ in runs]),
+                _mean([predicted_s for _, predicted_s in runs]),
+            )
+            for runs in layouts.values()
         ]
         if len(points) >= 3 and len({measured for measured, _ in points}) > 1:
             by_group[key[0]].append(points)
-    result = []
-    for group, found in sorted(by_group.items()):
-        ranks = [spearman(points) for points in found]
-        regrets = [regret(points) for points in found]
-        result.append(
+    orders = []
+    for group, group_sweeps in sorted(by_group.items()):
+        ranks = [spearman(points) for points in group_sweeps]
+        regrets = [regret(points) for points in group_sweeps]
+        orders.append(
             Order(
-                group, len(found), sum(map(len, found)), _mean(ranks), _mean(regrets), max(regrets)
+                group,
+                len(group_sweeps),
+                sum(map(len, group_sweeps)),
+                _mean(ranks),
+                _mean(regrets),
+                max(regrets),
             )
         )
-    if result:
-        order, lost = (
-            _mean([getattr(one, name) for one in result]) for name in ("spearman", "regret")
+    if orders:
+        mean_spearman, mean_regret = (
+            _mean([getattr(group_order, name) for group_order in orders])
+            for name in ("spearman", "regret")
         )
-        count = sum(one.layouts for one in result)
-        worst = max(one.worst for one in result)
-        result.append(Order(MEAN, len(result), count, order, lost, worst))
-    return result
+        layout_count = sum(group_order.layouts for group_order in orders)
+        worst = max(group_order.worst for group_order in orders)
+        orders.append(Order(MEAN, len(orders), layout_count, mean_spearman, mean_regret, worst))
+    return orders
 
 
 def spearman(points: Sequence[tuple[float, float]]) -> float:
-    """Rank correlation, ties at their mean rank. 0 where one side is constant."""
-    first, second = (_ranks([point[side] for point in points]) for side in (0, 1))
-    mean = (len(points) + 1) / 2
-    top = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True))
-    size = sum((a - mean) ** 2 for a in first) * sum((b - mean) ** 2 for b in second)
-    return top / size**0.5 if size else 0.0
+    """Returns the rank correlation, with ties at their mean rank; 0 if one side is constant."""
+    measured_ranks, predicted_ranks = (_ranks([point[side] for point in points]) for side in (0, 1))
+    mean_rank = (len(points) + 1) / 2
+    covariance = sum(
+        (measured_rank - mean_rank) * (predicted_rank - mean_rank)
+        for measured_rank, predicted_rank in zip(measured_ranks, predicted_ranks, strict=True)
+    )
+    variance_product = sum(
+        (measured_rank - mean_rank) ** 2 for measured_rank in measured_ranks
+    ) * sum((predicted_rank - mean_rank) ** 2 for predicted_rank in predicted_ranks)
+    return covariance / variance_product**0.5 if variance_product else 0.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -226,6 +245,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def regret(points: Sequence[tuple[float, float]]) -> float:
-    """Measured time of the layout predicted fastest, over the fastest measured, minus one."""
-    chosen = min(points, key=lambda point: point[1])[0]
-    return chosen / min(measured for measured, _ in points) - 1
+    """Returns how much slower the layout that was predicted fastest is than the fastest one:
+    the ratio of their measured times, minus 1."""
+    chosen_s = min(points, key=lambda point: point[1])[0]
+    return chosen_s / min(measured for measured, _ in points) - 1

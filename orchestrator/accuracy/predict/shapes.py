@@ -1,5 +1,5 @@
-"""The model of a row: its own cells, then the published shape of its name, then a usual shape of
-its size."""
+"""Finds the model of a row: from its own cells, then from the published shape of its name, then
+from the usual shape of its size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from orchestrator.plan.document import Model, Moe
 from .cells import MOST, Row, RowError, number_of
 from .known_models import GATED, PLAIN, Shape, canonical, known_shape, size_in
 
-#: (billions of parameters, layers, hidden) of plain transformers: GPT-3 (arXiv 2005.14165 table
-#: 2.1), Narayanan et al. (arXiv 2104.04473 table 1).
+#: (billions of parameters, layers, hidden size) of plain transformers, from GPT-3 (arXiv 2005.14165
+#: table 2.1) and Narayanan et al. (arXiv 2104.04473 table 1).
 LADDER = (
     (0.125, 12, 768),
     (0.35, 24, 1024),
@@ -36,14 +36,14 @@ LADDER = (
     (1008.0, 128, 25600),
 )
 Position = Literal["rope", "learned", "none"]
-LARGEST = 3000.0  # billions: no published model has as many
+LARGEST = 3000.0  # Billions of parameters; no published model has as many.
 MOST_BILLIONS = 1e5
-# of the parameters: a family's usual MLP is believed if it meets the stated size this well
+#: A family's usual MLP is assumed if its number of parameters is this close to the stated one.
 _CLOSE = 0.1
 
 
 class Cells(NamedTuple):
-    """What a row says of its model; None where it does not."""
+    """The cells of a row that describe its model; None for those that are blank."""
 
     name: str
     billions: float | None
@@ -60,19 +60,16 @@ class Cells(NamedTuple):
 
 
 def model_of(row: Row) -> Model:
-    """The model, its sequence length as `max_seq_len`. RowError where nothing says a shape."""
-    least = {
-        "kv_heads": 0,
-        "experts": 0,
-        "topk": 0,
-        "moe_ffn": 0,
-    }  # tables write 0 where there are none
-    shape = {name: row.whole(name, least.get(name, 1)) or None for name in Cells._fields[2:]}
-    for name, mark in (("layers", "l"), ("hidden", "h")):  # "GPT-h14400-L80"
+    """Returns the model, with the row's sequence length as `max_seq_len`. Raises RowError if no
+    cell implies a shape."""
+    # Tables write 0 in these columns if there are none.
+    least_values = {"kv_heads": 0, "experts": 0, "topk": 0, "moe_ffn": 0}
+    shape = {name: row.whole(name, least_values.get(name, 1)) or None for name in Cells._fields[2:]}
+    for name, mark in (("layers", "l"), ("hidden", "h")):  # Such as "GPT-h14400-L80".
         if shape[name] is None and (
-            found := re.search(rf"-{mark}(\d{{1,5}})\b", canonical(row.text("model")[:120]))
+            match := re.search(rf"-{mark}(\d{{1,5}})\b", canonical(row.text("model")[:120]))
         ):
-            shape[name] = min(int(found[1]), MOST[name]) or None
+            shape[name] = min(int(match[1]), MOST[name]) or None
     cells = Cells(row.text("model")[:120], _billions(row), **shape)
     model, assumed = _model(cells)
     row.assumed += assumed
@@ -80,21 +77,22 @@ def model_of(row: Row) -> Model:
 
 
 def _billions(row: Row) -> float | None:
-    """`params_b`: billions, or what is clearly a count of parameters or millions of them."""
-    text = (row.cells.get("params_b") or "").strip()
-    value = number_of("params_b", text) if text else None
+    """Returns the billions of parameters in `params_b`, which may also hold a count of parameters
+    or millions of them if that is unmistakable."""
+    cell = (row.cells.get("params_b") or "").strip()
+    value = number_of("params_b", cell) if cell else None
     if value is None:
         return None
-    if text[-1:] in "bBtTmM" or value > MOST_BILLIONS:  # a suffix has made it a count
+    if cell[-1:] in "bBtTmM" or value > MOST_BILLIONS:  # A suffix makes it a count.
         value /= 1e9
-        if text[-1:].isdigit():
+        if cell[-1:].isdigit():
             row.say(f"params_b={value:g}: read as a count of parameters")
     elif value > LARGEST:
         value /= 1e3
         row.say(f"params_b={value:g}: read as millions")
     if not 0 < value <= MOST_BILLIONS:
         raise RowError(
-            f"params_b={text[:40]!r}: want billions of parameters, above 0 and at most"
+            f"params_b={cell[:40]!r}: want billions of parameters, above 0 and at most"
             f" {MOST_BILLIONS:,.0f}"
         )
     return value
@@ -102,24 +100,35 @@ def _billions(row: Row) -> float | None:
 
 @lru_cache(maxsize=2048)
 def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
-    """(model, what was assumed)."""
-    said: list[str] = []
-    known = _known(cells)
+    """Returns (model, the assumptions that were made)."""
+    assumptions: list[str] = []
+    published = _known(cells)
     billions = cells.billions or size_in(cells.name)
-    layers, hidden = _depth_and_width(cells, known, billions, said)
+    layers, hidden = _depth_and_width(cells, published, billions, assumptions)
     usual = max(1, hidden // (128 if hidden >= 2048 else 64))
-    heads = _given(cells.heads, known.heads if known else None, usual, "heads", said)
+    heads = _given(cells.heads, published.heads if published else None, usual, "heads", assumptions)
     kv_heads = min(
-        heads, _given(cells.kv_heads, known.kv_heads if known else None, heads, "kv_heads", said)
+        heads,
+        _given(
+            cells.kv_heads,
+            published.kv_heads if published else None,
+            heads,
+            "kv_heads",
+            assumptions,
+        ),
     )
-    seq_len = _seq_len(cells, known, said)
+    seq_len = _seq_len(cells, published, assumptions)
     vocab = _given(
-        cells.vocab, known.vocab if known else None, _usual_vocab(cells.name), "vocab", said
+        cells.vocab,
+        published.vocab if published else None,
+        _usual_vocab(cells.name),
+        "vocab",
+        assumptions,
     )
-    moe = _moe(cells, known, hidden, said)
-    ffn = cells.ffn_hidden or (known.ffn_hidden if known else None)
-    if known and known.moe and known.moe.first_dense_layers:
-        ffn = known.ffn_hidden  # tables write the width of an expert here
+    moe = _moe(cells, published, hidden, assumptions)
+    ffn = cells.ffn_hidden or (published.ffn_hidden if published else None)
+    if published and published.moe and published.moe.first_dense_layers:
+        ffn = published.ffn_hidden  # Tables write the width of an expert in this column.
     values: dict[str, Any] = dict(
         name=cells.name or "model", layers=layers, hidden=hidden, heads=heads
     )
@@ -130,29 +139,31 @@ def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
         moe=moe,
         head_dim=max(1, hidden // heads),
     )
-    if known:
-        values |= dict(head_dim=known.head_dim or max(1, hidden // heads), mla=known.mla)
-        model = _build(values, ffn or known.ffn_hidden, known.gated, known.tied, known.position)
+    if published:
+        values |= dict(head_dim=published.head_dim or max(1, hidden // heads), mla=published.mla)
+        model = _build(
+            values, ffn or published.ffn_hidden, published.gated, published.tied, published.position
+        )
     else:
         model = _nearest(values, ffn, cells, billions)
         if ffn is None and moe is None:
-            said.append(f"ffn_hidden={model.ffn_hidden}")
-    return model, tuple(said)
+            assumptions.append(f"ffn_hidden={model.ffn_hidden}")
+    return model, tuple(assumptions)
 
 
 def _known(cells: Cells) -> Shape | None:
-    """The published shape of the row's name, unless its cells are those of another model."""
-    known = known_shape(cells.name)
-    if known is None or cells.hidden not in (None, known.hidden):
+    """Returns the published shape of the row's name, unless its cells belong to another model."""
+    published = known_shape(cells.name)
+    if published is None or cells.hidden not in (None, published.hidden):
         return None
-    if cells.billions and cells.layers is None and not 0.5 < cells.billions / _size(known) < 2:
-        return None  # the name's family in another size
-    return known
+    if cells.billions and cells.layers is None and not 0.5 < cells.billions / _size(published) < 2:
+        return None  # The row has another size of the family.
+    return published
 
 
 @lru_cache(maxsize=256)
 def _size(shape: Shape) -> float:
-    """Billions of parameters of a published shape."""
+    """Returns the billions of parameters of a published shape."""
     head_dim = shape.head_dim or shape.hidden // shape.heads
     values: dict[str, Any] = dict(
         name="", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, moe=shape.moe
@@ -167,19 +178,21 @@ def _kind(shape: Shape) -> tuple[int, bool, bool, Position]:
     return shape.ffn_hidden, shape.gated, shape.tied, shape.position
 
 
-def _given(cell: int | None, known: int | None, default: int, name: str, said: list[str]) -> int:
+def _given(
+    cell: int | None, published: int | None, default: int, name: str, assumptions: list[str]
+) -> int:
     if cell is not None:
         return cell
-    value = known or default
-    said.append(f"{name}={value}")
+    value = published or default
+    assumptions.append(f"{name}={value}")
     return value
 
 
 def _depth_and_width(
-    cells: Cells, known: Shape | None, billions: float | None, said: list[str]
+    cells: Cells, published: Shape | None, billions: float | None, assumptions: list[str]
 ) -> tuple[int, int]:
-    layers = cells.layers or (known.layers if known else None)
-    hidden = cells.hidden or (known.hidden if known else None)
+    layers = cells.layers or (published.layers if published else None)
+    hidden = cells.hidden or (published.hidden if published else None)
     if layers is None or hidden is None:
         if billions is None:
             billions = _usual_size(layers, hidden)
@@ -188,62 +201,64 @@ def _depth_and_width(
                 f"layers is blank, and neither model={cells.name[:40]!r} nor params_b says the"
                 " shape"
             )
-        _, usual_layers, width = min(LADDER, key=lambda one: abs(math.log(one[0] / billions)))
+        _, usual_layers, width = min(LADDER, key=lambda rung: abs(math.log(rung[0] / billions)))
         table = (cells.vocab or _usual_vocab(cells.name)) * (hidden or width)
-        blocks = (
-            max(billions * 1e9 / 2, billions * 1e9 - table) / 12
-        )  # about 12 layers hidden^2, and the token table
+        # A model has about 12 layers hidden^2 parameters, and the token table.
+        blocks = max(billions * 1e9 / 2, billions * 1e9 - table) / 12
         if hidden is None:
             exact = math.sqrt(blocks / (layers or usual_layers))
             step = 128 if exact < 2560 else 512 if exact < 8192 else 1024
             hidden = step * max(1, round(exact / step))
         layers = layers or min(1024, max(1, round(blocks / hidden**2)))
     if cells.layers is None:
-        said.append(f"layers={layers}")
+        assumptions.append(f"layers={layers}")
     if cells.hidden is None:
-        said.append(f"hidden={hidden}")
+        assumptions.append(f"hidden={hidden}")
     return layers, hidden
 
 
 def _usual_size(layers: int | None, hidden: int | None) -> float | None:
-    """Billions of parameters of usual models that are as wide, or as deep; None where neither is
-    known."""
+    """Returns the billions of parameters of a usual model that is as wide, or else as deep; None if
+    neither is known."""
     if hidden:
-        one = min(LADDER, key=lambda one: abs(math.log(one[2] / hidden)))
-        return one[0] * (hidden / one[2]) ** 2  # as deep
-    return min(LADDER, key=lambda one: abs(math.log(one[1] / layers)))[0] if layers else None
+        rung = min(LADDER, key=lambda rung: abs(math.log(rung[2] / hidden)))
+        return rung[0] * (hidden / rung[2]) ** 2  # The same depth is assumed.
+    return min(LADDER, key=lambda rung: abs(math.log(rung[1] / layers)))[0] if layers else None
 
 
-def _seq_len(cells: Cells, known: Shape | None, said: list[str]) -> int:
+def _seq_len(cells: Cells, published: Shape | None, assumptions: list[str]) -> int:
     usual = 2048 if PLAIN.search(canonical(cells.name)) else 4096
-    return _given(cells.seq_len, known.seq_len if known else None, usual, "seq_len", said)
+    return _given(
+        cells.seq_len, published.seq_len if published else None, usual, "seq_len", assumptions
+    )
 
 
 def _usual_vocab(name: str) -> int:
-    """Megatron's padded GPT-2 vocabulary, or that of the first two Llamas."""
+    """Returns the vocabulary of Llama 1 and 2 for models like them, else Megatron's padded GPT-2
+    vocabulary."""
     return 32000 if GATED.search(canonical(name)) else 51200
 
 
-def _moe(cells: Cells, known: Shape | None, hidden: int, said: list[str]) -> Moe | None:
-    listed = known.moe if known else None
+def _moe(cells: Cells, published: Shape | None, hidden: int, assumptions: list[str]) -> Moe | None:
+    listed = published.moe if published else None
     experts = cells.experts or (listed.experts if listed else 0)
     if experts <= 1:
         return None
     if cells.experts is None:
-        said.append(f"experts={experts}")
+        assumptions.append(f"experts={experts}")
     top_k = _given(
-        cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", said
+        cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", assumptions
     )
     if top_k > experts:
-        said.append(f"topk={experts} of {top_k}: as many as experts")
+        assumptions.append(f"topk={experts} of {top_k}: as many as experts")
         top_k = experts
     width = cells.moe_ffn or (listed.ffn_hidden if listed else None)
     if width is None:
         width = cells.ffn_hidden or 4 * hidden
-        said.append(f"moe_ffn={width}")
+        assumptions.append(f"moe_ffn={width}")
     shared, dense = (listed.shared_ffn_hidden, listed.first_dense_layers) if listed else (0, 0)
     if cells.layers is not None and dense >= cells.layers:
-        return None  # cut down to its dense layers
+        return None  # The model is cut down to its dense layers.
     return Moe(
         experts=experts,
         top_k=top_k,
@@ -256,21 +271,23 @@ def _moe(cells: Cells, known: Shape | None, hidden: int, said: list[str]) -> Moe
 def _nearest(
     values: dict[str, Any], ffn: int | None, cells: Cells, billions: float | None
 ) -> Model:
-    """A gated or plain MLP, a tied or untied head: what the name says, or what comes nearest to the
-    stated size."""
+    """Returns the model with a gated or a plain MLP and a tied or an untied head: those that its
+    name implies, or those whose size is nearest to the stated one."""
     hidden = values["hidden"]
-    word = canonical(cells.name)
+    canonical_name = canonical(cells.name)
     usual = {"gated": 256 * max(1, round(8 * hidden / 3 / 256)), "plain": 4 * hidden}
-    likely = "gated" if GATED.search(word) else "plain" if PLAIN.search(word) else ""
-    if not likely:  # shared keys and odd widths came with gated MLPs
+    likely_kind = (
+        "gated" if GATED.search(canonical_name) else "plain" if PLAIN.search(canonical_name) else ""
+    )
+    if not likely_kind:  # Shared keys and odd widths came with gated MLPs.
         gated = (
             values["moe"] is not None
             or values["kv_heads"] < values["heads"]
             or ffn not in (None, 4 * hidden)
         )
-        likely = "gated" if gated else "plain"
-    kinds = (likely, "plain" if likely == "gated" else "gated")
-    found = []
+        likely_kind = "gated" if gated else "plain"
+    kinds = (likely_kind, "plain" if likely_kind == "gated" else "gated")
+    candidates = []
     for kind in kinds:
         for tied in (kind == "plain", kind == "gated"):
             position: Position = (
@@ -280,13 +297,13 @@ def _nearest(
                 if values["max_seq_len"] <= 1 << 17
                 else "none"
             )
-            found.append(_build(values, ffn or usual[kind], kind == "gated", tied, position))
+            candidates.append(_build(values, ffn or usual[kind], kind == "gated", tied, position))
     if not billions:
-        return found[0]
-    usual_kind = min(found[:2], key=lambda model: abs(model.parameters / 1e9 - billions))
+        return candidates[0]
+    usual_kind = min(candidates[:2], key=lambda model: abs(model.parameters / 1e9 - billions))
     if abs(usual_kind.parameters / 1e9 / billions - 1) < _CLOSE:
         return usual_kind
-    return min(found, key=lambda model: abs(model.parameters / 1e9 - billions))
+    return min(candidates, key=lambda model: abs(model.parameters / 1e9 - billions))
 
 
 def _build(values: dict[str, Any], ffn: int, gated: bool, tied: bool, position: Position) -> Model:

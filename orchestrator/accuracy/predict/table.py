@@ -1,5 +1,5 @@
-"""Rows of a CSV file, one at a time: separators, names of columns, and lines that are not rows of
-the table."""
+"""Reads the rows of a CSV file one at a time: finds the separator and the columns, and reports the
+lines that are not rows of the table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO, TextIO
 
-#: Key of a row that cannot be read, with the reason; no column has an empty name.
+#: Key under which a row that cannot be read has the reason; no column has an empty name.
 PROBLEM = ""
-MOST_CELL = 131_072  # characters: what the csv module takes
+MOST_CELL = 131_072  # The most characters that the csv module takes.
 MOST_LINE = 1 << 20
 SEPARATORS = ",;\t|"
-#: Columns that predictions read, and what is measured.
+#: Columns that predictions read, and the measured columns.
 COLUMNS = (
     "id",
     "model",
@@ -58,7 +58,7 @@ COLUMNS = (
     "peak_mem_gib",
     "status",
 )
-#: Other names of these columns, without units.
+#: Other names of these columns -> column, without units.
 _ALIASES: dict[str, str] = {
     **dict.fromkeys(
         ("params", "parameters", "params_billion", "size_b", "model_size", "n_params"), "params_b"
@@ -129,7 +129,7 @@ _ALIASES: dict[str, str] = {
         ("tokens_per_gpu_per_s", "tokens_per_second_per_gpu", "tok_s_gpu"), "tokens_per_s_per_gpu"
     ),
 }
-#: Measured columns in other units: factor to the column's own.
+#: (measured column, another unit) -> factor to the column's own unit.
 _UNITS = {("step_time_s", "ms"): 1e-3, ("step_time_s", "us"): 1e-6, ("step_time_s", "min"): 60.0}
 _UNITS |= {
     ("peak_mem_gib", "mib"): 1 / 1024,
@@ -139,27 +139,27 @@ _UNITS |= {
 
 
 class TableError(ValueError):
-    """A file that is not a table; the message names the row and what is wrong with it."""
+    """The error of a file that is not a table; its message names the row and the reason."""
 
 
 def read_rows(file: BinaryIO) -> Iterator[dict[str, str]]:
-    """The rows below the first line, by column. TableError at once where the first line names no
-    columns.
+    """Returns the rows below the first line, each as a dictionary by column.
 
-    A line that is not a row has `PROBLEM`. Bytes that are not UTF-8 become replacement characters.
+    Raises TableError at once if the first line names no columns. A line that is not a row has the
+    key `PROBLEM`. Bytes that are not UTF-8 become replacement characters.
     """
-    text = _decoded(file)
-    first = text.readline(MOST_LINE)
-    while first.startswith("#"):
-        first = text.readline(MOST_LINE)
-    if not first.strip():
+    stream = _decoded(file)
+    first_line = stream.readline(MOST_LINE)
+    while first_line.startswith("#"):
+        first_line = stream.readline(MOST_LINE)
+    if not first_line.strip():
         raise TableError(
-            "row 1 is empty: it must name the columns" if first else "the file is empty"
+            "row 1 is empty: it must name the columns" if first_line else "the file is empty"
         )
-    if "\0" in first or first.startswith(("PK\x03\x04", "PAR1", "\x1f")):
+    if "\0" in first_line or first_line.startswith(("PK\x03\x04", "PAR1", "\x1f")):
         raise TableError("not a text file")
-    separator = max(SEPARATORS, key=first.count)
-    lines = csv.reader(_lines(first, text), delimiter=separator)
+    separator = max(SEPARATORS, key=first_line.count)
+    lines = csv.reader(_lines(first_line, stream), delimiter=separator)
     try:
         header = next(lines)
     except csv.Error as error:
@@ -174,52 +174,54 @@ def _decoded(file: BinaryIO) -> TextIO:
     return io.TextIOWrapper(file, encoding=encoding, errors="replace", newline="")
 
 
-def _lines(first: str, text: TextIO) -> Iterator[str]:
-    """Lines of at most MOST_LINE characters; what is longer is cut, which its reader refuses as a
-    cell."""
-    yield first
-    while line := text.readline(MOST_LINE):
+def _lines(first_line: str, stream: TextIO) -> Iterator[str]:
+    """Yields lines of at most MOST_LINE characters. A longer line is cut, and the csv reader then
+    refuses it because of its long cell."""
+    yield first_line
+    while line := stream.readline(MOST_LINE):
         yield line
         while len(line) == MOST_LINE and not line.endswith("\n"):
-            line = text.readline(MOST_LINE)
+            line = stream.readline(MOST_LINE)
 
 
 def columns_of(header: list[str]) -> list[tuple[str, float]]:
-    """(column, factor of its unit) of each cell of the first line; an empty name where it is not
-    read. TableError."""
-    exact = [re.sub(r"[\s\-]+", "_", cell.strip().lower()) for cell in header]
-    found = [_column(name) for name in exact]
-    for index, (column, _) in enumerate(found):  # a column's own name wins over its other names
-        if column and column != exact[index] and column in exact:
-            found[index] = ("", 1.0)
-    twice = [
+    """Returns (column, factor of its unit) for each cell of the first line, with an empty name for
+    a column that is not read. Raises TableError if a column is repeated or no column describes a
+    model."""
+    normalized_names = [re.sub(r"[\s\-]+", "_", cell.strip().lower()) for cell in header]
+    columns = [_column(name) for name in normalized_names]
+    for index, (column, _) in enumerate(columns):  # A column's own name beats its aliases.
+        if column and column != normalized_names[index] and column in normalized_names:
+            columns[index] = ("", 1.0)
+    repeated = [
         name
-        for name, count in Counter(column for column, _ in found if column).items()
+        for name, count in Counter(column for column, _ in columns if column).items()
         if count > 1
     ]
-    if twice:
-        raise TableError(f"row 1: column {twice[0]!r} stands there twice")
-    names = {column for column, _ in found}
-    if not ({"layers", "hidden"} <= names or names & {"model", "params_b"}):
+    if repeated:
+        raise TableError(f"row 1: column {repeated[0]!r} stands there twice")
+    read_columns = {column for column, _ in columns}
+    if not ({"layers", "hidden"} <= read_columns or read_columns & {"model", "params_b"}):
         shown = ", ".join(cell.strip()[:20] for cell in header[:4])
         raise TableError(
             "row 1: no column says a model: want layers and hidden, model, or params_b; it has"
             f" {shown!r}"
         )
-    return found
+    return columns
 
 
 def _column(name: str) -> tuple[str, float]:
-    """("step_time_s", 0.001) of "step_time_(ms)" or "step_time_ms"."""
+    """Returns the column and the factor of a name: ("step_time_s", 0.001) for "step_time_(ms)" or
+    "step_time_ms"."""
     if name in COLUMNS:
         return name, 1.0
     if name in _ALIASES:
         return _ALIASES[name], 1.0
-    plain, _, unit = re.sub(r"_?[(\[]([^)\]]*)[)\]]_?$", r"_\1", name).rpartition("_")
-    column = _ALIASES.get(plain, plain if plain in COLUMNS else "")
-    for own in COLUMNS:
-        if not column and own.startswith(f"{plain}_") and (own, unit) in _UNITS:
-            column = own
+    stem, _, unit = re.sub(r"_?[(\[]([^)\]]*)[)\]]_?$", r"_\1", name).rpartition("_")
+    column = _ALIASES.get(stem, stem if stem in COLUMNS else "")
+    for candidate in COLUMNS:
+        if not column and candidate.startswith(f"{stem}_") and (candidate, unit) in _UNITS:
+            column = candidate
     if not column:
         return "", 1.0
     return column, _UNITS.get((column, unit), 1.0)
@@ -230,26 +232,25 @@ def _rows(
 ) -> Iterator[dict[str, str]]:
     scaled = [(column, factor) for column, factor in columns if factor != 1.0]
     names = [column for column, _ in columns]
-    read = [index for index, name in enumerate(names) if name]
+    read_indices = [index for index, name in enumerate(names) if name]
     while True:
         try:
             cells = next(lines)
         except StopIteration:
             return
         except csv.Error as error:
-            why = f"a cell of more than {MOST_CELL:,} characters, or a quote that is not closed"
-            yield {PROBLEM: why if "field larger" in str(error) else str(error)}
+            reason = f"a cell of more than {MOST_CELL:,} characters, or a quote that is not closed"
+            yield {PROBLEM: reason if "field larger" in str(error) else str(error)}
             continue
-        if not "".join(cells).strip(
-            " |:-"
-        ):  # an empty line, or the rule below a Markdown table's first
+        # Empty lines and the rule below the first line of a Markdown table are skipped.
+        if not "".join(cells).strip(" |:-"):
             continue
         if len(cells) < width and "\n" in cells[-1]:
             row = {PROBLEM: f"a quote that is not closed: {cells[-1][:20]!r}..."}
         elif len(cells) > width and any(cell.strip() for cell in cells[width:]):
             row = {PROBLEM: f"{len(cells)} cells under {width} columns"}
         else:
-            row = {names[index]: cells[index] for index in read if index < len(cells)}
+            row = {names[index]: cells[index] for index in read_indices if index < len(cells)}
         for column, factor in scaled:
             row[column] = _times(row.get(column, ""), factor)
         yield row

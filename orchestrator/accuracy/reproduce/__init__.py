@@ -1,2 +1,2 @@
-"""The headline results of the papers that this project stands on, computed by the planner and put
-beside theirs."""
+"""Computes the headline results of the papers that this project builds on, and compares them with
+the published figures."""

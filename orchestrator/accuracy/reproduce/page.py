@@ -1,4 +1,4 @@
-"""All sections, as rows for `--json` and as the page docs/reproduce.md."""
+"""Writes all sections as rows for `--json` and as the page docs/reproduce.md."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ from orchestrator.accuracy.reproduce import playbook, runs, zero
 
 from .rows import Load, Plans, Row, Section
 
-TITLE = """# The headline results, reproduced
-
-Written by `orch reproduce`; a test computes it again. *Theirs* are published figures, *ours* are computed by the
-planner's own functions on every call: nothing is stored. Cells of grids read theirs / ours. **Bold**: further from
-theirs than the limit of that row, or on the wrong side of a bound; where there is no limit, the text says why. ±: one
-standard deviation of a prediction for machines that nobody has measured, from the shipped profile.
-"""
+TITLE = (
+    "# The headline results, reproduced\n"
+    "\n"
+    "Written by `orch reproduce`; a test computes it again. *Theirs* are published figures, *ours*"
+    " are computed by the\n"
+    "planner's own functions on every call: nothing is stored. Cells of grids read theirs / ours."
+    " **Bold**: further from\n"
+    "theirs than the limit of that row, or on the wrong side of a bound; where there is no limit,"
+    " the text says why. ±: one\n"
+    "standard deviation of a prediction for machines that nobody has measured, from the shipped"
+    " profile.\n"
+)
 
 
 def reproduce(load: Load, experiments: Sequence[str]) -> list[Section]:
-    """Every section, in the page's order. `load` composes a configuration; `experiments`: names of
-    the presets."""
+    """Computes every section, in the page's order.
+
+    `load` composes a configuration; `experiments` are the names of the presets.
+    """
     plans = Plans(load)
     return [*runs.sections(plans, experiments), *zero.sections(plans), *playbook.sections(plans)]
 
 
 def markdown(sections: Sequence[Section]) -> str:
-    """The page, with a final newline."""
+    """Returns the page in Markdown, with a final newline."""
     return "\n".join([TITLE, *map(_section, sections)])
 
 
 def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
-    """One dictionary a section."""
+    """Returns one dictionary per section."""
     return [
         {
             "title": section.title,
@@ -58,10 +65,10 @@ def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
 
 def _section(section: Section) -> str:
     table = _grid(section.rows) if any(row.column for row in section.rows) else _list(section.rows)
-    parts = [f"## {section.title}", f"Theirs: {section.source}.", table]
-    parts += [f"Ours: {section.about}"] if section.about else []
-    parts += [f"Why they differ: {section.why}"] if section.why else []
-    return "\n\n".join(parts) + "\n"
+    paragraphs = [f"## {section.title}", f"Theirs: {section.source}.", table]
+    paragraphs += [f"Ours: {section.about}"] if section.about else []
+    paragraphs += [f"Why they differ: {section.why}"] if section.why else []
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _list(rows: Sequence[Row]) -> str:
@@ -73,8 +80,8 @@ def _list(rows: Sequence[Row]) -> str:
             else f"{BOUND[row.bound]}{number(row.theirs)} {row.unit}".strip()
         )
         ours = f"{_ours(row)} {row.unit}".strip()
-        off = "-" if row.off is None else f"{row.off:+.1%}"
-        held = (
+        difference = "-" if row.off is None else f"{row.off:+.1%}"
+        tolerance = (
             ""
             if row.within is None
             else f"{row.within:.2g}"
@@ -82,7 +89,8 @@ def _list(rows: Sequence[Row]) -> str:
             else f"{row.within:.1%}"
         )
         lines.append(
-            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'} | {off} | {held} |"
+            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'}"
+            f" | {difference} | {tolerance} |"
         )
     return "\n".join(lines)
 
@@ -92,12 +100,12 @@ BOUND = {"": "", "more": "more than ", "less": "less than "}
 
 def _grid(rows: Sequence[Row]) -> str:
     columns = list(dict.fromkeys(row.column for row in rows))
-    down = list(dict.fromkeys(row.what for row in rows))
+    row_names = list(dict.fromkeys(row.what for row in rows))
     cells = {(row.what, row.column): row for row in rows}
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for what in down:
-        found = (cells.get((what, column)) for column in columns)
-        lines.append(f"| {what} | {' | '.join(_cell(row) for row in found)} |")
+    for row_name in row_names:
+        row_cells = (cells.get((row_name, column)) for column in columns)
+        lines.append(f"| {row_name} | {' | '.join(_cell(row) for row in row_cells)} |")
     return "\n".join(lines)
 
 
@@ -109,12 +117,12 @@ def _cell(row: Row | None) -> str:
 
 
 def _ours(row: Row) -> str:
-    """With one standard deviation either way, where there is one."""
+    """Formats our figure, with plus or minus one standard deviation if it has one."""
     return f"{number(row.ours)} ± {number(row.ours * row.sd)}" if row.sd else number(row.ours)
 
 
 def number(value: float) -> str:
-    """Three digits: 31.4, 4,190, 3.14e+23."""
+    """Formats a number with three significant digits: 31.4, 4,190, 3.14e+23."""
     if abs(value) >= 1e6:
         return f"{value:.2e}"
     if value == 0:

@@ -1,5 +1,5 @@
-"""The Ultra-Scale Playbook: memory by sequence length, ZeRO, tensor and pipeline parallelism,
-all-reduce by nodes."""
+"""Reproduces figures of the Ultra-Scale Playbook: memory by sequence length, ZeRO, tensor and
+pipeline parallelism, and the bandwidth of an all-reduce by number of nodes."""
 
 from __future__ import annotations
 
@@ -76,14 +76,16 @@ def _states(plans: Plans) -> Section:
     for index, dtype in enumerate(("bf16", "fp32")):
         plan = plans.plan(f"cluster=h100x8 model=gpt2 train.grad_dtype={dtype}", **_one_node(1024))
         memory = plan.memory
-        per = (memory.params + memory.grads + memory.optimizer) / plan.model.parameters
+        bytes_per_parameter = (
+            memory.params + memory.grads + memory.optimizer
+        ) / plan.model.parameters
         name = ("without fp32 gradients", "with fp32 gradients")[index]
-        for billions, theirs in pub.PLAYBOOK_STATES.items():
+        for billions, published_gb in pub.PLAYBOOK_STATES.items():
             rows.append(
                 Row(
                     f"{billions}B",
-                    billions * per,
-                    theirs[index],
+                    billions * bytes_per_parameter,
+                    published_gb[index],
                     "GB",
                     name,
                     0.005 if index == 0 else None,
@@ -110,27 +112,42 @@ def _by_sequence_length(plans: Plans) -> Section:
     rows = []
     for size, name in SIZES.items():
         for seq_len in (1024, 2048, 4096, 8192, 16384):
-            words = f"cluster=h100x8 model={name} train.grad_dtype=bf16 model.max_seq_len=16384"
-            plan = plans.plan(words, **_one_node(seq_len))
-            m = plan.model
+            overrides = f"cluster=h100x8 model={name} train.grad_dtype=bf16 model.max_seq_len=16384"
+            plan = plans.plan(overrides, **_one_node(seq_len))
+            model = plan.model
             memory = plan.memory
-            theirs = m.layers * seq_len * m.hidden * (34 + 5 * m.heads * seq_len / m.hidden) / GIB
-            for part, bytes_each in (("params", 2), ("grads", 2), ("optimizer", 12)):
-                held = getattr(memory, part) / GIB
+            formula_gib = (
+                model.layers
+                * seq_len
+                * model.hidden
+                * (34 + 5 * model.heads * seq_len / model.hidden)
+                / GIB
+            )
+            for category, bytes_per_parameter in (("params", 2), ("grads", 2), ("optimizer", 12)):
+                planned_gib = getattr(memory, category) / GIB
                 rows.append(
                     Row(
-                        f"{size}, {part}",
-                        held,
-                        m.parameters * bytes_each / GIB,
+                        f"{size}, {category}",
+                        planned_gib,
+                        model.parameters * bytes_per_parameter / GIB,
                         "GiB",
                         f"{seq_len}",
                         0.005,
                     )
                 )
-            early = plans.plan(
-                f"{words} cost.software=megatron_2021", **_one_node(seq_len)
+            unfused_activations = plans.plan(
+                f"{overrides} cost.software=megatron_2021", **_one_node(seq_len)
             ).memory.activations
-            rows.append(Row(f"{size}, activations", early / GIB, theirs, "GiB", f"{seq_len}", 0.12))
+            rows.append(
+                Row(
+                    f"{size}, activations",
+                    unfused_activations / GIB,
+                    formula_gib,
+                    "GiB",
+                    f"{seq_len}",
+                    0.12,
+                )
+            )
             rows.append(
                 Row(
                     f"{size}, the same, fused attention",
@@ -164,16 +181,25 @@ def _zero_bars(plans: Plans) -> Section:
         )
         psi = plan.model.parameters / GIB
         memory = plan.memory
-        n = 64
-        theirs = (
-            2 * psi / (n if zero > 2 else 1),
-            2 * psi / (n if zero > 1 else 1),
-            12 * psi / (n if zero else 1),
+        ranks = 64
+        formula_gib = (
+            2 * psi / (ranks if zero > 2 else 1),
+            2 * psi / (ranks if zero > 1 else 1),
+            12 * psi / (ranks if zero else 1),
         )
-        for name, value in zip(("params", "grads", "optimizer"), theirs, strict=True):
-            within = 0.005 if zero < 3 else None
+        for category, expected_gib in zip(
+            ("params", "grads", "optimizer"), formula_gib, strict=True
+        ):
+            tolerance = 0.005 if zero < 3 else None
             rows.append(
-                Row(f"ZeRO-{zero}", getattr(memory, name) / GIB, value, "GiB", name, within)
+                Row(
+                    f"ZeRO-{zero}",
+                    getattr(memory, category) / GIB,
+                    expected_gib,
+                    "GiB",
+                    category,
+                    tolerance,
+                )
             )
         rows.append(Row(f"ZeRO-{zero}", memory.activations / GIB, None, "GiB", "activations"))
     return Section(
@@ -188,8 +214,8 @@ def _zero_bars(plans: Plans) -> Section:
 
 
 def _three_b(plans: Plans) -> ModelSpec:
-    """The playbook's 3B model, with 3.57 billion parameters."""
-    base = plans.config("model=llama3_8b").model
+    """Returns the playbook's 3B model, which has 3.57 billion parameters."""
+    llama = plans.config("model=llama3_8b").model
     shape = {
         "layers": 28,
         "hidden": 3072,
@@ -198,7 +224,7 @@ def _three_b(plans: Plans) -> ModelSpec:
         "kv_heads": 32,
         "head_dim": 96,
     }
-    return structs.replace(base, name="llama_3b", vocab=131072, tied_embeddings=True, **shape)
+    return structs.replace(llama, name="llama_3b", vocab=131072, tied_embeddings=True, **shape)
 
 
 def _tp_plan(plans: Plans, tp: int, sequences: int, sp: bool = True) -> Plan:
@@ -215,21 +241,29 @@ def _tp_plan(plans: Plans, tp: int, sequences: int, sp: bool = True) -> Plan:
 def _tensor_parallel(plans: Plans) -> Section:
     rows = []
     ours = {}
-    for tp, (sequences, theirs) in pub.PLAYBOOK_TP.items():
+    for tp, (sequences, published) in pub.PLAYBOOK_TP.items():
         ours[tp] = _tp_plan(plans, tp, sequences).tokens_per_s_per_gpu
-        rows.append(Row(f"TP {tp}", ours[tp], theirs, "", "tokens/s a GPU"))
-        for name, sp in (("sequences that fit with SP", True), ("without SP", False)):
+        rows.append(Row(f"TP {tp}", ours[tp], published, "", "tokens/s a GPU"))
+        for column, sp in (("sequences that fit with SP", True), ("without SP", False)):
             rows.append(
-                Row(f"TP {tp}", _most_sequences(plans, tp, sp), sequences if sp else None, "", name)
+                Row(
+                    f"TP {tp}",
+                    _most_sequences(plans, tp, sp),
+                    sequences if sp else None,
+                    "",
+                    column,
+                )
             )
     for tp in (4, 8, 16):
-        before, after = (pub.PLAYBOOK_TP[n][1] for n in (tp, 2 * tp))
-        lost = 1 - ours[2 * tp] / ours[tp]
+        published_tokens, published_tokens_doubled = (
+            pub.PLAYBOOK_TP[degree][1] for degree in (tp, 2 * tp)
+        )
+        lost_share = 1 - ours[2 * tp] / ours[tp]
         rows.append(
             Row(
                 f"lost from TP {tp} to {2 * tp}, %",
-                100 * lost,
-                100 * (1 - after / before),
+                100 * lost_share,
+                100 * (1 - published_tokens_doubled / published_tokens),
                 "",
                 "tokens/s a GPU",
             )
@@ -246,7 +280,7 @@ def _tensor_parallel(plans: Plans) -> Section:
 
 
 def _most_sequences(plans: Plans, tp: int, sp: bool) -> int:
-    """Of 4,096 tokens in one micro-batch that fits."""
+    """Returns the number of sequences of 4,096 tokens in the largest micro-batch that fits."""
     low = 0
     high = 256
     while high - low > 1:
@@ -257,7 +291,7 @@ def _most_sequences(plans: Plans, tp: int, sp: bool) -> int:
 
 
 def _pipeline(plans: Plans) -> Section:
-    def tokens(**degrees: int) -> float:
+    def tokens_per_s_per_gpu(**degrees: int) -> float:
         nodes = max(1, degrees.get("pp", 1) * degrees.get("tp", 1) // 8)
         plan = plans.plan(
             "cluster=h100x64 model=llama3_70b cost.software=nanotron",
@@ -275,17 +309,18 @@ def _pipeline(plans: Plans) -> Section:
         )
         return plan.tokens_per_s_per_gpu
 
-    pipeline, tensor = (
-        100 * (1 - tokens(**{axis: 16}) / tokens(**{axis: 8})) for axis in ("pp", "tp")
+    pipeline_loss, tensor_loss = (
+        100 * (1 - tokens_per_s_per_gpu(**{axis: 16}) / tokens_per_s_per_gpu(**{axis: 8}))
+        for axis in ("pp", "tp")
     )
     tp_loss = 100 * (1 - pub.PLAYBOOK_TP[16][1] / pub.PLAYBOOK_TP[8][1])
     return Section(
         "From one node to two: throughput lost, %",
         f"{pub.PLAYBOOK}, pipeline parallelism, m = 32",
         [
-            Row("8 to 16 pipeline stages", pipeline, 100 * pub.PLAYBOOK_PP_LOSS, "%"),
-            Row("8 to 16 tensor-parallel ranks", tensor, tp_loss, "%"),
-            Row("tensor over pipeline", tensor / pipeline, 1.0, "x", bound="more"),
+            Row("8 to 16 pipeline stages", pipeline_loss, 100 * pub.PLAYBOOK_PP_LOSS, "%"),
+            Row("8 to 16 tensor-parallel ranks", tensor_loss, tp_loss, "%"),
+            Row("tensor over pipeline", tensor_loss / pipeline_loss, 1.0, "x", bound="more"),
         ],
         "Plans of Llama 3 70B (whose head is small beside a stage) at 4,096 tokens with 32"
         " micro-batches of one sequence, `cost.software=nanotron`.",
@@ -296,10 +331,19 @@ def _pipeline(plans: Plans) -> Section:
 
 def _all_reduce(plans: Plans) -> Section:
     rows = []
-    for nodes, theirs in pub.ALL_REDUCE.items():
-        for size, value, name in zip((1 << 28, 1 << 30), theirs, ("256 MiB", "1 GiB"), strict=True):
+    for nodes, published in pub.ALL_REDUCE.items():
+        for size, published_gb_per_s, name in zip(
+            (1 << 28, 1 << 30), published, ("256 MiB", "1 GiB"), strict=True
+        ):
             rows.append(
-                Row(f"{nodes} nodes", bus_bandwidth(plans, nodes, size), value, "GB/s", name, 0.25)
+                Row(
+                    f"{nodes} nodes",
+                    bus_bandwidth(plans, nodes, size),
+                    published_gb_per_s,
+                    "GB/s",
+                    name,
+                    0.25,
+                )
             )
         if nodes in pub.PLAYBOOK_ALL_REDUCE:
             ours = bus_bandwidth(plans, nodes, 1 << 28)
@@ -327,18 +371,18 @@ def _all_reduce(plans: Plans) -> Section:
 
 
 def bus_bandwidth(plans: Plans, nodes: int, size: int) -> float:
-    """GB/s while nothing else runs, counted as nccl-tests do: 2 (n - 1) / n bytes of each byte
-    reduced."""
+    """Returns the bus bandwidth in GB/s while nothing else runs, counted as nccl-tests counts it:
+    2 (n - 1) / n bytes per byte reduced."""
     cluster = build_cluster(plans.config("cluster=h100x64", nodes=nodes).cluster)
-    n = 8 * nodes
-    path = Fabric(cluster).path(np.arange(n).reshape(1, n), "ring")
+    gpus = 8 * nodes
+    path = Fabric(cluster).path(np.arange(gpus).reshape(1, gpus), "ring")
     values = shipped().values
     links = Links(nvlink=1.0, nic=values["nic"], latency=values["latency"], launch_s=0.0)
     return (
         2
-        * (n - 1)
-        / n
+        * (gpus - 1)
+        / gpus
         * size
-        / value_of(collective.seconds("all_reduce", size, n, path, links))
+        / value_of(collective.seconds("all_reduce", size, gpus, path, links))
         / 1e9
     )

@@ -1,5 +1,5 @@
-"""A section of the page: published figures beside the planner's, and the plans that these are read
-from."""
+"""A section of the page compares published figures with the planner's; `Plans` builds the plans
+that the planner's figures are read from."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ Load = Callable[[list[str]], Config]
 
 
 class Row(Struct, frozen=True):
-    """One figure."""
+    """One published figure and the planner's figure for it."""
 
     what: str
     ours: float
     theirs: float | None = None
     unit: str = ""
-    column: str = ""  # rows with columns make a grid: `what` down, `column` across
-    within: float | None = None  # a test holds ours / theirs this near to 1
-    bound: str = ""  # "more", "less": what is published is a bound
-    sd: float = 0.0  # standard deviation of the relative error of ours, where a step is predicted
+    column: str = ""  # Rows with a column form a grid: `what` names its rows.
+    within: float | None = None  # A test checks that |ours / theirs - 1| is at most this.
+    bound: str = ""  # "more" or "less": the published figure is a bound.
+    sd: float = 0.0  # Standard deviation of our relative error, if a step is predicted.
 
     @property
     def off(self) -> float | None:
-        """Ours over theirs, less 1."""
+        """Our figure over the published one, minus 1."""
         return self.ours / self.theirs - 1 if self.theirs and not self.bound else None
 
     @property
     def holds(self) -> bool:
-        """Whether ours is as near to theirs as `within` says, or on the right side of the bound."""
+        """True if our figure is as close to theirs as `within` asks, or on the right side of the
+        bound."""
         if self.bound and self.theirs is not None:
             return self.ours > self.theirs if self.bound == "more" else self.ours < self.theirs
         return self.within is None or self.off is None or abs(self.off) <= self.within
@@ -45,13 +46,13 @@ class Section(Struct, frozen=True):
     title: str
     source: str
     rows: Sequence[Row]
-    about: str = ""  # how ours was computed
-    why: str = ""  # they differ
+    about: str = ""  # The way in which our figures were computed.
+    why: str = ""  # The reason why ours and theirs differ.
 
 
 class Plans:
-    """Plans of jobs: words are composed once, then some keys are replaced. Clusters are as their
-    files say."""
+    """Builds plans of jobs: overrides are composed once, then some keys are replaced. Clusters keep
+    the numbers of their files."""
 
     def __init__(self, load: Load):
         self._load = load
@@ -59,16 +60,17 @@ class Plans:
 
     def config(
         self,
-        words: str,
+        overrides: str,
         parallel: Mapping[str, Any] | None = None,
         train: Mapping[str, Any] | None = None,
         model: ModelSpec | None = None,
         nodes: int | None = None,
     ) -> Config:
-        """The configuration of `words`; `nodes` of one switch level."""
-        if words not in self._configs:
-            self._configs[words] = self._load(words.split())
-        config = self._configs[words]
+        """Returns the configuration of `overrides`. `nodes` sets the number of nodes, all of them
+        below one switch."""
+        if overrides not in self._configs:
+            self._configs[overrides] = self._load(overrides.split())
+        config = self._configs[overrides]
         cluster = config.cluster
         if nodes is not None:
             level = structs.replace(cluster.levels[0], nodes_per_switch=nodes)
@@ -83,16 +85,16 @@ class Plans:
             model=model or config.model,
         )
 
-    def plan(self, words: str, **changes: Any) -> Plan:
-        """The plan of `config(words, **changes)`."""
-        config = self.config(words, **changes)
+    def plan(self, overrides: str, **changes: Any) -> Plan:
+        """Returns the plan of `config(overrides, **changes)`."""
+        config = self.config(overrides, **changes)
         return build_plan(config, build_cluster(config.cluster), any_layout=True)
 
     def gpt(self, layers: int, hidden: int, heads: int, seq_len: int = 1024) -> ModelSpec:
-        """A model of GPT's kind, with GPT-2's vocabulary."""
-        base = self.config("model=gpt2").model
+        """Returns a GPT-like model with GPT-2's vocabulary."""
+        gpt2 = self.config("model=gpt2").model
         return structs.replace(
-            base,
+            gpt2,
             name=f"gpt_{layers}x{hidden}",
             layers=layers,
             hidden=hidden,

@@ -1,4 +1,5 @@
-"""Published training runs: the presets' steps, and what whole trainings cost."""
+"""Reproduces published training runs: the step times of the presets, and the cost of whole
+trainings."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
         plan = plans.plan(f"experiment={name}")
         config = plans.config(f"experiment={name}")
         assert config.experiment is not None
-        said = config.experiment
+        experiment = config.experiment
         gib = 1 << 30
         sd = plan.time.sd
-        rows.append(Row(name, plan.time.step_s, said.step_s, "s", "a step", 0.10, sd=sd))
+        rows.append(Row(name, plan.time.step_s, experiment.step_s, "s", "a step", 0.10, sd=sd))
         rows.append(Row(name, 100 * plan.mfu, None, "%", "MFU, ours", sd=sd))
         rows.append(
             Row(
@@ -34,7 +35,7 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
                 sd=plan.memory.sd,
             )
         )
-        sources.append(f"`{name}`: {said.published} ({said.source})")
+        sources.append(f"`{name}`: {experiment.published} ({experiment.source})")
     yield Section(
         "Published runs: `orch plan +experiment=NAME`",
         "conf/experiment:\n\n- " + "\n- ".join(sources),
@@ -52,24 +53,24 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
 
 def _flops(plans: Plans) -> Section:
     rows = []
-    for name, (theirs, tokens, source) in pub.TRAINING.items():
+    for name, (published_flops, tokens, source) in pub.TRAINING.items():
         config = plans.config(f"model={name}")
         model = resolve(config.model)
         rows.append(
             Row(
                 f"{name}, 6 N D ({source})",
                 6 * model.parameters * tokens,
-                theirs,
+                published_flops,
                 "FLOP",
                 within=0.01,
             )
         )
-        counted = model_flops_per_token(model, config.model.max_seq_len) * tokens
+        counted_flops = model_flops_per_token(model, config.model.max_seq_len) * tokens
         rows.append(
             Row(
                 f"{name}, with attention, without the token table",
-                counted,
-                theirs,
+                counted_flops,
+                published_flops,
                 "FLOP",
                 within=0.06,
             )

@@ -1,5 +1,5 @@
-"""ZeRO (arXiv 1910.02054) and DeepSpeed's BERT: memory, the largest models, traffic and throughput
-on V100."""
+"""Reproduces ZeRO (arXiv 1910.02054) and DeepSpeed's BERT: memory, the largest models, traffic and
+throughput on V100."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ MEGATRON, ZERO, ZERO_3 = (
 
 
 def sections(plans: Plans) -> Iterator[Section]:
-    per_parameter = _state_bytes(plans)
+    bytes_per_parameter = _state_bytes(plans)
     yield Section(
         "ZeRO's memory: GB of model states a GPU",
         f"{pub.ZERO}, table 1",
         [
             Row(
-                f"{size}, {n} GPUs",
-                float(size[:-1]) * (1000 if size[-1] == "T" else 1) * each,
-                theirs,
+                f"{size}, {gpus} GPUs",
+                float(size[:-1]) * (1000 if size[-1] == "T" else 1) * state_bytes,
+                published,
                 "GB",
                 name,
-                0.006 if theirs > 1 else 0.03,  # printed to two digits
+                0.006 if published > 1 else 0.03,  # The paper prints two digits.
             )
             for size, by_ranks in pub.ZERO_STATES.items()
-            for n, values in by_ranks.items()
-            for name, theirs, each in zip(STAGES, values, per_parameter[n][1:], strict=True)
+            for gpus, published_by_stage in by_ranks.items()
+            for name, published, state_bytes in zip(
+                STAGES, published_by_stage, bytes_per_parameter[gpus][1:], strict=True
+            )
         ],
         "Parameters, gradients and optimizer state of a plan with dp = N_d, fp16 weights and"
         " gradients, per parameter of the model, times the paper's number of parameters.",
@@ -44,10 +46,17 @@ def sections(plans: Plans) -> Iterator[Section]:
         "The largest model by stage: billions of parameters on GPUs of 32 GB, 64 replicas",
         f"{pub.ZERO}, table 2, theoretical",
         [
-            Row(f"model parallelism {mp}, {64 * mp} GPUs", 32 * mp / each, theirs, "B", name, 0.03)
-            for mp, values in pub.ZERO_LARGEST.items()
-            for name, theirs, each in zip(
-                ("baseline", *STAGES), values, per_parameter[64], strict=True
+            Row(
+                f"model parallelism {mp}, {64 * mp} GPUs",
+                32 * mp / state_bytes,
+                published,
+                "B",
+                name,
+                0.03,
+            )
+            for mp, published_by_stage in pub.ZERO_LARGEST.items()
+            for name, published, state_bytes in zip(
+                ("baseline", *STAGES), published_by_stage, bytes_per_parameter[64], strict=True
             )
         ],
         "32 GB times model parallelism over the bytes a parameter of the table above.",
@@ -57,9 +66,11 @@ def sections(plans: Plans) -> Iterator[Section]:
         "The largest model that runs: billions of parameters",
         f"{pub.ZERO}, table 2, measured",
         [
-            Row(f"model parallelism {mp}", _largest(plans, mp, zero), theirs, "B", name)
-            for mp, values in pub.ZERO_LARGEST_MEASURED.items()
-            for name, theirs, zero in zip(("baseline", "P_os"), values, (0, 1), strict=True)
+            Row(f"model parallelism {mp}", _largest(plans, mp, zero), published, "B", name)
+            for mp, published_by_stage in pub.ZERO_LARGEST_MEASURED.items()
+            for name, published, zero in zip(
+                ("baseline", "P_os"), published_by_stage, (0, 1), strict=True
+            )
         ],
         "Layers are added (hidden 1,920 to 8,192 as in the paper's runs) until the plan of a"
         " micro-batch of one, all activations recomputed, no longer fits.",
@@ -72,10 +83,10 @@ def sections(plans: Plans) -> Iterator[Section]:
 
 
 def _state_bytes(plans: Plans) -> dict[int, list[float]]:
-    """N_d -> bytes of states a parameter for ZeRO-0 to 3."""
-    result = {}
+    """Returns a map N_d -> bytes of states per parameter with ZeRO-0 to ZeRO-3."""
+    bytes_by_ranks = {}
     for ranks in (1, 4, 16, 64, 256, 1024):
-        row = []
+        bytes_by_stage = []
         for zero in range(4):
             plan = plans.plan(
                 f"{ZERO_3} model=gpt2 cluster.gpus_per_node={min(ranks, 16)}",
@@ -84,13 +95,14 @@ def _state_bytes(plans: Plans) -> dict[int, list[float]]:
                 nodes=max(1, ranks // 16),
             )
             states = plan.memory.params + plan.memory.grads + plan.memory.optimizer
-            row.append(states / plan.model.parameters)
-        result[ranks] = row
-    return result
+            bytes_by_stage.append(states / plan.model.parameters)
+        bytes_by_ranks[ranks] = bytes_by_stage
+    return bytes_by_ranks
 
 
 def _largest(plans: Plans, mp: int, zero: int) -> float:
-    """Billions of parameters of the deepest model that fits, 64 replicas of `mp` V100."""
+    """Returns the size, in billions of parameters, of the deepest model that fits with 64 replicas
+    of `mp` V100 each."""
     hidden, heads = (1920, 16) if mp == 1 and zero == 0 else (4096, 32) if mp == 1 else (8192, 64)
 
     def fits(layers: int) -> Plan | None:
@@ -115,13 +127,13 @@ def _largest(plans: Plans, mp: int, zero: int) -> float:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    found = fits(low)
-    return found.model.parameters / 1e9 if found else 0.0
+    largest_plan = fits(low)
+    return largest_plan.model.parameters / 1e9 if largest_plan else 0.0
 
 
 def _traffic(plans: Plans) -> Section:
     rows = []
-    for zero, theirs in pub.ZERO_TRAFFIC.items():
+    for zero, published in pub.ZERO_TRAFFIC.items():
         plan = plans.plan(
             ZERO_3,
             parallel={"tp": 1, "pp": 1, "dp": 64, "zero": zero},
@@ -129,9 +141,11 @@ def _traffic(plans: Plans) -> Section:
             model=plans.gpt(36, 4096, 32),
             nodes=4,
         )
-        sent = sum(plan.placement["dp"].bytes_per_step_by_level.values())
-        whole = plan.model.parameters * 2 * 63 / 64
-        rows.append(Row(f"ZeRO-{zero}", sent / whole, theirs, "Psi", within=0.03))
+        sent_bytes = sum(plan.placement["dp"].bytes_per_step_by_level.values())
+        ring_pass_bytes = plan.model.parameters * 2 * 63 / 64
+        rows.append(
+            Row(f"ZeRO-{zero}", sent_bytes / ring_pass_bytes, published, "Psi", within=0.03)
+        )
     return Section(
         "Communication of a step: multiples of Psi, the model's size",
         f"{pub.ZERO}, section 7",
@@ -147,7 +161,7 @@ def _traffic(plans: Plans) -> Section:
 def _throughput(plans: Plans) -> Section:
     plan = plans.plan("experiment=zero_100b")
     tflops = plan.mfu * plan.cluster.gpu.peak_flops["fp16"] / 1e12
-    outside = plans.plan(
+    two_node_plan = plans.plan(
         MEGATRON,
         parallel={"tp": 32, "pp": 1, "dp": 1, "zero": 0, "sp": False, "micro_batch_size": 8}
         | {"allow_tp_across_nvlink": True},
@@ -155,12 +169,14 @@ def _throughput(plans: Plans) -> Section:
         model=plans.gpt(50, 8192, 32),
         nodes=2,
     )
-    across = (
-        outside.tokens_per_s_per_gpu * hardware_flops_per_token(outside.model, 1024, "full") / 1e12
+    two_node_tflops = (
+        two_node_plan.tokens_per_s_per_gpu
+        * hardware_flops_per_token(two_node_plan.model, 1024, "full")
+        / 1e12
     )
     small, large = (_sixty(plans, nodes) for nodes in (4, 25))
     speed_up = large.tokens_per_s_per_gpu * 400 / (small.tokens_per_s_per_gpu * 64)
-    sizes = (
+    micro_batch_sizes = (
         f"micro-batches of {small.parallel.micro_batch_size} on 64 and"
         f" {large.parallel.micro_batch_size} on 400 GPUs"
     )
@@ -186,10 +202,10 @@ def _throughput(plans: Plans) -> Section:
             ),
             Row(
                 "40B, tensor parallel across two DGX-2, a GPU",
-                across,
+                two_node_tflops,
                 pub.ZERO_ACROSS_TFLOPS,
                 "TFLOP/s",
-                sd=outside.time.sd,
+                sd=two_node_plan.time.sd,
             ),
             Row(
                 "60B, speed-up from 64 to 400 GPUs",
@@ -200,8 +216,8 @@ def _throughput(plans: Plans) -> Section:
             ),
         ],
         "The preset `zero_100b`; 60B as 75 layers of hidden 8,192, tensor parallel in a node, with"
-        f" the largest power-of-two micro-batch that fits: {sizes}. More replicas shard the states"
-        " further, which leaves room for larger micro-batches: super-linear.",
+        f" the largest power-of-two micro-batch that fits: {micro_batch_sizes}. More replicas shard"
+        " the states further, which leaves room for larger micro-batches: super-linear.",
         "Whether 38 TFLOP/s count recomputation is not said; model FLOPs are assumed. Eight NICs of"
         " 100 Gb/s could carry far more than 5 TFLOP/s need; how the collectives of that time used"
         " them is not said.",
@@ -209,9 +225,9 @@ def _throughput(plans: Plans) -> Section:
 
 
 def _sixty(plans: Plans, nodes: int) -> Plan:
-    """60B with the largest micro-batch that fits."""
-    best = None
-    size = 1
+    """Plans the 60B model with the largest micro-batch that fits."""
+    fitting_plan = None
+    micro_batch_size = 1
     while True:
         plan = plans.plan(
             ZERO,
@@ -221,36 +237,36 @@ def _sixty(plans: Plans, nodes: int) -> Plan:
                 "dp": nodes,
                 "zero": 2,
                 "sp": False,
-                "micro_batch_size": size,
+                "micro_batch_size": micro_batch_size,
             },
-            train={"global_batch_samples": size * nodes},
+            train={"global_batch_samples": micro_batch_size * nodes},
             model=plans.gpt(75, 8192, 32),
             nodes=nodes,
         )
-        if best is not None and plan.memory.total > plan.memory.capacity:
-            return best
-        best = plan
-        size = size * 2
+        if fitting_plan is not None and plan.memory.total > plan.memory.capacity:
+            return fitting_plan
+        fitting_plan = plan
+        micro_batch_size = micro_batch_size * 2
 
 
 def _bert(plans: Plans) -> Section:
     rows = []
-    total = 0.0
+    total_s = 0.0
     for seq_len, (batch, steps) in pub.BERT_PHASES.items():
         plan = _bert_phase(plans, seq_len, batch)
-        total += steps * plan.time.step_s
-        samples = plan.tokens_per_s_per_gpu / seq_len
+        total_s += steps * plan.time.step_s
+        samples_per_s = plan.tokens_per_s_per_gpu / seq_len
         rows.append(
             Row(
                 f"samples/s a V100, {seq_len} tokens",
-                samples,
+                samples_per_s,
                 pub.BERT_SAMPLES_PER_S[seq_len],
                 "/s",
                 sd=plan.time.sd,
             )
         )
     rows.append(
-        Row("pre-training on 1,024 V100", total / 60, pub.BERT_MINUTES, "min", sd=plan.time.sd)
+        Row("pre-training on 1,024 V100", total_s / 60, pub.BERT_MINUTES, "min", sd=plan.time.sd)
     )
     return Section(
         "BERT-large in 44 minutes on 1,024 V100",
@@ -264,7 +280,7 @@ def _bert(plans: Plans) -> Section:
 
 
 def _bert_phase(plans: Plans, seq_len: int, batch: int) -> Plan:
-    largest = max(size for size in (16, 32, 64) if size * seq_len <= 8192)
+    largest_micro_batch = max(size for size in (16, 32, 64) if size * seq_len <= 8192)
     return plans.plan(
         f"{MEGATRON} model=bert_large",
         parallel={
@@ -272,7 +288,7 @@ def _bert_phase(plans: Plans, seq_len: int, batch: int) -> Plan:
             "pp": 1,
             "dp": 1024,
             "zero": 1,
-            "micro_batch_size": min(largest, batch // 1024),
+            "micro_batch_size": min(largest_micro_batch, batch // 1024),
         },
         train={"seq_len": seq_len, "global_batch_samples": batch, "recompute": "none"},
         nodes=64,

@@ -1,9 +1,8 @@
-"""Activation bytes, tensor by tensor, as the trainer's autograd keeps them for backward; and the
-logits at the loss.
+"""Activation bytes, tensor by tensor, as the trainer's autograd keeps them for backward.
 
-With the paper's `Kernels` a layer's sum is that of Korthikanti et al. (arXiv 2205.05198, equations
-1 to 4), which tests check; with the trainer's, it is what its storages were measured to hold
-(docs/accuracy.md).
+The logits at the loss are included. With the paper's `Kernels`, a layer's sum is that of
+Korthikanti et al. (arXiv 2205.05198, equations 1 to 4), which tests check. With the trainer's
+kernels, it is what its storages were measured to hold (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -33,75 +32,80 @@ from .offloaded_inputs import back_bytes, input_bytes, inputs_of
 from .recomputed_by_others import every_second_product, repeated_modules
 from .unequal_stages import unequal_peak
 
-#: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on
-#: every rank (ZB-1p and ZB-2p of arXiv 2401.10241, section 5.3).
+#: Searched schedules use all the memory they may: this many times the memory of 1F1B's first rank,
+#: on every rank (ZB-1p and ZB-2p of arXiv 2401.10241, section 5.3).
 LIMITS = {"zb_h1": 1, "zb_h2": 2}
-LOSS_CHUNK = 1 << 24  # logits that the loss converts to fp32 at a time
+LOSS_CHUNK = 1 << 24  # the number of logits that the loss converts to fp32 at a time
 
 
-#: What selective recomputation drops. orch: norms, activations and the last product of each half of
-#: a layer, as this project's trainer does; core: attention scores (Korthikanti et al., section 5),
-#: and where there are experts or latent attention what Megatron-Core's modules of those models
+#: The tensors that selective recomputation drops. orch: norms, activations and the last product of
+#: each half of a layer, as this project's trainer does; core: attention scores (Korthikanti et al.,
+#: section 5), and with experts or latent attention what Megatron-Core's modules of those models
 #: repeat; ops: all but fused attention and every second matrix product (torchtitan's selective
 #: checkpointing by operation); alternate: every second layer.
 Selective = Literal["orch", "core", "ops", "alternate"]
 
 
 class Kernels(Struct, frozen=True, kw_only=True):
-    """Which tensors the implementation keeps for backward."""
+    """The tensors that an implementation keeps for backward."""
 
-    fused_attention: bool = True  # keeps softmax statistics instead of scores
-    fused_activation: bool = False  # the gated activation keeps only its two inputs
-    #: a compiler computes outputs of norms and activations again, where no gather precedes
+    fused_attention: bool = True  # keep softmax statistics instead of scores
+    fused_activation: bool = False  # keep only the two inputs of the gated activation
+    #: A compiler recomputes outputs of norms and activations, unless a gather precedes.
     compiled: bool = False
-    keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
+    keep_gathered: bool = False  # with SP, keep gathered matmul inputs instead of gathering again
     keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
-    in_transfer: bool = False  # keep what is being sent and received, and no more
+    in_transfer: bool = False  # keep only messages that are being sent or received
     inside_backward: bool = False  # count gradients inside a layer while its backward runs
     selective: Selective = "orch"
-    #: dropout, even where the model does not say so: a default of the software
+    #: Use dropout even if the model does not ask for it, as the software's default.
     dropout: bool = False
-    #: split backwards come as a search placed them, up to a limit of whole micro-batches
+    #: Split backwards are placed by a search, up to a limit of whole micro-batches.
     fills_limit: bool = False
-    #: queries, keys and values are kept as projected and as attention reads them
+    #: Keep queries, keys and values both as projected and as attention reads them.
     copied_heads: bool = False
-    #: outputs of experts are kept, to be weighted; else weights come before them
+    #: Keep outputs of experts, to be weighted; otherwise the weights are applied before them.
     expert_outputs: bool = True
-    #: experts' activations keep their inputs as narrow as products do
+    #: Keep the inputs of experts' activations as narrow as those of products.
     narrow_activation: bool = False
-    #: tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa)
+    #: Tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa).
     shared_inputs: bool = False
-    #: shards of what is gathered again are kept as they are, not as narrow as products
+    #: Keep shards of what is gathered again at full width, not as narrow as products.
     wide_shards: bool = False
-    #: "cpu", "cuda": latent attention and experts are this project's trainer's, there
+    #: "cpu" or "cuda": latent attention and experts are those of this project's trainer on that
+    #: device.
     trainer: str = ""
-    #: bytes of a matrix product's input, where narrower than the tensor
+    #: Bytes of an element of a matrix product's input, if narrower than the tensor.
     product_width: float | None = None
-    #: bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
+    #: Bytes of a logit at the peak of the loss; None: the trainer's loss by chunks.
     loss_width: float | None = None
 
     @property
     def holds_messages(self) -> bool:
-        """A hidden state or gradient that a pipeline rank has received and not used yet, or is
-        sending."""
+        """Whether a pipeline rank holds a message that is in transfer or has not been used yet.
+
+        A message is a hidden state or a gradient.
+        """
         return self.keep_sent or self.in_transfer
 
 
-#: Bytes of an element that the trainer keeps for a matrix product in 8 bits, scales of 128 elements
-#: included.
+#: Bytes of an element that the trainer keeps for a matrix product in 8 bits, with scales of 128
+#: elements.
 _NARROW = {"fp8_tensor": 1.0, "fp8_block": 1 + 4 / 128}
 
 
 def trainer_kernels(
     model: Model, parallel: Parallel, device: str = "cuda", matmul: str = ""
 ) -> Kernels:
-    """What this project's trainer keeps. Over gloo, on CPUs, stages receive early, so what was sent
-    is held longer."""
+    """Returns the tensors that this project's trainer keeps.
+
+    Over gloo, on CPUs, stages receive early, so sent outputs are held longer.
+    """
+    # A deferred weight gradient needs the whole input.
     return Kernels(
         fused_attention=fuses_attention(model, parallel),
         fused_activation=True,
-        keep_gathered=parallel.sp
-        and splits_backward(parallel),  # a deferred weight gradient needs the whole input
+        keep_gathered=parallel.sp and splits_backward(parallel),
         keep_sent=device == "cpu",
         in_transfer=True,
         inside_backward=True,
@@ -112,16 +116,20 @@ def trainer_kernels(
 
 
 def fuses_attention(model: Model, parallel: Parallel) -> bool:
-    """Whether the trainer's attention is fused: not with dropout, except that context parallelism
-    recomputes blocks."""
+    """Reports whether the trainer's attention is fused.
+
+    It is not with dropout, except that context parallelism recomputes blocks.
+    """
     return not model.dropout or parallel.cp > 1
 
 
 def layer_activations(
     workload: Workload, layer: int, tokens: float, kernels: Kernels
 ) -> dict[str, float]:
-    """Bytes that one layer keeps for backward, by tensor. tokens: of one micro-batch on this rank,
-    b * s / cp."""
+    """Returns the bytes that one layer keeps for backward, by tensor.
+
+    `tokens` is the tokens of one micro-batch on this rank, b * s / cp.
+    """
     model = workload.model
     parallel = workload.parallel
     width = workload.width
@@ -129,11 +137,10 @@ def layer_activations(
     rows = workload.sequence_shards  # shards of the sequence between the blocks
     gathered = 1 if kernels.keep_gathered else rows
     product = width if kernels.wide_shards and gathered > 1 else kernels.product_width or width
-    ours = bool(kernels.trainer)
+    is_trainer = bool(kernels.trainer)
     moe = layer_moe(model, layer)
-    halves = (
-        (model.mla is None) + (moe is None) if ours else 2
-    )  # latents and experts are counted where they are
+    # `_attention` and `_mlp` count the inputs of latents and of experts.
+    halves = (model.mla is None) + (moe is None) if is_trainer else 2
     products = 0.0 if kernels.compiled and tp == 1 else halves * model.hidden * product / gathered
     tensors = {
         "norm inputs": 2 * model.hidden * width / rows,
@@ -147,7 +154,7 @@ def layer_activations(
 
 
 def _attention(workload: Workload, kernels: Kernels, width: int) -> dict[str, float]:
-    """Bytes per token of queries, keys, values, attention output and softmax."""
+    """Returns the bytes per token of queries, keys, values, attention output and softmax."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -166,18 +173,17 @@ def _attention(workload: Workload, kernels: Kernels, width: int) -> dict[str, fl
         if kernels.trainer:
             tensors = latents_and_experts.latent_attention(workload, m)
     if parallel.cp > 1 and parallel.cp_method == "ulysses":
-        tensors["attention output"] *= 2  # before and after the all-to-all
+        tensors["attention output"] *= 2  # once before and once after the all-to-all
     if kernels.copied_heads:
         tensors["projected heads"] = tensors["attention"]
     if kernels.product_width:
-        tensors["attention output, narrow"] = (
-            out / width * kernels.product_width
-        )  # attention itself reads the wide one
+        # Attention itself reads the wide output.
+        tensors["attention output, narrow"] = out / width * kernels.product_width
     if kernels.fused_attention:
         tensors["softmax statistics"] = 4 * heads
     else:
-        # softmax output and the dropped-out copy that multiplies the values; with dropout a mask of
-        # one byte
+        # The softmax output, and the copy with dropout that multiplies the values; with dropout
+        # also a mask of one byte per score.
         tensors["attention scores"] = (
             heads * train.seq_len * (2 * width + (1 if model.dropout or kernels.dropout else 0))
         )
@@ -191,15 +197,17 @@ def _mlp(
     width: int,
     gathered: int,
 ) -> dict[str, float]:
-    """Bytes per token: inputs and output of the activation, input of the down projection, routed
-    tokens."""
+    """Returns the bytes per token of an MLP or of experts.
+
+    These are inputs and output of the activation, input of the down projection, and routed tokens.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
     copies = (
         2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
     ) - kernels.compiled
-    product = kernels.product_width or width  # the last copy is the down projection's input
+    product = kernels.product_width or width  # the last copy is the input of the down projection
     if (moe := layer_moe(model, layer)) is None:
         return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}
     if kernels.trainer:
@@ -207,9 +215,8 @@ def _mlp(
     load = fullest(parallel)
     ffn = mlp_width(model, moe, train.seq_len, load)
     choices = taken_choices(moe, train.seq_len) * load
-    routed = (
-        choices * model.hidden * (product + width * kernels.expert_outputs) / gathered
-    )  # experts' inputs, outputs
+    # Inputs and outputs of experts.
+    routed = choices * model.hidden * (product + width * kernels.expert_outputs) / gathered
     mlp = (
         ffn
         * ((copies - 1) * (product if kernels.narrow_activation else width) + product)
@@ -219,7 +226,7 @@ def _mlp(
 
 
 class ActivationBytes(Struct, frozen=True):
-    """Bytes of one layer and micro-batch."""
+    """Activation bytes of one layer and micro-batch."""
 
     stored: float  # from its forward to its backward
     recomputing: float  # further bytes while the layer is recomputed
@@ -232,8 +239,10 @@ def layer_activation_bytes(
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
-    """Bytes of a layer with a recomputation mode, without inputs that are away; `back_bytes`
-    are."""
+    """Returns the bytes of a layer with a recomputation mode, without offloaded inputs.
+
+    `back_bytes` counts those that are on the device.
+    """
     model = workload.model
     train = workload.train
     with_inputs = _with_inputs(workload, layer, tokens, kernels, mode)
@@ -250,11 +259,11 @@ def _with_inputs(
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
-    """Bytes of a layer with a recomputation mode, wherever its input is.
+    """Returns the bytes of a layer with a recomputation mode, wherever its input is.
 
-    The trainer's selective keeps both inputs of the layer's halves, all matrix products but the
-    last of each half, and fused attention. Full keeps the layer's input. A recomputed layer holds
-    the gathered sequence.
+    The trainer's selective recomputation keeps both inputs of the layer's halves, all matrix
+    products but the last of each half, and fused attention. Full recomputation keeps the layer's
+    input. A layer that is being recomputed holds the gathered sequence.
     """
     model = workload.model
     parallel = workload.parallel
@@ -274,7 +283,7 @@ def _with_inputs(
     rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
     everything += tensors["matmul inputs"] * (rows - 1)
     moe, mla = (layer_moe(model, layer), model.mla) if kernels.trainer else (None, None)
-    shared = workload.shares_inputs  # a gathered input is among the buffers
+    shared = workload.shares_inputs  # a gathered input counts among the buffers
     if mode == "full":
         if shared:
             return ActivationBytes(boundary / parallel.tp, everything - boundary)
@@ -294,16 +303,15 @@ def _with_inputs(
         )
         stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
         return ActivationBytes(stored, everything - stored)
-    halves = 1 if moe is not None else 2  # that are recomputed: experts keep all
+    halves = 1 if moe is not None else 2  # the halves that are recomputed; experts keep everything
     stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
     saved = halves * boundary * (1 - 1 / parallel.tp) if shared else 0.0
     width = workload.width
     unnarrowed_copies = 2 if model.mlp == "gated" else 1
     narrow = kernels.product_width or width
     if halves == 2:
-        stored -= (
-            tensors["mlp"] * narrow / (unnarrowed_copies * width + narrow)
-        )  # the input of the down projection
+        # The input of the down projection.
+        stored -= tensors["mlp"] * narrow / (unnarrowed_copies * width + narrow)
     stored -= tensors.get("attention scores", 0.0) + tensors.get("head norms", 0.0)
     fused = parallel.cp == 1 and kernels.fused_attention
     if not fused:
@@ -317,7 +325,7 @@ def _with_inputs(
 
 
 def activations(workload: Workload, kernels: Kernels | None = None) -> list[float]:
-    """Peak activation bytes of each pipeline rank, logits included."""
+    """Returns the peak activation bytes of each pipeline rank, logits included."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -326,7 +334,7 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
     last = len(parallel.stage_layers) - 1
     head = head_bytes(workload, kernels)
     stage = stage_bytes(workload, kernels)
-    result = []
+    peaks = []
     split = splits_backward(parallel) and not kernels.fills_limit
     deferred = DeferredGradients(workload) if split else None
     held = in_flight(parallel)
@@ -343,21 +351,32 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
     )
 
     def layers_in(ranges: Sequence[range]) -> list[Layers]:
+        """Returns the layers in these ranges by kind, with their bytes."""
         groups = [
             (n, kind, layer_bytes(kind, mode))
             for kind, mode, n in layer_groups(model, train, ranges)
             if n
         ]
-        more = ahead if any(part.stop > model.layers for part in ranges) else 0.0
+        further_bytes = (
+            ahead if any(layer_range.stop > model.layers for layer_range in ranges) else 0.0
+        )
         return [
-            (n, kind, one.stored, one.recomputing + more * (one.recomputing > 0))
-            for n, kind, one in groups
+            (
+                n,
+                kind,
+                kept_bytes.stored,
+                kept_bytes.recomputing + further_bytes * (kept_bytes.recomputing > 0),
+            )
+            for n, kind, kept_bytes in groups
         ]
 
     def stored_in(index: int, layers: Sequence[Layers]) -> float:
-        part = stage_range(parallel, index)
-        received = received_input_bytes(workload, kernels, part) if part.start else 0.0
-        return sum(n * own for n, _, own, _ in layers) + stage[index == last] + received
+        """Returns the bytes of one micro-batch in a stage until backward."""
+        layer_range = stage_range(parallel, index)
+        received = (
+            received_input_bytes(workload, kernels, layer_range) if layer_range.start else 0.0
+        )
+        return sum(n * per_layer for n, _, per_layer, _ in layers) + stage[index == last] + received
 
     for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
         layers_by_stage = [layers_in([held_layers(model, parallel, index)]) for index in stages]
@@ -365,42 +384,48 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
             stored_in(index, layers) for index, layers in zip(stages, layers_by_stage, strict=True)
         ]
         stage_accounts = [
-            bytes_of_stage(layers, one, head if index == last else 0.0, deferred)
-            for index, layers, one in zip(stages, layers_by_stage, stored, strict=True)
+            bytes_of_stage(layers, kept_bytes, head if index == last else 0.0, deferred)
+            for index, layers, kept_bytes in zip(stages, layers_by_stage, stored, strict=True)
         ]
         sent = (1 if stages == (last,) else 2) * boundary  # the last stage receives no gradient
         if len(set(stage_accounts)) > 1:
-            result.append(unequal_peak(schedule, rank, stages, stage_accounts) + sent)
+            peaks.append(unequal_peak(schedule, rank, stages, stage_accounts) + sent)
             continue
         layers = layers_in([held_layers(model, parallel, index) for index in stages])
         ends = last in stages
         if deferred:
             count = len(stages)
             mean = sum(stored) / len(stages)
-            result.append(
+            peaks.append(
                 deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None)
                 + sent
             )
             continue
-        recomputing = [more for *_, more in layers]
+        recomputing = [further_bytes for *_, further_bytes in layers]
         heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches) if ends else 0.0
         extra = max(0.0, *recomputing, head * ends) + max(0.0, heads - head)
-        # a layer is recomputed when its output was sent: of the two messages the gradient is there
+        # A layer is recomputed after its output was sent: of the two messages, only the gradient is
+        # held.
         extra = extra + sent if kernels.keep_sent else max(extra + boundary, sent)
-        result.append(sum(stored) / len(stages) * in_flight_count + extra)
+        peaks.append(sum(stored) / len(stages) * in_flight_count + extra)
     back = (back_bytes(workload, stages) for stages in rank_stages(parallel))
-    return [one + more for one, more in zip(result, back, strict=True)]
+    return [
+        kept_bytes + further_bytes for kept_bytes, further_bytes in zip(peaks, back, strict=True)
+    ]
 
 
 def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., ActivationBytes]:
-    """Bytes of a layer by kind (0: dense, 1: with experts) and recomputation mode, each computed
-    once."""
+    """Returns a cached function of the bytes of a layer.
+
+    Its arguments are the kind (0: dense, 1: with experts) and the recomputation mode.
+    """
     model = workload.model
     tokens = workload.tokens
     kinds = sample_layers(model)
 
     @cache
     def of(kind: int, mode: str) -> ActivationBytes:
+        """Returns the bytes of a layer of this kind."""
         layer = kinds[kind]
         assert layer is not None
         return layer_activation_bytes(workload, layer, tokens, kernels, mode)
@@ -409,7 +434,7 @@ def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., Activ
 
 
 def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
-    """Activation bytes where the whole model is one stage."""
+    """Returns the activation bytes if the whole model is one stage."""
     model = workload.model
     train = workload.train
     layer_bytes = bytes_of_layers(workload, kernels)
@@ -420,26 +445,32 @@ def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
         if n
     ]
     head = head_bytes(workload, kernels)
-    again = max(layer.recomputing for _, layer in groups)
-    ahead = ahead_bytes(workload, head) if again else 0.0
+    recomputing = max(layer.recomputing for _, layer in groups)
+    ahead = ahead_bytes(workload, head) if recomputing else 0.0
     back = back_bytes(workload, (0,))
     return OneStage(
         sum(n * layer.stored for n, layer in groups) + stage_bytes(workload, kernels)[1] + back,
         head,
-        again + ahead,
+        recomputing + ahead,
         max(layer.stored + layer.recomputing for _, layer in groups) + ahead,
     )
 
 
 def logits_in_flight(schedule: str, micro_batches: int) -> int:
-    """Micro-batches whose logits the last stage holds: all where forwards precede all backwards."""
+    """Returns the number of micro-batches whose logits the last stage holds.
+
+    These are all of them if all forwards precede all backwards.
+    """
     return micro_batches if schedule == "afab" else 1
 
 
 def backward_bytes(workload: Workload, kernels: Kernels) -> float:
-    """Temporary bytes of a layer's backward: gradients inside its MLP, beyond what this sets free.
-    Where one kernel has all experts, the weights of choices, in fp32, widen the gradient of what
-    they multiply and a product with it."""
+    """Returns the temporary bytes of a layer's backward.
+
+    These are gradients inside its MLP, beyond the bytes that backward frees. If one kernel runs all
+    experts, the fp32 weights of the choices widen the gradient of their factor and a product with
+    it.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -460,9 +491,11 @@ def backward_bytes(workload: Workload, kernels: Kernels) -> float:
 
 
 def received_input_bytes(workload: Workload, kernels: Kernels, layers: range) -> float:
-    """Bytes of the input of a stage that begins inside the model, beyond what its first layer
-    keeps: the stage holds it until its gradient is sent back, so sharing it or putting it away
-    saves nothing."""
+    """Returns the bytes of a stage's received input, beyond what its first layer keeps.
+
+    A stage that begins inside the model holds this input until its gradient is sent back, so
+    sharing or offloading it saves nothing.
+    """
     parallel = workload.parallel
     train = workload.train
     away = bool(offload_of(train).activations)
@@ -475,8 +508,10 @@ def received_input_bytes(workload: Workload, kernels: Kernels, layers: range) ->
 
 
 def stage_bytes(workload: Workload, kernels: Kernels) -> tuple[float, float]:
-    """Bytes of one micro-batch outside its layers, in (an inner stage, the last stage): rotary
-    tables, sent output."""
+    """Returns the bytes of one micro-batch outside its layers, in (an inner stage, the last stage).
+
+    These are rotary tables and the sent output.
+    """
     model = workload.model
     tokens = workload.tokens
     tables = 4 * model.head_dim * tokens if model.position == "rope" else 0.0
@@ -484,9 +519,11 @@ def stage_bytes(workload: Workload, kernels: Kernels) -> tuple[float, float]:
 
 
 def head_bytes(workload: Workload, kernels: Kernels) -> float:
-    """Bytes that the last stage keeps outside its layers: final norm, input of the output
-    projection, logits. Those of further predictions, too, and inputs of their two norms and of
-    their projection."""
+    """Returns the bytes that the last stage keeps outside its layers.
+
+    These are the inputs of the final norm and the output projection, and the logits. Further
+    predictions keep the same, and the inputs of their two norms and of their projection.
+    """
     model = workload.model
     width = workload.width
     tokens = workload.tokens
@@ -501,9 +538,11 @@ def head_bytes(workload: Workload, kernels: Kernels) -> float:
 
 
 def ahead_bytes(workload: Workload, head: float) -> float:
-    """Bytes that are there, beside a layer's own, while the last block that predicts further tokens
-    is recomputed: of states outside it, its token and both together, and of `head` (`head_bytes`)
-    what the blocks before it keep."""
+    """Returns further bytes while the last block that predicts further tokens is recomputed.
+
+    These are states outside the block, its token and both together, and the part of `head`
+    (`head_bytes`) that the preceding blocks keep.
+    """
     model = workload.model
     if not (ahead := prediction_blocks(model)):
         return 0.0
@@ -511,7 +550,10 @@ def ahead_bytes(workload: Workload, head: float) -> float:
 
 
 def loss_bytes(workload: Workload, kernels: Kernels) -> float:
-    """Temporary bytes of the loss: fp32 logits of a chunk, and in backward the logits' gradient."""
+    """Returns the temporary bytes of the loss.
+
+    These are fp32 logits of a chunk and, in backward, the gradient of the logits.
+    """
     parallel = workload.parallel
     logits = workload.tokens * workload.vocabulary_rows
     if kernels.loss_width is not None:
@@ -519,6 +561,6 @@ def loss_bytes(workload: Workload, kernels: Kernels) -> float:
     width = workload.width
     chunk = 4 * min(LOSS_CHUNK, logits)
     peak = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
-    # a split backward keeps the gradient: `DeferredGradients` counts it
+    # A split backward keeps the gradient, which `DeferredGradients` counts.
     keeps_gradient = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
     return max(0.0, peak - width * logits) if keeps_gradient else peak

@@ -1,8 +1,8 @@
 """Bytes that a split backward keeps between an input's gradient (I) and the weights' gradient (W).
 
-Of every matrix the input and the gradient of the output stay until W (`trainer/pipeline/split.py`);
-all else that forward kept, or that was recomputed, is freed after I. Qi et al. (arXiv 2401.10241,
-section 2) call what stays M_W.
+Of every matrix, the input and the gradient of the output are kept until W
+(`trainer/pipeline/split.py`). Everything else that forward kept, or that was recomputed, is freed
+after I. Qi et al. (arXiv 2401.10241, section 2) call the kept bytes M_W.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule
 
 from .unequal_stages import StageBytes
 
-#: Schedules that split backward -> forwards that a rank is ahead of its backwards for each later
-#: rank, and W that it is behind them for each earlier rank; None: counted on the schedule.
+#: Schedules that split backward -> n: a rank is n forwards ahead of its backwards per later rank,
+#: and n W behind them per earlier rank; None: counted on the schedule.
 SPLIT_BACKWARD: dict[str, int | None] = {
     "zb_h1": 1,
     "zb_h2": 2,
@@ -28,29 +28,29 @@ SPLIT_BACKWARD: dict[str, int | None] = {
     "dualpipev": None,
 }
 
-#: Of these, schedules whose backward is whole where they hold most: nothing is deferred there.
+#: The schedules among them whose backward is whole at their peak, where nothing is deferred.
 WHOLE_AT_PEAK = ("dualpipe", "dualpipev")
 
 #: (micro-batches before their I, micro-batches between I and W) on one stage of a rank, just before
-#: an I
+#: an I.
 Point = tuple[int, int]
 
 
 #: (number, kind as in `sample_layers`, bytes of one before its I or B, further bytes while it is
-#: recomputed)
+#: recomputed).
 Layers = tuple[int, int, float, float]
 
 
 class DeferredGradients:
-    """Bytes that one micro-batch defers on one rank, and their peak over a step."""
+    """The bytes that one micro-batch defers on one rank, and their peak over a step."""
 
     def __init__(self, workload: Workload):
         model = workload.model
         parallel = workload.parallel
         self.parallel = parallel
         size = workload.width * workload.tokens
-        #: by kind of layer as in `sample_layers`: (bytes kept until W, gradients computed while the
-        #: inputs are kept)
+        #: By kind of layer as in `sample_layers`: (bytes kept until W, bytes of gradients that are
+        #: computed while the inputs are kept).
         elements = (
             (0.0, 0.0) if layer is None else _layer(model, layer, parallel.tp)
             for layer in sample_layers(model)
@@ -58,9 +58,8 @@ class DeferredGradients:
         self.layers = [(size * deferred, size * grads) for deferred, grads in elements]
         logits = size * workload.vocabulary_rows
         self.head = logits + size * model.hidden
-        self.logits = (
-            0.0 if parallel.schedule in WHOLE_AT_PEAK else logits
-        )  # their gradient at the peak
+        # The gradient of the logits at the peak.
+        self.logits = 0.0 if parallel.schedule in WHOLE_AT_PEAK else logits
 
     def peak(
         self,
@@ -71,11 +70,11 @@ class DeferredGradients:
         layers: Sequence[Layers],
         head: float | None,
     ) -> float:
-        """Peak activation bytes of a pipeline rank.
+        """Returns the peak activation bytes of a pipeline rank.
 
-        in_flight_count: as `pipeline.in_flight`; stored: bytes of one micro-batch before its I, in
-        one of the rank's `stages`; head: bytes kept by output projection and loss, None on ranks
-        without them.
+        `in_flight_count` is the result of `pipeline.in_flight`. `stored` is the bytes of one
+        micro-batch before its I, in one of the rank's `stages`. `head` is the bytes kept by output
+        projection and loss, None on ranks without them.
         """
         deferred = (
             sum(n * self.layers[kind][0] for n, kind, *_ in layers) + (self.head if head else 0.0)
@@ -90,7 +89,7 @@ class DeferredGradients:
         )
         if head is not None:
             during_input = max(head + self.logits, self.head + during_input)
-        # in the last layer's I all others are deferred already
+        # In the last layer's I, all other layers are deferred already.
         in_last = max(
             (
                 layer_bytes + recomputing + grad - self.layers[kind][0]
@@ -109,7 +108,7 @@ class DeferredGradients:
         )
 
     def stage(self, layers: Sequence[Layers], stored: float, head: float) -> StageBytes:
-        """As `bytes_of_stage`."""
+        """Returns the bytes of one micro-batch in one stage, as `bytes_of_stage` does."""
         whole_at_peak = self.parallel.schedule in WHOLE_AT_PEAK
         last = head > 0.0
         during = [
@@ -134,16 +133,22 @@ class DeferredGradients:
 def bytes_of_stage(
     layers: Sequence[Layers], stored: float, head: float, deferred: DeferredGradients | None
 ) -> StageBytes:
-    """Of one micro-batch in one stage. stored: as in `DeferredGradients.peak`; head: bytes kept by
-    output projection and loss, 0 in other stages; deferred: where backward is split."""
+    """Returns the bytes of one micro-batch in one stage.
+
+    `stored` is the same as in `DeferredGradients.peak`. `head` is the bytes kept by output
+    projection and loss, 0 in other stages. `deferred` is given if backward is split.
+    """
     if deferred:
         return deferred.stage(layers, stored, head)
     return StageBytes(stored, head, max((recomputing for *_, recomputing in layers), default=0.0))
 
 
 def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
-    """Elements per token: (inputs and output gradients of all matrices, output gradients of the
-    MLP's first ones). Experts defer nothing, shared ones do."""
+    """Returns the elements per token that a layer defers.
+
+    The result is (inputs and output gradients of all matrices, output gradients of the MLP's first
+    matrices). Routed experts defer nothing; shared experts do.
+    """
     if model.mla is not None:
         m = model.mla
         latent = m.q_lora_rank + m.kv_lora_rank
@@ -157,51 +162,58 @@ def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
     width = model.ffn_hidden if moe is None else moe.shared_ffn_hidden
     ffn = width / tp
     read = model.hidden if width else 0
-    forward = read + (2 if model.mlp == "gated" else 1) * ffn  # gradients
+    forward = read + (2 if model.mlp == "gated" else 1) * ffn  # gradients of the forward outputs
     return inputs + grads + 2 * model.hidden + read + ffn + forward, forward
 
 
 def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = None) -> list[Point]:
-    """The points of a step at which a pipeline rank may hold most.
+    """Returns the points of a step at which a pipeline rank may hold most.
 
-    `in_flight_count`: most micro-batches in flight, given only where none weighs more before W than
-    before I.
+    `in_flight_count` is the most micro-batches in flight. It is given only if no micro-batch has
+    more bytes before W than before I.
     """
     if parallel.schedule == TABLE:
         return _highest(schedule_of(parallel).orders[rank])
     step, (p, m) = SPLIT_BACKWARD[parallel.schedule], (parallel.pp, parallel.micro_batches)
-    if step is None:  # at the peak of these schedules nothing waits for W
+    if step is None:  # nothing waits for W at the peak of these schedules
         if in_flight_count is not None:
             return [(in_flight_count, 0)]
         is_dualpipe = parallel.schedule == "dualpipe"
-        rank = min(rank, p - 1 - rank) if is_dualpipe else rank  # its halves mirror each other
+        # the two halves of its ranks mirror each other
+        rank = min(rank, p - 1 - rank) if is_dualpipe else rank
         if parallel.schedule in WHOLE_AT_PEAK and m >= 2 * p:
             return _full_bidirectional(p // 2 if is_dualpipe else p, rank)
         return _counted(parallel.schedule, p, min(m, 2 * p + 2 + m % 2), parallel.vpp, rank)
     ahead = min(step * (p - 1 - rank), m)
     behind = step * rank
+    # The turns in steady state, and when forwards run out.
     turns = (
         min(behind, max(0, m - 1 - ahead)),
         min(behind, m - 1),
-    )  # in steady state, and as forwards run out
+    )
     return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
 
 
 def _full_bidirectional(half: int, depth: int) -> list[Point]:
-    """Points of `schedules.dual.script` with a full pipeline: all backwards are whole but in its
-    last two steps, in which forwards have ended and `depth` micro-batches wait for W at last."""
+    """Returns the points of `schedules.dual.script` with a full pipeline.
+
+    All backwards are whole except in its last two steps: there forwards have ended, and in the end
+    `depth` micro-batches wait for W.
+    """
     return [(2 * half + 1, 0), *((half - waiting, waiting) for waiting in range(1, depth + 1))]
 
 
 @lru_cache(maxsize=4096)
 def _counted(name: str, p: int, m: int, v: int, rank: int) -> list[Point]:
-    """Points of a schedule, cached: after a few rounds of micro-batches further ones add no new
-    points."""
+    """Returns the points of a schedule, cached.
+
+    After a few rounds of micro-batches, further ones add no new points.
+    """
     return _highest(SCHEDULES[name].order(rank, p, m, v))
 
 
 def _highest(order: Iterable[Action]) -> list[Point]:
-    """The points that no other point exceeds in both numbers."""
+    """Returns the points that no other point exceeds in both numbers."""
     frontier: list[Point] = []
     for full, deferred in sorted(set(_points(order)), reverse=True):
         if not frontier or deferred > frontier[-1][1]:
@@ -210,6 +222,7 @@ def _highest(order: Iterable[Action]) -> list[Point]:
 
 
 def _points(order: Iterable[Action]) -> Iterator[Point]:
+    """Yields the point before each backward of a rank."""
     full = deferred = 0
     for kind, *_ in order:
         if kind is Kind.F:

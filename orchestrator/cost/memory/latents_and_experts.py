@@ -1,8 +1,7 @@
-"""Bytes a token that this project's trainer keeps for backward of latent attention and of a mixture
-of experts.
+"""Bytes per token that this project's trainer keeps for latent attention and mixtures of experts.
 
-They are what its storages were measured to hold (docs/accuracy.md). Of other software `activations`
-knows less.
+They are what its storages were measured to hold for backward (docs/accuracy.md). For other
+software, `activations` has a coarser estimate.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from orchestrator.plan.document import Mla, Model, Moe, Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh, fullest, tensor_ranks
 
-#: Of an expert its score; of a choice its expert and weight, where its token is, and order, place
-#: and weight of its copy, from where that is sent; of a copy that another rank has sent, its place
-#: among the others and the way back, and the same again where it has come by domain.
+#: Bytes of routing: per expert its score; per choice its expert and weight, the position of its
+#: token, and order, position and weight of its copy on the sending rank; per copy that another rank
+#: has sent, its position among the others and the way back, and the same again if it came by
+#: domain.
 SCORE = 4
 CHOICE = 12
 COPY = 24
@@ -22,8 +22,11 @@ ARRIVED = 16
 
 
 def latent_attention(workload: Workload, mla: Mla) -> dict[str, float]:
-    """Latents as this rank makes them, and as its heads read them; queries, keys, and values as
-    wide as keys; the output as wide as keys, and again where it is cut to the width of values."""
+    """Returns the bytes per token of latent attention, by tensor.
+
+    These are latents as this rank makes them and as its heads read them; queries, keys, and values
+    as wide as keys; the output as wide as keys, and once more if it is cut to the width of values.
+    """
     model = workload.model
     parallel = workload.parallel
     heads, key = _heads(model, mla, parallel)
@@ -37,8 +40,11 @@ def latent_attention(workload: Workload, mla: Mla) -> dict[str, float]:
 
 
 def selective_latent_attention(workload: Workload, mla: Mla, fused: bool) -> float:
-    """The same with selective recomputation: results of matrix products, but of those that read
-    latents where these run again too; and the output of fused attention."""
+    """Returns the bytes per token that latent attention keeps with selective recomputation.
+
+    These are results of matrix products and the output of fused attention. Products that read
+    latents are left out if they are recomputed too.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -50,12 +56,14 @@ def selective_latent_attention(workload: Workload, mla: Mla, fused: bool) -> flo
 
 
 def experts(workload: Workload, moe: Moe, device: str) -> dict[str, float]:
-    """Inputs of the router, of experts and of what shared experts multiply last; numbers that
-    routing needs. Shared experts keep the gathered sequence.
+    """Returns the bytes per token of a mixture of experts, by tensor.
 
-    A GPU's kernel for all experts at once has the choices' weights in the last products' inputs,
-    which are kept beside those without. Of experts one after another unweighted results are kept,
-    where they are narrower.
+    These are inputs of the router, of experts and of the last product of shared experts, and the
+    numbers that routing needs. Shared experts keep the gathered sequence.
+
+    A GPU's kernel for all experts at once has the choices' weights in the inputs of the last
+    products, which are kept next to those without weights. If experts run one after another,
+    unweighted results are kept if they are narrower.
     """
     model = workload.model
     parallel = workload.parallel
@@ -71,9 +79,8 @@ def experts(workload: Workload, moe: Moe, device: str) -> dict[str, float]:
         of_copy += model.hidden
     rows = _rows(parallel)
     shared = moe.shared_ffn_hidden > 0
-    read = (
-        4 if width < 4 else 0 if shared and rows == 1 and not moe.jitter else width
-    )  # routers compute in fp32
+    # Routers compute in fp32.
+    read = 4 if width < 4 else 0 if shared and rows == 1 and not moe.jitter else width
     hops = (
         0
         if expert_mesh(parallel).ep == 1
@@ -91,12 +98,14 @@ def experts(workload: Workload, moe: Moe, device: str) -> dict[str, float]:
 
 
 def results_of_experts(workload: Workload, moe: Moe, kept_later: float) -> float:
-    """What a layer with experts has, beyond what it keeps, when it is recomputed: results, until
-    each token sums its own, and what routers have read, in its own width. kept_later: bytes per
-    token that shared experts keep later, if no exchange lies between.
+    """Returns the bytes per token of a recomputed layer with experts, beyond those that it keeps.
 
-    Results that come back from other ranks are of this rank's own tokens. Without an exchange a
-    tensor-parallel rank has gathered those of all, which only shared experts would keep."""
+    These are results until each token sums its own, and the router's input in its own width.
+    `kept_later` is the bytes per token that shared experts keep later, if no exchange lies between.
+
+    Results that come back from other ranks are of this rank's own tokens. Without an exchange, a
+    tensor-parallel rank has gathered those of all tokens, which only shared experts would keep.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -113,19 +122,20 @@ def results_of_experts(workload: Workload, moe: Moe, kept_later: float) -> float
 
 
 def _copies(moe: Moe, parallel: Parallel, train: Train) -> float:
-    """Copies of a token on a rank, where experts are chosen equally often."""
+    """Returns the copies of a token on a rank if experts are chosen equally often."""
     return taken_choices(moe, train.seq_len) * tensor_ranks(parallel) / parallel.tp
 
 
 def _heads(model: Model, mla: Mla, parallel: Parallel) -> tuple[float, int]:
-    """(heads of a rank, features of a key)."""
+    """Returns (heads of a rank, features of a key)."""
     return model.heads / parallel.tp, mla.qk_nope_head_dim + mla.qk_rope_head_dim
 
 
 def _latents(mla: Mla, parallel: Parallel) -> float:
+    """Returns the features of the latents that this rank makes per token."""
     return (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim) / _rows(parallel)
 
 
 def _rows(parallel: Parallel) -> int:
-    """Ranks that share the sequence between the regions of tensor parallelism."""
+    """Returns the number of ranks that share the sequence between tensor-parallel regions."""
     return parallel.tp if parallel.sp else 1

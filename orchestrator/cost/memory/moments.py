@@ -1,9 +1,10 @@
-"""The peak of a step where a rank holds the whole model as one stage: the highest of its moments.
+"""The peak of a step on a rank that holds the whole model as one stage: its highest moment.
 
-At the loss all activations are there with logits and their gradient, but nothing of what ZeRO holds
-of whole layers; when backward enters the last layers, the other way round; at its end all gradients
-are there, and few activations. Of a pipeline's ranks all that may come is added up instead, but
-with ZeRO-3 (`sharded_pipeline.py`). Measured by `orch twin` (docs/twin.md).
+At the loss, all activations are held with logits and their gradient, but none of the buffers of
+whole layers that ZeRO holds. When backward enters the last layers, it is the other way round. At
+the end of backward, all gradients are held, and few activations. On a pipeline's ranks, all
+possible bytes are summed instead, except with ZeRO-3 (`sharded_pipeline.py`). Measured by `orch
+twin` (docs/twin.md).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ class OneStage(NamedTuple):
     """Activation bytes of one micro-batch."""
 
     stored: float  # from the forward to the backward, without the output projection
-    head: float  # of norm, output projection and logits
-    again: float  # the most that a layer makes again in backward
-    layer: float  # the most that one layer holds in its backward
+    head: float  # norm, output projection and logits
+    again: float  # the most bytes that a layer recomputes in backward
+    layer: float  # the most bytes that one layer holds in its backward
 
     @property
     def most(self) -> float:
-        """At their own peak: with the logits, or while a layer is recomputed."""
+        """Activation bytes at their own peak: with the logits, or while a layer is recomputed."""
         return self.stored + max(self.head, self.again)
 
 
@@ -35,7 +36,7 @@ class Peak(NamedTuple):
     """Bytes at the highest moment."""
 
     buffers: float  # temporaries of that moment
-    apart: float  # of states and activations, what is not there at that moment
+    apart: float  # bytes of states and activations that are not held at that moment
 
 
 def peak_of_one_stage(
@@ -45,11 +46,11 @@ def peak_of_one_stage(
     loss: float,
     backward: float,
 ) -> Peak:
-    """`grads`: bytes of gradients between steps. `loss`: temporaries of the loss. `backward`: of a
-    layer's backward, with the buckets of ZeRO-2.
+    """Returns the highest moment of a step.
 
-    With one micro-batch ZeRO-3 makes gradients as backward goes; otherwise those of earlier
-    micro-batches are there.
+    `grads` is the bytes of gradients between steps. `loss` is the temporary bytes of the loss, and
+    `backward` those of a layer's backward, with the buckets of ZeRO-2. With one micro-batch, ZeRO-3
+    makes gradients as backward proceeds; otherwise those of earlier micro-batches are held.
     """
     model = workload.model
     parallel = workload.parallel
@@ -60,24 +61,25 @@ def peak_of_one_stage(
     always = 0.0
     first = backward
     later = backward
-    if (
-        model.tied_embeddings or parallel.zero >= 3
-    ):  # the output projection's gradient waits: for the embedding's, or
-        first = later = backward + table * weight  # for those of its unit
+    # The output projection's gradient waits for that of the embedding, or for those of its unit.
+    if model.tied_embeddings or parallel.zero >= 3:
+        first = later = backward + table * weight
     if parallel.zero >= 3:
         always = table * (1 if model.tied_embeddings else 2) * weight
         layer = whole_layer(model, parallel)
-        first += 2 * layer * weight  # a layer's weights, and those of the next one
-        later += layer * (3 * weight + gradient)  # the last one's gradients twice: as made, as sent
+        first += 2 * layer * weight  # weights of a layer and of the next one
+        # gradients of the last layer twice: as made, as sent
+        later += layer * (3 * weight + gradient)
     late = (
         grads
         if parallel.zero >= 3 and parallel.micro_batches == 1 and not offload_of(train).optimizer
         else 0.0
     )
-    moments = (  # (activations, buffers, gradients that are not there yet)
+    moments = (  # (activations, buffers, gradients that are not made yet)
         (stage.stored + stage.head, loss, late),
         (stage.stored + stage.again, first, late),
-        (stage.stored + 2 * stage.again - stage.layer, later, late),  # the last layer's are gone
+        # the activations of the last layer are freed
+        (stage.stored + 2 * stage.again - stage.layer, later, late),
         (stage.layer, later, 0.0),
     )
     held, buffers, missing = max(moments, key=lambda moment: moment[0] + moment[1] - moment[2])
@@ -85,7 +87,7 @@ def peak_of_one_stage(
 
 
 def whole_layer(model: Model, parallel: Parallel) -> float:
-    """Parameters of the largest layer on a rank before data-parallel sharding."""
+    """Returns the parameters of the largest layer on a rank before data-parallel sharding."""
     kinds = [layer_params(model, layer) for layer in sample_layers(model) if layer is not None]
     tp = parallel.tp
     cut = parallel.tp * spread(parallel)

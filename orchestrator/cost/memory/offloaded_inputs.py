@@ -1,5 +1,7 @@
-"""Inputs of recomputed layers that are away from the device from forward to backward
-(`train.offload_activations`)."""
+"""Inputs of recomputed layers that are offloaded from forward to backward.
+
+`train.offload_activations` asks for it.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +17,55 @@ from orchestrator.plan.schedules import TABLE, schedule_of
 
 from .unequal_stages import StageBytes, unequal_peak
 
-#: On the device while a layer is recomputed: its own, and that of the next one, which comes back.
+#: Inputs on the device while a layer is recomputed: its own, and that of the next one, which comes
+#: back.
 BACK = 2
 
 
 def input_bytes(workload: Workload) -> float:
-    """What a rank keeps of one input."""
+    """Returns the bytes that a rank keeps of one input."""
     parallel = workload.parallel
     return workload.boundary_bytes / (parallel.tp if workload.shares_inputs else 1)
 
 
 def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
-    """Inputs of a layer that are away: of a recomputed layer, or of its halves. Experts keep all,
-    and no input."""
+    """Returns the number of offloaded inputs of a layer.
+
+    A recomputed layer has one, and selective recomputation one per half. Experts keep all of their
+    tensors and no input.
+    """
     if not offload_of(train).activations or mode == "none":
         return 0
     return 1 if mode == "full" or layer_moe(model, layer) is not None else 2
 
 
 def received(parallel: Parallel, train: Train, index: int) -> bool:
-    """Whether a stage holds the input of its first recomputed layer anyway, since it has received
-    it."""
+    """Reports whether a stage holds its first recomputed layer's input because it received it."""
     layers = stage_range(parallel, index)
     modes = train.recompute_layers if train.recompute == "budget" else [train.recompute]
     return bool(layers) and layers.start > 0 and modes[min(layers.start, len(modes) - 1)] != "none"
 
 
 def stage_inputs(workload: Workload, index: int) -> int:
-    """Inputs of a micro-batch in one stage that are away."""
+    """Returns the offloaded inputs per micro-batch in one stage."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
     if not offload_of(train).activations:
-        return 0  # asked for each stage of each layout that is costed
+        return 0  # a short cut, because every stage of every costed layout comes here
     kinds = sample_layers(model)
     count = 0
-    for kind, mode, many in layer_groups(model, train, [held_layers(model, parallel, index)]):
+    for kind, mode, layer_count in layer_groups(
+        model, train, [held_layers(model, parallel, index)]
+    ):
         layer = kinds[kind]
-        assert layer is not None or not many
-        count += many * inputs_of(model, layer, train, mode) if layer is not None else 0
+        assert layer is not None or not layer_count
+        count += layer_count * inputs_of(model, layer, train, mode) if layer is not None else 0
     return count - 1 if count and received(parallel, train, index) else count
 
 
 def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
-    """Bytes on the device of inputs that are away otherwise, on the rank that holds `stages`."""
+    """Returns the device bytes of offloaded inputs that are back on the rank with `stages`."""
     train = workload.train
     if not offload_of(train).activations:
         return 0.0
@@ -67,7 +74,7 @@ def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
 
 
 def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
-    """(bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
+    """Returns (bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
     parallel = workload.parallel
     train = workload.train
     offload_target = offload_of(train).activations
@@ -79,7 +86,7 @@ def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
         if parallel.schedule == TABLE
         else (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
     )
-    result = []
+    bytes_by_rank = []
     for rank, stages in enumerate(rank_stages(parallel)):
         counts = [stage_inputs(workload, index) for index in stages]
         peak_inputs = unequal_peak(
@@ -87,9 +94,9 @@ def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
         )
         block = -(-int(size) // BLOCK) * BLOCK
         rooms = ROOMS * (block + BLOCK) if peak_inputs else 0
-        result.append(
+        bytes_by_rank.append(
             (float(rooms), peak_inputs * block)
             if offload_target == "disk"
             else (peak_inputs * size, 0.0)
         )
-    return result
+    return bytes_by_rank

@@ -34,11 +34,12 @@ class StateBytes(Struct, frozen=True):
     params: float
     grads: float
     optimizer: float
-    host: float = 0.0  # offloaded to the host's memory
-    disk: float = 0.0  # offloaded to its disk
+    host: float = 0.0  # bytes offloaded to the host's memory
+    disk: float = 0.0  # bytes offloaded to the host's disk
 
     @property
     def on_device(self) -> float:
+        """Bytes of all states on the device."""
         return self.params + self.grads + self.optimizer
 
 
@@ -50,13 +51,13 @@ def rank_state_bytes(
     recipe: Recipe = ORCH,
     vectors: float = 0.0,
 ) -> StateBytes:
-    """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding,
-    `vectors` of the dense ones in norms and biases.
+    """Returns the states of a rank with `dense` and `experts` parameters before sharding.
 
-    Weights in the training precision; gradients in `grad_dtype` or as the recipe has them,
-    unsharded with ZeRO-0 and 1; moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy
-    where weights are narrower. Experts shard over cp * dp, all other weights over cp * ep * dp;
-    where a pipeline holds the model twice, over both copies.
+    `vectors` of the dense parameters are in norms and biases. Weights have the training precision.
+    Gradients have `grad_dtype` or the recipe's width, and are unsharded with ZeRO-0 and 1. Moments
+    are in fp32 (fp64 with fp64 weights), with an fp32 master copy if weights are narrower. Experts
+    shard over cp * dp, all other weights over cp * ep * dp; if a pipeline holds the model twice,
+    over both copies.
     """
     params = grads = optimizer = host = disk = 0.0
     copies = copies_of(parallel)
@@ -83,7 +84,7 @@ def rank_state_bytes(
 def param_state_bytes(
     replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH
 ) -> StateBytes:
-    """States of one parameter that `replicas` ranks hold, on each of them."""
+    """Returns the states of one parameter that `replicas` ranks hold, on each of them."""
     weight: float = DTYPE_BYTES[train.precision]
     gradient = gradient_bytes(train, recipe)
     moment = recipe.moment or max(weight, 4)
@@ -98,12 +99,12 @@ def param_state_bytes(
             master = 0
     if not recipe.trained:
         return StateBytes(weight, 0.0, 0.0)
-    if parallel.micro_batches > 1:  # with one, autograd makes them only as activations go
+    # with a single micro-batch, autograd makes gradients only as activations are freed
+    if parallel.micro_batches > 1:
         gradient += recipe.more_gradient
     if offload.optimizer:
-        wide = state_width(
-            train.precision
-        )  # master weights are a copy of their own, also of weights that are as wide
+        # Master weights are a separate copy, even of weights that are as wide.
+        wide = state_width(train.precision)
         sharded = shards if parallel.zero >= 1 else 1
         state = (recipe.moments * moment + wide + recipe.more_optimizer) / sharded
         if offload.optimizer == "disk":  # gradients stay on the device
@@ -128,45 +129,47 @@ def param_state_bytes(
 
 
 def gradient_bytes(train: Train, recipe: Recipe) -> float:
-    """Bytes of an accumulated gradient."""
+    """Returns the bytes of an accumulated gradient."""
     return DTYPE_BYTES[train.grad_dtype] if recipe.gradient is None else recipe.gradient
 
 
 def buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
-    """Bytes outside the model: what is always there, and temporary buffers of ZeRO."""
+    """Returns the bytes outside the model: lasting buffers, and temporary buffers of ZeRO."""
     return lasting_buffers(workload, device, recipe) + zero_buffers(workload, recipe)
 
 
 def lasting_buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
-    """Bytes of device context and communicators, and of gathered sequences."""
+    """Returns the bytes of device context and communicators, and of gathered sequences."""
     model = workload.model
     parallel = workload.parallel
     width = workload.width
     hidden = workload.tokens * model.hidden * width
-    result = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
+    buffer_bytes = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
     if parallel.tp > 1:
-        result += 2 * hidden  # one gathered input and one partial sum
-    return result
+        buffer_bytes += 2 * hidden  # one gathered input and one partial sum
+    return buffer_bytes
 
 
 def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
-    """Whether the peak is the highest of a step's moments (`moments.py`), not the sum of all that
-    may come."""
+    """Reports whether the peak is the highest of a step's moments (`moments.py`).
+
+    Otherwise it is the sum of all bytes that may occur.
+    """
     return recipe.name == ORCH.name and parallel.pp == 1 and parallel.schedule == "1f1b"
 
 
 def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
-    """Whether a pipeline rank's peak is the highest of a step's moments (`sharded_pipeline.py`)."""
+    """Reports whether a pipeline rank's peak is its highest moment (`sharded_pipeline.py`)."""
     sharded = parallel.zero >= 3 and parallel.pp > 1 and not splits_backward(parallel)
     return recipe.name == ORCH.name and sharded
 
 
 def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
-    """Bytes of unsharded weights and gradients that ZeRO holds temporarily.
+    """Returns the bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
-    ZeRO-2: gradients of the bucket being filled and of two being reduced. ZeRO-3: weights of a
-    layer and of the next, which is being gathered, of embedding and head, or of all layers in a
-    pipeline; gradients of a layer and their copy that is being reduced.
+    ZeRO-2: gradients of the bucket that is being filled and of two that are being reduced. ZeRO-3:
+    weights of a layer and of the next one, which is being gathered, and of embedding and head, or
+    of all layers in a pipeline; gradients of a layer and their copy that is being reduced.
     """
     model = workload.model
     parallel = workload.parallel
@@ -192,7 +195,7 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
 
 
 def _unsharded_params(model: Model, parallel: Parallel) -> float:
-    """Parameters of an average rank before data-parallel sharding."""
+    """Returns the parameters of an average rank before data-parallel sharding."""
     experts = expert_params(model)
     dense = (model.parameters or parameter_count(model)) - experts
     return (dense / parallel.tp + experts / (parallel.tp * spread(parallel))) / parallel.pp
@@ -204,11 +207,11 @@ def memory_by_pp_rank(
     recipe: Recipe = ORCH,
     matmul: str = "",
 ) -> list[Memory]:
-    """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to
-    a rank).
+    """Returns the memory of one GPU of each pipeline rank.
 
-    `matmul`: as `Job.matmul`. `total` is what the process takes of the card, of this project's
-    trainer without holes between tensors; `capacity` is what it can take.
+    `worst_rank` holds the pipeline rank, which the caller maps to a rank. `matmul` is the same as
+    `Job.matmul`. `total` is the bytes that the process takes of the card; for this project's
+    trainer, without holes between tensors. `capacity` is the bytes that it can take.
     """
     model = workload.model
     parallel = workload.parallel
@@ -221,12 +224,14 @@ def memory_by_pp_rank(
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     loss = loss_bytes(workload, kernels)
     last = len(parallel.stage_layers) - 1
-    result = []
+    accounts = []
     backward = backward_bytes(workload, kernels)
-    of_stage = kept_of_one_stage(workload, kernels) if one_stage else None
-    held = activations(workload, kernels) if of_stage is None else [of_stage.most]
-    away = offloaded_inputs(workload)
-    ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), away, strict=True)
+    stage_activations = kept_of_one_stage(workload, kernels) if one_stage else None
+    held = activations(workload, kernels) if stage_activations is None else [stage_activations.most]
+    offloaded = offloaded_inputs(workload)
+    ranks = zip(
+        rank_parameters(model, parallel), held, rank_stages(parallel), offloaded, strict=True
+    )
     for pp_rank, (
         (dense, experts),
         activation_bytes,
@@ -242,15 +247,15 @@ def memory_by_pp_rank(
             "activations": activation_bytes,
         }
         sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
-        if of_stage is not None:
+        if stage_activations is not None:
             backward += zero_buffers(workload, recipe) if parallel.zero == 2 else 0.0
-            peak = peak_of_one_stage(workload, of_stage, states.grads, loss, backward)
+            peak = peak_of_one_stage(workload, stage_activations, states.grads, loss, backward)
             sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
         if sharded:
-            of_rank = kept_of_rank(workload, kernels, pp_rank, activation_bytes)
+            rank_activations = kept_of_rank(workload, kernels, pp_rank, activation_bytes)
             temporary = Temporaries(loss, backward)
             ends = (0 in stages, last in stages)
-            peak = peak_of_sharded_rank(workload, of_rank, temporary, states.grads, ends)
+            peak = peak_of_sharded_rank(workload, rank_activations, temporary, states.grads, ends)
             gathered = (dense + experts) * workload.width
             sizes["buffers"], apart = buffer_bytes + gathered + peak.buffers, peak.apart
         tensors = sum(sizes.values())
@@ -263,21 +268,25 @@ def memory_by_pp_rank(
                 offload_of(train).buffer_bytes, STATE_KINDS, state_width(train.precision)
             )
         account |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
-        room = recipe.capacity(cluster)
+        capacity = recipe.capacity(cluster)
         sd = recipe.account_sd(cluster)
-        result.append(Memory(**account, total=total, capacity=room, worst_rank=pp_rank, sd=sd))
-    return result
+        accounts.append(
+            Memory(**account, total=total, capacity=capacity, worst_rank=pp_rank, sd=sd)
+        )
+    return accounts
 
 
 def context_bytes(memory: Memory, device: str) -> int:
-    """What an account of this project's trainer holds for the device's own software, among the
-    buffers: no tensors."""
+    """Returns the bytes of the device's own software in an account of this project's trainer.
+
+    They are among the buffers and belong to no tensor.
+    """
     return min(CONTEXT_BYTES[device], memory.buffers)
 
 
 def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:
-    """Bytes that a measurement of this kind shows of what the account holds."""
-    if recipe.context is None:  # this project's trainer
+    """Returns the bytes that a measurement of this kind shows of an account."""
+    if recipe.context is None:  # This is this project's trainer.
         return float(
             memory.total if kind == "process" else memory.total - context_bytes(memory, "cuda")
         )

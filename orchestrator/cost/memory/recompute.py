@@ -1,9 +1,9 @@
-"""`train.recompute=budget`: a mode (none, selective, full) for each layer, with the least
-recomputation that fits.
+"""Resolves `train.recompute=budget`: a mode per layer, with the least recomputation that fits.
 
-All layers of a pipeline rank are equal, so only the number of layers in each mode matters: every
-pair of counts is tried, with the memory model that the plan prints. Micro-batches in flight differ
-by rank (with 1F1B the first rank has most), and so do the modes.
+The modes are none, selective and full. All layers of a pipeline rank are equal, so only the number
+of layers in each mode matters: every pair of counts is tried with the memory model that the plan
+prints. Micro-batches in flight differ by rank (with 1F1B the first rank has most), and so do the
+modes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ def resolve_recompute(
     recipe: Recipe = ORCH,
     matmul: str = "",
 ) -> Train:
-    """`train` with `recompute_layers` filled in where it asks for a budget. `budget_gib` None: all
-    free memory.
+    """Returns `train` with `recompute_layers` filled in if it asks for a budget.
 
-    Where nothing fits, every layer of that rank is fully recomputed, and the plan says that it does
-    not fit.
+    With `budget_gib` None, the budget is all free memory. If nothing fits, every layer of that rank
+    is fully recomputed, and the plan reports that it does not fit.
     """
     train = workload.train
     model = workload.model
@@ -64,9 +63,8 @@ def resolve_recompute(
             _cheapest(workload, cluster, pp_rank, layers, budget, kernels),
             strict=True,
         ):
-            modes[layer] = max(
-                modes[layer], mode
-            )  # in a bidirectional pipeline two ranks hold it: the tighter decides
+            # In a bidirectional pipeline two ranks hold a layer: the tighter one decides.
+            modes[layer] = max(modes[layer], mode)
     return structs.replace(
         train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)]
     )
@@ -80,7 +78,10 @@ def _cheapest(
     budget: float,
     kernels: Kernels,
 ) -> list[int]:
-    """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
+    """Returns the mode (index into MODES) of each of a rank's layers.
+
+    Layers with the most recomputation come first.
+    """
     train = workload.train
     model = workload.model
     parallel = workload.parallel
@@ -88,20 +89,20 @@ def _cheapest(
         return []
     rate = rates(cluster, shipped().values, train.precision, SOFTWARE["orch"])
     layer = layer_seconds(Workload(model, parallel, train, SOFTWARE["orch"]), layers[-1], rate)
-    many = len(layers)
+    layer_count = len(layers)
     choices = sorted(
         (full * value_of(layer.full) + selective * value_of(layer.selective), full, selective)
-        for full in range(many + 1)
-        for selective in range(many + 1 - full)
+        for full in range(layer_count + 1)
+        for selective in range(layer_count + 1 - full)
     )
     for _, full, selective in choices:
-        layer_modes = [2] * full + [1] * selective + [0] * (many - full - selective)
+        layer_modes = [2] * full + [1] * selective + [0] * (layer_count - full - selective)
         if (
             _bytes(workload, pp_rank, dict(zip(layers, layer_modes, strict=True)), kernels)
             <= budget
         ):
             return layer_modes
-    return [2] * many
+    return [2] * layer_count
 
 
 def _bytes(
@@ -110,6 +111,7 @@ def _bytes(
     modes: dict[int, int],
     kernels: Kernels,
 ) -> float:
+    """Returns the activation bytes of a pipeline rank with these modes."""
     train = workload.train
     model = workload.model
     parallel = workload.parallel

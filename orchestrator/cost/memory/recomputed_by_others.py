@@ -1,5 +1,4 @@
-"""Bytes of a layer that other training software recomputes, or keeps while it recomputes the
-rest."""
+"""Bytes of a layer that other software recomputes, or keeps when it recomputes the rest."""
 
 from __future__ import annotations
 
@@ -16,13 +15,12 @@ def repeated_modules(
     product: float,
     tensors: dict[str, float],
 ) -> float:
-    """Bytes of what Megatron-Core's `layernorm`, `mla_up_proj` and `moe_act` make again, as
-    DeepSeek-V3 did.
+    """Returns the bytes that Megatron-Core's `layernorm`, `mla_up_proj` and `moe_act` recompute.
 
-    Outputs of norms, queries, keys and values made from their latents, and outputs of the experts'
-    activations (arXiv
-    2412.19437, section 3.2.3). tensors: as `layer_activations` has them; product: bytes of a matrix
-        product's input.
+    DeepSeek-V3 used them (arXiv 2412.19437, section 3.2.3). These are outputs of norms; queries,
+    keys and values made from their latents; and outputs of the experts' activations. `tensors` is
+    the result of `layer_activations`; `product` is the bytes of an element of a matrix product's
+    input.
     """
     model = workload.model
     parallel = workload.parallel
@@ -40,8 +38,10 @@ def repeated_modules(
 
 
 def every_second_product(workload: Workload, layer: int, tokens: float) -> float:
-    """Outputs of the first, third, ... matrix product of a layer: of queries, values, MLP's first
-    and, gated, last."""
+    """Returns the bytes of the outputs of the first, third, ... matrix product of a layer.
+
+    These are the products of queries, of values, the MLP's first and, in a gated MLP, its last.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train

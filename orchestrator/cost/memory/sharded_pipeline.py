@@ -1,9 +1,9 @@
-"""The peak of a pipeline rank whose weights ZeRO-3 shards: the highest of its moments.
+"""The peak of a pipeline rank whose weights ZeRO-3 shards: its highest moment.
 
-Such a rank gathers the weights of its own stages once a step and keeps them. Gradients are whole a
-unit at a time, a block or what stands at an end of the model: as backward makes them, as wide as
-the weights, then copied as they are summed. That copy is there until the next unit's gradients are
-complete (torch's `fully_shard`). Measured by `orch twin` (docs/twin.md).
+Such a rank gathers the weights of its own stages once per step and keeps them. Gradients are whole
+for one unit at a time: a block, or the tensors at an end of the model. Backward makes them as wide
+as the weights, and then they are copied as they are summed. That copy is held until the next unit's
+gradients are complete (torch's `fully_shard`). Measured by `orch twin` (docs/twin.md).
 """
 
 from __future__ import annotations
@@ -32,33 +32,37 @@ from .moments import Peak, whole_layer
 class RankActivations(NamedTuple):
     """Activation bytes of a pipeline rank."""
 
-    most: float  # at their own peak
-    in_backward: float  # when a backward enters its first layer: without what the loss keeps
-    again: float  # of these, what a recomputed layer holds until its own backward is done
-    micro_batch: float  # from forward to backward, of one micro-batch in one stage
-    layer: float  # the same, of one layer
-    several: bool  # layers in a stage
-    first_only: bool  # all micro-batches are there at the first backward, and at no later one
+    most: float  # bytes at their own peak
+    in_backward: float  # bytes when a backward enters its first layer, without what the loss keeps
+    again: float  # the part of these that a recomputed layer holds until its own backward ends
+    micro_batch: float  # bytes from forward to backward, of one micro-batch in one stage
+    layer: float  # the same of one layer
+    several: bool  # a stage has several layers
+    first_only: bool  # all micro-batches are held at the first backward, and at no later one
 
 
 class Temporaries(NamedTuple):
-    """Bytes that are there for a part of a backward."""
+    """Bytes that are held for a part of a backward."""
 
     loss: float
     layer: float  # gradients inside a layer
 
 
 class Moment(NamedTuple):
+    """Bytes at one moment of a backward."""
+
     activations: float
     buffers: float
-    summed: float = 0.0  # of the gradients that the first backward sums, those that are there
+    summed: float = 0.0  # bytes that are held of the gradients that the first backward sums
 
 
 def kept_of_rank(
     workload: Workload, kernels: Kernels, rank: int, peak_bytes: float
 ) -> RankActivations:
-    """Activation bytes of a pipeline rank without a split backward. `peak_bytes`: as in
-    `activations`."""
+    """Returns the activation bytes of a pipeline rank without a split backward.
+
+    `peak_bytes` is the rank's result of `activations`.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -68,12 +72,12 @@ def kept_of_rank(
     groups = [
         (n, layer_bytes(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n
     ]
-    again = max((layer.recomputing for _, layer in groups), default=0.0)
+    recomputing = max((layer.recomputing for _, layer in groups), default=0.0)
     loss = head_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
     return RankActivations(
         most=peak_bytes,
-        in_backward=peak_bytes - max(0.0, loss - again),
-        again=again,
+        in_backward=peak_bytes - max(0.0, loss - recomputing),
+        again=recomputing,
         micro_batch=sum(n * layer.stored for n, layer in groups) / len(stages),
         layer=max((layer.stored for _, layer in groups), default=0.0),
         several=max(map(len, held)) > 1,
@@ -88,8 +92,11 @@ def peak_of_sharded_rank(
     grads: float,
     ends: tuple[bool, bool],
 ) -> Peak:
-    """`grads`: bytes of gradients between steps. `ends`: whether the rank has the model's first
-    stage, its last one."""
+    """Returns the highest moment of a rank.
+
+    `grads` is the bytes of gradients between steps. `ends` tells whether the rank has the model's
+    (first stage, last stage).
+    """
     highest = -1.0
     peak = Peak(0.0, 0.0)
     for moment in _moments(workload, rank, temporaries, ends):
@@ -111,8 +118,7 @@ def _moments(
     temporaries: Temporaries,
     ends: tuple[bool, bool],
 ) -> Iterator[Moment]:
-    """In the order of a backward: at the loss, of the head, of the last two layers, of the
-    embedding."""
+    """Yields the moments of a backward in order: at the loss, head, last two layers, embedding."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -124,10 +130,12 @@ def _moments(
     table = -(-table // parallel.tp)
     without_layer = rank.in_backward - rank.again - rank.layer
     sent = 0.0
-    waiting = 0.0  # of the head: copied as it is summed, as made
+    # Gradients of the head: `sent` are copied as they are summed, `waiting` are as made.
+    waiting = 0.0
     if last:
         yield Moment(rank.most, temporaries.loss)
-        if model.tied_embeddings or prediction_blocks(model):  # of the unit of the whole stage
+        # the table belongs to the unit of the whole stage
+        if model.tied_embeddings or prediction_blocks(model):
             waiting = table * weight
             end = rank.in_backward - rank.again - rank.micro_batch
             yield Moment(end, table * (weight + gradient), table * gradient / shards)
@@ -138,26 +146,32 @@ def _moments(
     yield Moment(rank.in_backward, layer + sent)
     experts = _experts(model, parallel)
     block = whole_layer(model, parallel)
-    unit = block - experts if spread(parallel) > 1 else block  # the block's own
-    for many in (unit, block - unit):  # as made, and copied; then the copy and the sum
-        yield Moment(without_layer, waiting + many * (weight + gradient) + 2 * hidden)
-        yield Moment(without_layer, waiting + many * gradient * (1 + 1 / shards) + hidden)
+    # parameters of the block without experts
+    unit = block - experts if spread(parallel) > 1 else block
+    # gradients as made, and their copy; then the copy and the sum
+    for elements in (unit, block - unit):
+        yield Moment(without_layer, waiting + elements * (weight + gradient) + 2 * hidden)
+        yield Moment(without_layer, waiting + elements * gradient * (1 + 1 / shards) + hidden)
     if rank.several:
         of_last = unit * gradient
         yield Moment(rank.in_backward - rank.layer, layer + of_last + hidden, of_last / shards)
     if first:
         ends_with = rank.in_backward - rank.again - rank.micro_batch
-        many = table + positions
+        elements = table + positions
         yield Moment(
-            ends_with, many * weight + max(unit * gradient + hidden, many * gradient) + hidden
+            ends_with,
+            elements * weight + max(unit * gradient + hidden, elements * gradient) + hidden,
         )
         yield Moment(
-            ends_with, many * gradient * (1 + 1 / shards) + hidden, many * gradient / shards
+            ends_with, elements * gradient * (1 + 1 / shards) + hidden, elements * gradient / shards
         )
 
 
 def _last_matrix(model: Model, parallel: Parallel) -> float:
-    """Elements of the matrix, or of all experts' ones, whose gradient is a layer's first."""
+    """Returns the elements of the matrix whose gradient comes first in a layer.
+
+    For experts, these are the matrices of all of them.
+    """
     moe = model.moe
     dense = (
         model.hidden * model.ffn_hidden / parallel.tp
@@ -172,7 +186,7 @@ def _last_matrix(model: Model, parallel: Parallel) -> float:
 
 
 def _experts(model: Model, parallel: Parallel) -> float:
-    """Parameters of a layer's experts on a rank before data-parallel sharding."""
+    """Returns the parameters of a layer's experts on a rank before data-parallel sharding."""
     layer = sample_layers(model)[1]
     return (
         0.0
@@ -182,5 +196,6 @@ def _experts(model: Model, parallel: Parallel) -> float:
 
 
 def _shards(parallel: Parallel) -> int:
+    """Returns the number of ranks that share one copy of the parameters."""
     replicas = parallel.cp * parallel.ep * parallel.dp
     return min(replicas, parallel.zero_group or replicas)

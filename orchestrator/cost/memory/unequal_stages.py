@@ -1,9 +1,9 @@
-"""Peak activation bytes of a pipeline rank whose stages keep unequally much, such as an end of the
-model and a middle.
+"""Peak activation bytes of a pipeline rank whose stages keep unequal bytes.
 
-A schedule says how many micro-batches each stage of a rank holds when a backward begins: DualPipe's
-first rank holds up to p of the first stage and one of the last. Where stages are alike their sum is
-enough (`cost.pipeline.in_flight`).
+Examples are an end of the model and a middle stage. The schedule gives the number of micro-batches
+that each stage of a rank holds when a backward begins: DualPipe's first rank holds up to p of the
+first stage and one of the last. If stages are alike, their sum is enough
+(`cost.pipeline.in_flight`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from orchestrator.plan.schedules import SCHEDULES, Action, Kind, Schedule
 
 
 class StageBytes(NamedTuple):
-    """Of one micro-batch in one stage of a rank."""
+    """Bytes of one micro-batch in one stage of a rank."""
 
     stored: float  # from forward to backward, without what the loss keeps
-    head: float = 0.0  # what output projection and loss keep; 0 but in the last stage
+    head: float = 0.0  # bytes that output projection and loss keep; 0 except in the last stage
     during: float = 0.0  # further bytes while a layer's backward runs
-    deferred: float = 0.0  # from I to W
+    deferred: float = 0.0  # bytes from I to W
     in_head: float = 0.0  # further bytes while the loss' I runs
-    head_deferred: float = 0.0  # of `deferred`, kept while the I of the layers runs
-    in_last: float = 0.0  # further bytes in the last layer's I, when all else is deferred
+    head_deferred: float = 0.0  # the part of `deferred` that is kept while the I of the layers runs
+    in_last: float = 0.0  # further bytes in the last layer's I, when everything else is deferred
 
 
 class Points(NamedTuple):
@@ -35,7 +35,7 @@ class Points(NamedTuple):
     full: Floats  # [points, stages] micro-batches before their backward
     deferred: Floats  # [points, stages] micro-batches between I and W
     active: np.ndarray[Any, np.dtype[np.intp]]  # [points] stage whose backward begins
-    split: Floats  # [points] 1.0: it is an I
+    split: Floats  # [points] 1.0 if it is an I
 
 
 def unequal_peak(
@@ -44,10 +44,10 @@ def unequal_peak(
     held: tuple[int, ...],
     stages: Sequence[StageBytes],
 ) -> float:
-    """Peak activation bytes of pipeline rank `rank`.
+    """Returns the peak activation bytes of pipeline rank `rank`.
 
-    schedule: a table, or (name, pp, micro-batches, vpp); held: model stages of the rank; stages:
-    their bytes.
+    `schedule` is a table, or (name, pp, micro-batches, vpp). `held` has the model stages of the
+    rank, and `stages` their bytes.
     """
     if isinstance(schedule, tuple):
         points = _counted(*schedule, rank, held)
@@ -65,27 +65,34 @@ def unequal_peak(
 
 @lru_cache(maxsize=1024)
 def _counted(name: str, p: int, m: int, v: int, rank: int, held: tuple[int, ...]) -> Points:
-    """Cached. After a few rounds of micro-batches further ones add no new points, but where all
-    come before the first backward."""
+    """Returns the points of a schedule, cached.
+
+    After a few rounds of micro-batches, further ones add no new points, unless all come before the
+    first backward.
+    """
     m = m if name == "afab" else min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
     return _points(SCHEDULES[name].order(rank, p, m, v), held, p * v)
 
 
 def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -> Points:
+    """Returns the points of a rank's order of actions."""
     full = [0] * len(held)
     deferred = [0] * len(held)
     moments: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], None] = {}
     for kind, stage, _ in order:
-        at = held.index(stage % model_stages)
+        slot = held.index(stage % model_stages)
         if kind is Kind.F:
-            full[at] += 1
+            full[slot] += 1
         elif kind is Kind.W:
-            deferred[at] -= 1
+            deferred[slot] -= 1
         else:
-            moments[tuple(full), tuple(deferred), at, kind is Kind.I] = None
-            full[at] -= 1
-            deferred[at] += kind is Kind.I
-    before, after, active, split = zip(*moments, strict=True)
+            moments[tuple(full), tuple(deferred), slot, kind is Kind.I] = None
+            full[slot] -= 1
+            deferred[slot] += kind is Kind.I
+    full_counts, deferred_counts, active, split = zip(*moments, strict=True)
     return Points(
-        np.array(before, float), np.array(after, float), np.array(active), np.array(split, float)
+        np.array(full_counts, float),
+        np.array(deferred_counts, float),
+        np.array(active),
+        np.array(split, float),
     )

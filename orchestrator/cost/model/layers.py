@@ -23,8 +23,10 @@ from orchestrator.plan.layer import layer_moe, layer_operations
 
 
 def resolve(spec: ModelSpec) -> Model:
-    """The plan's model: derived shapes filled in (`kv_heads`, `head_dim`) and the parameters
-    counted."""
+    """Returns the plan's model: derived shapes are filled in and the parameters counted.
+
+    Derived shapes are `kv_heads` and `head_dim`.
+    """
     shape = structs.asdict(spec) | {
         "kv_heads": spec.kv_heads or spec.heads,
         "head_dim": spec.head_dim or spec.hidden // spec.heads,
@@ -39,6 +41,7 @@ def resolve(spec: ModelSpec) -> Model:
 
 
 def _moe(spec: MoeSpec) -> Moe:
+    """Returns the plan's mixture of experts."""
     shape = structs.asdict(spec)
     return Moe(**{name: value for name, value in shape.items() if value is not None})
 
@@ -56,20 +59,27 @@ class LayerParams(Struct, frozen=True):
 
     @property
     def total(self) -> int:
+        """All trainable parameters of the layer."""
         return self.attention + self.ffn + self.experts + self.replicated
 
 
 def norm_params(model: Model) -> int:
-    """One normalisation: RMSNorm has a weight, LayerNorm a weight and a bias."""
+    """Returns the parameters of one normalisation.
+
+    RMSNorm has a weight, LayerNorm a weight and a bias.
+    """
     return model.hidden * (1 if model.norm == "rms" else 2)
 
 
 def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
-    """(dense layers, MoE layers) among the layers [start, stop). All layers of a kind are equal;
-    behind the last one stand blocks of its kind that predict further tokens."""
+    """Returns (dense layers, MoE layers) among the layers [start, stop).
+
+    All layers of a kind are equal. The blocks behind the last layer predict further tokens and are
+    of its kind.
+    """
     moe = model.moe
     if moe is None and stop >= start:
-        return stop - start, 0  # asked a hundred times a layout
+        return stop - start, 0  # a short cut, because each layout comes here a hundred times
     first = (
         stop if moe is None or moe.first_dense_layers >= model.layers else moe.first_dense_layers
     )
@@ -78,14 +88,16 @@ def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
 
 
 def sample_layers(model: Model) -> tuple[int | None, int | None]:
-    """Index of (a dense layer, an MoE layer) that stands for all of its kind; None where the model
-    has none."""
+    """Returns the index of (a dense layer, an MoE layer) that represents all of its kind.
+
+    The index is None if the model has no such layer.
+    """
     dense, moe = dense_and_moe(model, 0, model.layers)
     return (0 if dense else None), (model.layers - 1 if moe else None)
 
 
 def layer_params(model: Model, layer: int) -> LayerParams:
-    """Trainable parameters of decoder layer `layer` (0-based)."""
+    """Returns the trainable parameters of decoder layer `layer` (0-based)."""
     counts = Counter[str]()
     for operation in layer_operations(model, layer):
         share: str = operation.half
@@ -103,19 +115,19 @@ def layer_params(model: Model, layer: int) -> LayerParams:
 
 
 def dense_on_rank(model: Model, layer: int, tp: int) -> int:
-    """Parameters of a layer without routed experts on one of `tp` ranks."""
+    """Returns the parameters of a layer without routed experts on one of `tp` ranks."""
     operations = layer_operations(model, layer)
     return sum(operation.on_rank(tp) for operation in operations if not operation.routed)
 
 
 def vectors_on_rank(model: Model, layer: int, tp: int) -> int:
-    """Parameters in norms and biases among those of `dense_on_rank`."""
+    """Returns the parameters of `dense_on_rank` that are in norms and biases."""
     operations = layer_operations(model, layer)
     return sum(operation.vectors_on_rank(tp) for operation in operations if not operation.routed)
 
 
 def expert_params(model: Model) -> int:
-    """Parameters of all routed experts."""
+    """Returns the parameters of all routed experts."""
     _, moe = sample_layers(model)
     return (
         0
@@ -125,8 +137,10 @@ def expert_params(model: Model) -> int:
 
 
 def embedding_params(model: Model) -> tuple[int, int]:
-    """(token table, position table): the first is divided by tp along the vocabulary, the second
-    replicated."""
+    """Returns the parameters of (token table, position table).
+
+    The token table is divided by tp along the vocabulary, the position table is replicated.
+    """
     return (
         model.vocab * model.hidden,
         model.max_seq_len * model.hidden if model.position == "learned" else 0,
@@ -134,24 +148,28 @@ def embedding_params(model: Model) -> tuple[int, int]:
 
 
 def params_outside_layers(model: Model, tp: int) -> int:
-    """Parameters in no layer of a rank that holds the whole model: tables, padded for tp, and last
-    norm."""
+    """Returns the parameters outside the layers, on a rank that holds the whole model.
+
+    These are the tables, padded for tp, and the last norm.
+    """
     table = -(-model.vocab // tp) * model.hidden
     positions = embedding_params(model)[1]
     return table * (1 if model.tied_embeddings else 2) + positions + norm_params(model)
 
 
 def prediction_params(model: Model) -> int:
-    """Parameters of one module that predicts a further token, beside its block: three norms, a
-    projection."""
+    """Returns the parameters of one module that predicts a further token, outside its block.
+
+    These are three norms and a projection.
+    """
     return 3 * norm_params(model) + 2 * model.hidden**2
 
 
 def parameter_count(model: Model | ModelSpec) -> int:
-    """All parameters, as published figures count them: layers, embeddings, final norm, head,
-    `extra_params`.
+    """Returns the number of all parameters, as published figures count them.
 
-    For GPT-style models this is N = h*V + L*(12 h^2 + 13 h) + 2h (+ s_max*h), planning.md C1.
+    These are layers, embeddings, final norm, head and `extra_params`. For GPT-style models this is
+    N = h*V + L*(12 h^2 + 13 h) + 2h (+ s_max*h), planning.md C1.
     """
     if isinstance(model, ModelSpec):
         return resolve(model).parameters
@@ -159,15 +177,16 @@ def parameter_count(model: Model | ModelSpec) -> int:
     head = 0 if model.tied_embeddings else table
     counts = zip(dense_and_moe(model, 0, model.layers), sample_layers(model), strict=True)
     layers = sum(
-        many * layer_params(model, layer).total for many, layer in counts if layer is not None
+        layer_count * layer_params(model, layer).total
+        for layer_count, layer in counts
+        if layer is not None
     )
     if ahead := prediction_blocks(model):
         layers += ahead * (layer_params(model, model.layers - 1).total + prediction_params(model))
     return table + positions + layers + norm_params(model) + head + sum(model.extra_params.values())
 
 
-# ----------------------------------------------------------------------------------------------
-#     FLOPs
+# ------------------------------------------------------------------------------------------ FLOPs
 
 
 class LayerFlops(Struct, frozen=True):
@@ -179,11 +198,15 @@ class LayerFlops(Struct, frozen=True):
 
     @property
     def total(self) -> float:
+        """All forward FLOPs of the layer per token."""
         return self.attention_gemm + self.attention_core + self.ffn_gemm
 
 
 def layer_flops(model: Model, layer: int, seq_len: int) -> LayerFlops:
-    """Forward FLOPs per token of decoder layer `layer` (0-based) at sequence length `seq_len`."""
+    """Returns the forward FLOPs per token of decoder layer `layer` (0-based).
+
+    `seq_len` is the sequence length.
+    """
     core = flops.attention_core_flops(model, seq_len) / model.layers
     return LayerFlops(
         2.0 * flops.attention_weights(model), core, 2.0 * flops.mlp_weights(model, layer)
@@ -191,19 +214,20 @@ def layer_flops(model: Model, layer: int, seq_len: int) -> LayerFlops:
 
 
 def head_flops(model: Model) -> float:
-    """Forward FLOPs per token of the output projection, tied or not."""
+    """Returns the forward FLOPs per token of the output projection, tied or not."""
     return 2.0 * model.hidden * model.vocab
 
 
 def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tuple[int, str, int]]:
-    """(kind as index into `sample_layers`, recomputation mode, number) of the layers in
-    `ranges`."""
+    """Returns the numbers of layers in `ranges` by kind and recomputation mode.
+
+    Each entry is (kind as index into `sample_layers`, recomputation mode, number).
+    """
     if train.recompute != "budget":
         counts = zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)
         return [(kind, train.recompute, sum(numbers)) for kind, numbers in enumerate(counts)]
-    modes = (
-        train.recompute_layers or ["full"] * model.layers
-    )  # not resolved yet: assume the most recomputation
+    # Modes that are not resolved yet count as the most recomputation.
+    modes = train.recompute_layers or ["full"] * model.layers
     layers = [min(layer, model.layers - 1) for r in ranges for layer in r]
     groups = Counter((int(layer_moe(model, layer) is not None), modes[layer]) for layer in layers)
     return [(kind, mode, n) for (kind, mode), n in groups.items()]

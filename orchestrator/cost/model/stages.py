@@ -1,4 +1,4 @@
-"""Pipeline stages: how many layers each has, and which ranks hold them."""
+"""Pipeline stages: their numbers of layers, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -28,34 +28,33 @@ from .layers import (
 
 
 def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
-    """Decoder layers of each stage, in model order, such that the slowest stage is as fast as
-    possible.
+    """Returns the decoder layers of each stage in model order, with the fastest slowest stage.
 
-    Head and further predictions count as work of the last stage; of equal stages the first gets
-    fewer layers, as it holds the token table. For 126 layers in 16 stages that gives the 7, 8, ...,
-    8, 7 of Llama 3 (arXiv 2407.21783, section 3.3.2). An even split is taken where it is within
-    `tolerance` of the best, because equal stages interleave better. Two stages more than layers:
-    embedding and head stand alone.
+    Head and further predictions count as work of the last stage. Of equal stages, the first one
+    gets fewer layers, because it holds the token table. For 126 layers in 16 stages that gives the
+    7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783, section 3.3.2). An even split is taken if it is
+    within `tolerance` of the best, because equal stages interleave better. With two stages more
+    than layers, embedding and head are stages of their own.
     """
     if stages == model.layers + 2:
         return [0] + [1] * model.layers + [0]
     layer = layer_flops(model, model.layers - 1, seq_len).total
     ahead = prediction_blocks(model)
-    head = (
-        head_flops(model) + ahead * 2.0 * prediction_weights(model)
-    ) / layer + ahead  # in layers
+    # Work of the head and further predictions, in layers.
+    head = (head_flops(model) + ahead * 2.0 * prediction_weights(model)) / layer + ahead
     return list(_balance(model.layers, stages, head, tolerance))
 
 
 @lru_cache(maxsize=4096)
 def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[int, ...]:
+    """Returns the layers of each stage; `head` is the last stage's additional work in layers."""
     if stages == 1:
         return (layers,)
     extra = [0.0] * stages
     extra[-1] += head
     counts = [1] * stages
-    # the next layer goes to the stage with the least work; ties: middle stages first, then the last
-    # stage, the first stage last
+    # The next layer goes to the stage with the least work. Among ties, middle stages come first,
+    # then the last stage, then the first one.
     least = [(2 + extra[s], s == 0, s == stages - 1, s) for s in range(stages)]
     heapify(least)
     for _ in range(layers - stages):
@@ -73,15 +72,17 @@ def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[i
 
 
 def splits_backward(parallel: Parallel) -> bool:
-    """Whether backward is split: inputs' gradients first, weights' gradients later."""
+    """Reports whether backward is split: inputs' gradients first, weights' gradients later."""
     if parallel.schedule == TABLE:
         return schedule_of(parallel).splits_backward
     return parallel.schedule not in WHOLE_BACKWARD
 
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
-    """Model stages of each pipeline rank, in model order. With DualPipe a rank holds a stage of
-    each direction."""
+    """Returns the model stages of each pipeline rank, in model order.
+
+    With DualPipe a rank holds a stage of each direction.
+    """
     if parallel.schedule == TABLE:
         return _held(parallel.pp, parallel.pp * parallel.vpp, schedule_of(parallel).stage_rank)
     return list(_placed(parallel.schedule, parallel.pp, parallel.vpp))
@@ -89,11 +90,15 @@ def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=256)
 def _placed(schedule: str, pp: int, vpp: int) -> list[tuple[int, ...]]:
+    """Returns the model stages of each pipeline rank of a built-in schedule."""
     return _held(pp, pp * vpp, SCHEDULES[schedule].place(pp, vpp))
 
 
 def _held(pp: int, stages: int, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """`ranks`: of each stage, in both directions where a schedule has two."""
+    """Returns the stages of each rank.
+
+    `ranks` has the rank of each stage, in both directions if a schedule has two.
+    """
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage, rank in enumerate(ranks):
         held[rank].append(stage % stages)
@@ -101,21 +106,23 @@ def _held(pp: int, stages: int, ranks: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def held_layers(model: Model, parallel: Parallel, stage: int) -> range:
-    """Decoder layers of a virtual stage, and on the last one the blocks that predict further
-    tokens."""
+    """Returns the decoder layers of a virtual stage.
+
+    The last stage also has the blocks that predict further tokens.
+    """
     decoder_layers = stage_range(parallel, stage)
     last = stage == len(parallel.stage_layers) - 1
     return range(decoder_layers.start, decoder_layers.stop + prediction_blocks(model) * last)
 
 
 def stage_range(parallel: Parallel, stage: int) -> range:
-    """Decoder layers of a virtual stage."""
+    """Returns the decoder layers of a virtual stage."""
     start = sum(parallel.stage_layers[:stage])
     return range(start, start + parallel.stage_layers[stage])
 
 
 def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int:
-    """Parameters in norms and biases of a rank that holds `stages`."""
+    """Returns the parameters in norms and biases of a rank that holds `stages`."""
     kinds = [
         0 if layer is None else vectors_on_rank(model, layer, parallel.tp)
         for layer in sample_layers(model)
@@ -126,16 +133,18 @@ def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int
     for stage in stages:
         held = held_layers(model, parallel, stage)
         numbers = dense_and_moe(model, held.start, held.stop)
-        total += sum(many * vectors for many, vectors in zip(numbers, kinds, strict=True))
+        total += sum(
+            layer_count * vectors for layer_count, vectors in zip(numbers, kinds, strict=True)
+        )
         total += (1 + 3 * ahead) * norm_params(model) * (stage == last)
     return total
 
 
 def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
-    """(dense, expert) parameters on one rank of each pipeline rank, over all of its virtual stages.
+    """Returns the (dense, expert) parameters of each pipeline rank, over all of its virtual stages.
 
-    With pp > 1 the last stage holds a copy of a tied table as its head, and one to predict further
-    tokens.
+    They are those on one rank of it. With pp > 1 the last stage holds a copy of a tied table as its
+    head, and one to predict further tokens.
     """
     kinds = []
     for layer in sample_layers(model):
@@ -150,8 +159,13 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     stages = []
     for stage in range(len(parallel.stage_layers)):
         held = held_layers(model, parallel, stage)
-        few, many = dense_and_moe(model, held.start, held.stop)
-        stages.append([few * dense + many * moe, few * dense_experts + many * moe_experts])
+        dense_count, moe_count = dense_and_moe(model, held.start, held.stop)
+        stages.append(
+            [
+                dense_count * dense + moe_count * moe,
+                dense_count * dense_experts + moe_count * moe_experts,
+            ]
+        )
     table, positions = embedding_params(model)
     table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
     stages[0][0] += table + positions
@@ -159,7 +173,8 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     ahead = prediction_blocks(model)
     stages[-1][0] += norm_params(model) + ahead * prediction_params(model)
     stages[-1][0] += 0 if model.tied_embeddings else table
-    shared = table if embeds_at_both_ends(model) and last else 0  # both ends on one rank: one table
+    # a rank with both ends holds one table
+    shared = table if embeds_at_both_ends(model) and last else 0
     stages[-1][0] += shared
     return [
         (

@@ -1,1 +1,1 @@
-"""Seconds of one step: compute, communication, pipeline."""
+"""Seconds per step: compute, communication and the pipeline."""

@@ -1,9 +1,9 @@
-"""Seconds of one communication operation: latency plus bytes over the path (alpha-beta, Hockney
-1994).
+"""Seconds of one operation: latency plus bytes over the path (alpha-beta, Hockney 1994).
 
-Sizes follow the ring algorithms (Thakur et al. 2005; NCCL's accounting): with a tensor of B bytes
-over n ranks a rank sends B*(n-1)/n in an all-gather or reduce-scatter, twice that in an all-reduce,
-B*(n-1)/n in an all-to-all of B bytes a rank, and B in a point-to-point transfer.
+Sizes follow the ring algorithms (Thakur et al. 2005; NCCL's accounting). With a tensor of B bytes
+over n ranks, a rank sends B*(n-1)/n in an all-gather or reduce-scatter, and twice that in an
+all-reduce. It sends B*(n-1)/n in an all-to-all of B bytes per rank, and B in a point-to-point
+transfer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ PATTERN: dict[str, Pattern] = {
     "all_to_all": "exchange",
     "p2p": "chain",
 }
-#: Links at their own rates, without further latency: what `orch bench` fits.
+#: Links at their own rates, without further latency: the reference that `orch bench` fits.
 IDEAL = Links(1.0, 1.0, 1.0, 0.0)
 
 
 def sent_bytes(operation: Operation, size: Number, n: int) -> Number:
-    """Bytes that one rank sends. `size`: bytes of the whole tensor; for all-to-all and p2p, of one
-    rank's buffer."""
+    """Returns the bytes that one rank sends.
+
+    `size` is the bytes of the whole tensor; for all-to-all and p2p, of one rank's buffer.
+    """
     if n == 1:
         return 0.0
     if operation == "p2p":
@@ -36,12 +38,11 @@ def sent_bytes(operation: Operation, size: Number, n: int) -> Number:
 
 
 def seconds(operation: Operation, size: Number, n: int, path: Path, links: Links = IDEAL) -> Number:
-    """Seconds of one operation over groups of n ranks, when all groups run it at once. `size` as in
-    `sent_bytes`.
+    """Returns the seconds of one operation over groups of n ranks, if all groups run it at once.
 
-    Latency: a ring pays its hops once (all-reduce: twice), or 2*log2(n) of its longest hop where a
-    tree is faster; an all-to-all serves its n-1 peers over up to 8 channels at a time; a
-    point-to-point transfer pays one hop.
+    `size` is the same as in `sent_bytes`. Latency: a ring pays its hops once (an all-reduce twice),
+    or 2*log2(n) of its longest hop if a tree is faster. An all-to-all serves its n-1 peers over up
+    to 8 channels at a time. A point-to-point transfer pays one hop.
     """
     if n == 1:
         return 0.0

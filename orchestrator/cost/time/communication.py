@@ -1,5 +1,7 @@
-"""Seconds of one micro-batch's communication, of transfers between stages, and of gradients, that
-no compute hides."""
+"""Seconds of communication that no compute hides.
+
+They are those of one micro-batch, of transfers between stages, and of gradients.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ from .traffic import PathKey, context_parallel_operations, gradient_traffic
 class TensorSeconds(NamedTuple):
     """Exposed tensor-parallel communication of one micro-batch."""
 
-    dense: Number  # of one dense layer, forward and backward
-    moe: Number  # of one layer with experts
-    first: Number  # of the first stage beside its layers
-    last: Number  # of the last stage
+    dense: Number  # one dense layer, forward and backward
+    moe: Number  # one layer with experts
+    first: Number  # the first stage, outside its layers
+    last: Number  # the last stage, outside its layers
 
 
 def tensor_seconds(
@@ -46,7 +48,10 @@ def tensor_seconds(
     paths: Mapping[PathKey, Path],
     ahead: int = 0,
 ) -> TensorSeconds:
-    """`ahead`: further predictions, each of which looks tokens up and has a loss."""
+    """Returns the exposed tensor-parallel communication of one micro-batch.
+
+    Each of `ahead` further predictions looks tokens up and has a loss.
+    """
     model = workload.model
     par = workload.parallel
     software = workload.software
@@ -58,30 +63,33 @@ def tensor_seconds(
     seconds_of = dict[tuple[Operation, float, int], Number]()
 
     def late(once: Number, overlap: Overlap) -> Number:
+        """Returns the seconds by which an operation outlasts the product that it overlaps with."""
         return larger(0.0, once - compute.overlap_s[overlap])
 
     def exposed(once: Number, overlap: Overlap = "") -> Number:
-        if overlap:  # whole, behind a product that does not need it
+        """Returns the exposed seconds of one operation."""
+        if overlap:  # the whole operation runs behind a product that does not need it
             return shown * late(once, overlap)
-        if software.tp_overlap:  # in pieces, behind the product before or after it
+        # the operation runs in pieces behind the product before or after it
+        if software.tp_overlap:
             return shown * once + (1.0 - shown) / 2 * (late(once, "attention") + late(once, "mlp"))
         return shown * once
 
     def total(operations: Iterable[TensorOperation]) -> Number:
-        result: Number = 0.0
+        """Returns the exposed seconds of these operations."""
+        total_s: Number = 0.0
         for operation in operations:
             key = operation.operation, operation.size, operation.ranks
             if key not in seconds_of:
                 seconds_of[key] = collective.seconds(
                     operation.operation, operation.size, operation.ranks, path, links
                 )
-            result += operation.times * exposed(seconds_of[key], operation.overlap)
-        return result
+            total_s += operation.times * exposed(seconds_of[key], operation.overlap)
+        return total_s
 
     tokens = workload.tokens
-    loss = collective.seconds(
-        "all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links
-    )  # two numbers a token
+    # The loss exchanges two numbers per token.
+    loss = collective.seconds("all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links)
     ends = ((1, 0), (ahead, 1 + ahead))
     first, last = (total(vocabulary_operations(workload, *counts)) for counts in ends)
     load = value_of(imbalance(par, rate))
@@ -97,7 +105,10 @@ def context_seconds(
     rate: Rates,
     paths: Mapping[PathKey, Path],
 ) -> Number:
-    """Exposed context-parallel communication of a layer and micro-batch, forward and backward."""
+    """Returns the exposed context-parallel communication of a layer and micro-batch.
+
+    Forward and backward are included.
+    """
     par = workload.parallel
     total: Number = 0.0
     for operation, size, count, window in context_parallel_operations(workload):
@@ -112,7 +123,7 @@ def expert_seconds(
     rate: Rates,
     paths: Mapping[PathKey, Path],
 ) -> Number:
-    """Exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
+    """Returns the exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
     model = workload.model
     par = workload.parallel
     total: Number = 0.0
@@ -129,7 +140,7 @@ def expert_seconds(
 
 
 def transfer_seconds(size: float, pp: int, rate: Rates, paths: Mapping[PathKey, Path]) -> Number:
-    """Exposed seconds of one transfer between stages of `size` bytes."""
+    """Returns the exposed seconds of one transfer of `size` bytes between stages."""
     return rate.pp_exposed * collective.seconds("p2p", size, pp, paths[("pp",), "chain"], rate.ring)
 
 
@@ -140,8 +151,10 @@ def gradient_seconds(
     paths: Mapping[PathKey, Path],
     outside: int = 0,
 ) -> Number:
-    """Seconds of all communication of gradients and weights of a rank. held, outside: as in
-    `gradient_traffic`."""
+    """Returns the seconds of all communication of a rank's gradients and weights.
+
+    `held` and `outside` are the same as in `gradient_traffic`.
+    """
     total: Number = 0.0
     for message in gradient_traffic(workload, held, outside):
         total += message.count * collective.seconds(
@@ -153,8 +166,10 @@ def gradient_seconds(
 def exposed_gradients(
     total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number
 ) -> Number:
-    """Seconds that gradient communication of `total` seconds shows. `micro_batch`: seconds of one
-    on the rank."""
+    """Returns the exposed seconds of gradient communication that takes `total` seconds.
+
+    `micro_batch` is the seconds of one micro-batch on the rank.
+    """
     shown, windows = gradient_overlap(par, rate, software)
     if not windows:
         return shown * total
@@ -162,8 +177,10 @@ def exposed_gradients(
 
 
 def gradient_overlap(par: Parallel, rate: Rates, software: Software) -> tuple[Number, int]:
-    """(share of gradient communication that always shows, micro-batches that may hide the rest; 0:
-    it is hidden)."""
+    """Returns (share of gradient communication that is exposed, micro-batches that may hide it).
+
+    With 0 micro-batches, the rest is always hidden.
+    """
     overlap = software.dp_overlap
     if par.zero == 3 and overlap in ("modern", "early"):
         overlap = "fsdp"

@@ -1,11 +1,11 @@
-"""Seconds that one GPU computes, by term, for one micro-batch of one decoder layer, of the loss, of
-the optimizer.
+"""Seconds that one GPU computes, by term.
 
-Matrix products follow an additive roofline: FLOPs at the rate of a large product plus bytes at that
-of memory, which is the efficiency curve of small shapes. Attention, memory-bound kernels and casts
-to 8 bits are terms of their own. Where the CPU needs longer to launch a layer than the GPU to run
-it, the layer takes the CPU's time: the fourth-power mean joins the two smoothly. Terms, constants
-and their sources: `parameters`, accuracy.md section 2.
+They are those of one micro-batch in one decoder layer, of the loss, and of the optimizer. Matrix
+products follow an additive roofline: FLOPs at the rate of a large product plus bytes at that of
+memory, which gives the efficiency curve of small shapes. Attention, memory-bound kernels and casts
+to 8 bits are separate terms. If the CPU needs longer to launch a layer than the GPU to run it, the
+layer takes the CPU's time: the fourth-power mean joins the two smoothly. Terms, constants and their
+sources: `parameters`, accuracy.md section 2.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ TERMS = ("gemm", "attention", "elementwise", "cast", "experts", "recompute", "he
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of one micro-batch through one layer on one GPU, without communication and
-    recomputation."""
+    """Seconds of one micro-batch through one layer on one GPU.
+
+    Communication and recomputation are not included.
+    """
 
     forward: Number
     backward: Number
-    core: Number  # of forward: attention scores and weighted values
-    selective: Number  # what selective recomputation computes again in backward
-    full: Number  # what full recomputation does
-    column_matmuls: tuple[
-        Number, Number
-    ]  # column-parallel products of attention, of the feed-forward
-    terms: dict[str, Number]  # forward and backward by term
+    core: Number  # the part of forward for attention scores and weighted values
+    selective: Number  # the work that selective recomputation repeats in backward
+    full: Number  # the work that full recomputation repeats
+    # Column-parallel products of (attention, the feed-forward).
+    column_matmuls: tuple[Number, Number]
+    terms: dict[str, Number]  # forward and backward, by term
 
     def recompute_s(self, mode: str) -> Number:
+        """Returns the seconds of recomputation in this mode."""
         return {"none": 0.0, "selective": self.selective, "full": self.full}[mode]
 
 
@@ -59,13 +61,14 @@ NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), {})
 class Matrix(NamedTuple):
     """Products [rows, inputs] x [inputs, outputs] of one kind, in one layer on one rank."""
 
-    rows: Number  # of all of them together
+    rows: Number  # rows of all products together
     inputs: float
     outputs: float
     weights: float = 1.0  # number of such matrices
 
     @property
     def flops(self) -> Number:
+        """FLOPs of the forward products."""
         return 2.0 * self.rows * self.inputs * self.outputs
 
     @property
@@ -75,7 +78,7 @@ class Matrix(NamedTuple):
 
     @property
     def bytes(self) -> Number:
-        """Read and written in 16 bits."""
+        """Bytes read and written in 16 bits."""
         return 2.0 * (
             self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs
         )
@@ -84,8 +87,11 @@ class Matrix(NamedTuple):
 def layer_matrices(
     workload: Workload, layer: int, load: Number = 1.0
 ) -> tuple[list[Matrix], list[Matrix]]:
-    """The products of one micro-batch on one rank, without the router: (of attention, of the MLP or
-    the experts). `load`: of a rank that shares experts, over the mean."""
+    """Returns the products of one micro-batch on one rank, without the router.
+
+    The result is (products of attention, products of the MLP or the experts). `load` is the load of
+    a rank that shares experts over the mean.
+    """
     halves: dict[str, list[Matrix]] = {"attention": [], "mlp": []}
     products = [
         operation
@@ -99,7 +105,7 @@ def layer_matrices(
 
 
 def _matrix(workload: Workload, layer: int, fused: Sequence[Operation], load: Number) -> Matrix:
-    """The products of a rank that run as one: they read the same inputs."""
+    """Returns the products of a rank that run as one, because they read the same inputs."""
     first = fused[0]
     rows: Number = workload.tokens
     ranks = workload.parallel.tp
@@ -115,14 +121,14 @@ def _matrix(workload: Workload, layer: int, fused: Sequence[Operation], load: Nu
     inputs: float = first.inputs
     outputs: float = sum(operation.outputs for operation in fused)
     if first.cut == "column":
-        outputs = sum(max(one.outputs / ranks, one.shared_outputs) for one in fused)
+        outputs = sum(max(column.outputs / ranks, column.shared_outputs) for column in fused)
     elif first.cut == "row":
         inputs = inputs / ranks
     return Matrix(rows, inputs, outputs, matrices)
 
 
 def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
-    """Seconds of decoder layer `layer` (0-based)."""
+    """Returns the seconds of decoder layer `layer` (0-based)."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -143,9 +149,10 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
         sum(matrix.flops for matrix in matrices) * rate.gemm_s
         + sum(matrix.bytes for matrix in matrices) * rate.gemm_byte_s
     )
-    lost = [
+    # Seconds lost in the last, partly filled wave.
+    wave_loss = [
         sum(matrix.reduced[direction] for matrix in matrices) * rate.wave_s for direction in (0, 1)
-    ]  # the last, partly filled wave
+    ]
     if moe is not None:
         gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
 
@@ -164,15 +171,16 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     if moe is not None:
         copies = tokens / rows * taken_choices(moe, train.seq_len)
         experts = rate.permute * 8 * copies * model.hidden * rate.byte_s
-        experts = experts * (1.0 + load) / 2  # a rank's own rows, and those that it receives
+        # half of these rows are the rank's own, half are received
+        experts = experts * (1.0 + load) / 2
     parameters = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (
         mesh.etp * mesh.ep
     )
     accumulate = parameters * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
-    forward = gemm + lost[0] + core + elementwise + cast + experts
+    forward = gemm + wave_loss[0] + core + elementwise + cast + experts
     terms = {
-        "gemm": gemm * (2.0 + rate.weight_gradients) + lost[0] + lost[1] + accumulate,
+        "gemm": gemm * (2.0 + rate.weight_gradients) + wave_loss[0] + wave_loss[1] + accumulate,
         "attention": core + core_back,
         "elementwise": 3.0 * elementwise,
         "cast": 3.0 * cast,
@@ -180,16 +188,15 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     }
     gpu = sum(terms.values())
     host = rate.host_moe_s if moe is not None else rate.host_dense_s
-    slower = (
-        gpu**4 + host**4
-    ) ** 0.25 / gpu  # the CPU launches kernels of forward and backward alike
+    # The CPU launches the kernels of forward and backward alike.
+    slower = (gpu**4 + host**4) ** 0.25 / gpu
     slower = slower + rate.host_gap_s / gpu
     terms["host"] = gpu * (slower - 1.0)
     selective = _selective(
         software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel
     )
     if model.mla is not None and train.recompute_latents is True and software.selective == "orch":
-        _, *from_latents, _ = attention  # queries, keys and values of latents
+        _, *from_latents, _ = attention  # queries, keys and values made from latents
         selective += sum(
             matrix.flops * rate.gemm_s + matrix.bytes * rate.gemm_byte_s for matrix in from_latents
         )
@@ -205,29 +212,30 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
 
 
 def _core(workload: Workload, tokens: float, rate: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of attention scores and weighted values."""
+    """Returns the (forward, backward) seconds of attention scores and weighted values."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
-    done = flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
-    if (
-        not isinstance(rate.scores_bytes, float) or rate.scores_bytes
-    ):  # unfused: the whole square is computed
-        square = done * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
+    core_flops = (
+        flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
+    )
+    # Unfused attention computes the whole square.
+    if not isinstance(rate.scores_bytes, float) or rate.scores_bytes:
+        square = core_flops * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
         scores = tokens * train.seq_len * model.heads / parallel.tp
         forward = square * rate.attention_s + scores * rate.scores_bytes * rate.byte_s
         return forward, 2.0 * forward
-    forward = done * rate.attention_s * _slowest_core(model, parallel)
+    forward = core_flops * rate.attention_s * _slowest_core(model, parallel)
     if parallel.cp > 1:
         forward = forward * rate.cp_attention
     return forward, 2.5 * forward
 
 
 def _slowest_core(model: Model, parallel: Parallel) -> float:
-    """Attention FLOPs of the busiest context-parallel rank over the mean.
+    """Returns the attention FLOPs of the busiest context-parallel rank over the mean.
 
-    With contiguous parts the rank of the last part attends to all tokens before it; with parts from
-    both ends of the sequence (zig-zag) all ranks do the same work.
+    With contiguous parts, the rank of the last part attends to all tokens before it. With parts
+    from both ends of the sequence (zig-zag), all ranks do the same work.
     """
     return 2 - 1 / parallel.cp if model.causal and parallel.cp_method == "ring" else 1.0
 
@@ -242,20 +250,23 @@ def _selective(
     forward: Number,
     parallel: Parallel,
 ) -> Number:
-    """Seconds that selective recomputation repeats. `columns`: share of the memory-bound bytes
-    beside hidden states."""
+    """Returns the seconds that selective recomputation repeats.
+
+    `columns` is the share of the memory-bound bytes outside hidden states.
+    """
     if software.selective == "core":
         return core
     if software.selective == "ops":
         return forward * rate.recompute_ops
     if software.selective == "alternate":
         return forward * 0.5
-    # norms, rotary positions and the activation; under context parallelism attention too
+    # Recomputed are norms, rotary positions and the activation; with context parallelism also
+    # attention.
     return elementwise * (columns + 0.4 * (1 - columns)) + (core if parallel.cp > 1 else 0.0)
 
 
 def layer_seconds_by_kind(workload: Workload, rate: Rates) -> tuple[LayerSeconds, LayerSeconds]:
-    """Seconds of a dense and of an MoE layer, in the order of `sample_layers`."""
+    """Returns the seconds of a dense and of an MoE layer, in the order of `sample_layers`."""
     model = workload.model
     dense, moe = (
         NO_LAYER if layer is None else layer_seconds(workload, layer, rate)
@@ -267,10 +278,12 @@ def layer_seconds_by_kind(workload: Workload, rate: Rates) -> tuple[LayerSeconds
 def overlap_seconds(
     workload: Workload, rate: Rates, kinds: Sequence[LayerSeconds]
 ) -> dict[str, Number]:
-    """Seconds of the matrix products that communication overlaps with; of two kinds of layers the
-    shorter one."""
-    there = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
-    attention, mlp = (min(pair[index] for pair in there) for index in (0, 1))
+    """Returns the seconds of the matrix products that communication overlaps with.
+
+    With two kinds of layers, the shorter product counts.
+    """
+    column_matmuls = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
+    attention, mlp = (min(pair[index] for pair in column_matmuls) for index in (0, 1))
     return {
         "": 0.0,
         "attention": attention,
@@ -280,6 +293,7 @@ def overlap_seconds(
 
 
 def _head_seconds(workload: Workload, rate: Rates) -> Number:
+    """Returns the forward seconds of the output projection."""
     model = workload.model
     parallel = workload.parallel
     tokens = workload.tokens
@@ -287,45 +301,48 @@ def _head_seconds(workload: Workload, rate: Rates) -> Number:
 
 
 def loss_seconds(workload: Workload, rate: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of output projection and loss for one micro-batch, and of what
-    further predictions have beside their blocks."""
+    """Returns the (forward, backward) seconds of output projection and loss for one micro-batch.
+
+    They include the work of further predictions outside their blocks.
+    """
     model = workload.model
     parallel = workload.parallel
     tokens = workload.tokens
     ahead = flops.prediction_blocks(model)
     loss = (1 + ahead) * tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
     head = (1 + ahead) * _head_seconds(workload, rate)
-    if ahead:  # the projection, whole on every tensor-parallel rank
+    # The projection is whole on every tensor-parallel rank.
+    if ahead:
         own_tokens = tokens / workload.sequence_shards
         head += ahead * own_tokens * 4 * model.hidden**2 * rate.gemm16_s
     return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
 
 
 class Compute(NamedTuple):
-    """Compute of one micro-batch; it depends neither on the pipeline nor on the replicas."""
+    """The compute of one micro-batch, which depends neither on the pipeline nor on the replicas."""
 
-    kinds: tuple[LayerSeconds, LayerSeconds]  # of a dense and of an MoE layer
+    kinds: tuple[LayerSeconds, LayerSeconds]  # (dense layer, MoE layer)
     loss: tuple[Number, Number]  # (forward, backward) of output projection and loss
-    overlap_s: dict[str, Number]  # seconds of the matrix product that one operation overlaps with
+    overlap_s: dict[str, Number]  # seconds of the matrix product that an operation overlaps with
 
 
 def micro_batch_compute(workload: Workload, rate: Rates) -> Compute:
+    """Returns the compute of one micro-batch."""
     kinds = layer_seconds_by_kind(workload, rate)
     loss = loss_seconds(workload, rate)
     return Compute(kinds, loss, overlap_seconds(workload, rate, kinds))
 
 
-#: Bytes a parameter that narrow moments (`Optim.state`) add to an update: they are widened and
-#: narrowed again by operators of torch, one after the other, whose bytes a test counts.
+#: Bytes per parameter that narrow moments (`Optim.state`) add to an update. Operators of torch
+#: widen and narrow them one after the other; a test counts their bytes.
 NARROW_STATE = {"8bit": 128.0, "bf16": 238.0}
 
 
 def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> Number:
-    """Seconds of AdamW on `parameters / shards` parameters, bound by memory bandwidth, and of the
-    CPU around it.
+    """Returns the seconds of AdamW on `parameters / shards` parameters, and of the CPU around it.
 
-    It reads gradient, master weight and both moments, and writes the last three and the weight: 30
-    bytes a parameter.
+    Memory bandwidth bounds the update. It reads gradient, master weight and both moments, and
+    writes the last three and the weight: 30 bytes per parameter.
     """
     return (
         parameters / shards * rate.optimizer_bytes * rate.byte_s * rate.weight_gradients

@@ -1,10 +1,9 @@
-"""What the hierarchical all-to-all (`orchestrator.plan.hierarchy`) changes: less on the network,
-more inside a domain.
+"""The effect of the hierarchical all-to-all (`orchestrator.plan.hierarchy`) on the bytes sent.
 
-Directly, a rank sends each copy of a token to its expert's rank: of n - 1 others L - 1 are in its
-NVLink domain. By domain, it sends each token once to every domain that holds some of its experts,
-and all copies that land in a domain are spread over its L ranks. Choices are taken to be equally
-likely.
+It sends less on the network and more inside a domain. In a direct exchange, a rank sends each copy
+of a token to its expert's rank: L - 1 of the n - 1 others are in its NVLink domain. By domain, a
+rank sends each token once to every domain that holds some of its experts, and all copies that land
+in a domain are spread over its L ranks. All choices are taken to be equally likely.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ from .layer_traffic import Carried
 
 
 def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "rows") -> list[Path]:
-    """One after the other: the whole exchange, or what goes between domains and then inside them.
-    Their `share` is that of the bytes that the direct one sends."""
+    """Returns the consecutive phases of an exchange.
+
+    A direct exchange has one. By domain, the bytes go between domains and then inside them. Their
+    `share` is relative to the bytes of the direct exchange.
+    """
     factors = level_factors(path, model, parallel)
     if factors is None:
         return [] if carried == "names" else [path]
     nvlink, network = factors
-    if carried != "rows":  # each copy has its own
+    if carried != "rows":  # each copy has its own label
         nvlink = nvlink if carried == "copies" else 0.0
         network = 1.0
     spread = {level: share * network for level, share in path.share.items() if level != NVLINK}
@@ -40,8 +42,10 @@ def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "row
 
 
 def level_factors(path: Path, model: Model, parallel: Parallel) -> tuple[float, float] | None:
-    """By what (NVLink's, the network's) bytes of the direct exchange are multiplied; None where it
-    is direct."""
+    """Returns the factors of the direct exchange's bytes: (on NVLink, on the network).
+
+    Returns None if the exchange is direct.
+    """
     if parallel.expert_all_to_all != "hierarchical" or model.moe is None:
         return None
     ranks = expert_mesh(parallel).ep

@@ -1,11 +1,10 @@
-"""Seconds per byte and latency of a communication pattern on a network, when all groups of an axis
-use it at once.
+"""Seconds per byte and latency of a communication pattern on a network.
 
-Model: every group of an axis runs the same operation at the same time. Each link carries the sum of
-what crosses it; the operation ends when the most loaded link has carried its load. Three kinds of
-link count: a GPU's NVLink, a node's NICs (together), and the uplinks of a switch, whose bandwidth
-is that of the NICs below it divided by `oversubscription`. So congestion is the load of shared
-links, not a hop count (planning.md E2).
+The model: every group of an axis runs the same operation at the same time. Each link carries the
+sum of what crosses it, and the operation ends when the most loaded link has carried its load. Three
+kinds of link count: a GPU's NVLink, a node's NICs (together), and the uplinks of a switch, whose
+bandwidth is that of the NICs below it divided by `oversubscription`. So congestion is the load of
+shared links, not a hop count (planning.md E2).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from orchestrator.cost.numpy_import import np
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Cluster
 
-#: ring: collectives, members on one node share the traffic over all their NICs; chain:
+#: ring: collectives, whose members on one node share the traffic over all their NICs; chain:
 #: point-to-point to the next member, over the GPU's own NIC; exchange: all-to-all.
 Pattern = Literal["ring", "chain", "exchange"]
 
@@ -31,17 +30,16 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Path(Struct, frozen=True):
-    """Cost of one pattern over the groups of one axis."""
+    """The cost of one pattern over the groups of one axis."""
 
-    #: on the links of an NVLink domain, per byte that a rank sends, at the links' own rates
+    #: Seconds per byte that a rank sends, on the links of an NVLink domain at their own rates.
     nvlink_s: float
-    fabric_s: float  # on the network's
+    fabric_s: float  # the same on the links of the network
     hop_s: float  # latency of the slowest hop
     ring_latency_s: float  # sum of the latencies of all hops of the ring
     worst_level: str
-    share: dict[
-        str, float
-    ]  # fraction of bytes by level, for the rank that sends most on the worst level
+    # Fraction of bytes by level, for the rank that sends most on the worst level.
+    share: dict[str, float]
     stretch: dict[str, float] = {}  # operation -> measured factor by which its bytes take longer
 
 
@@ -49,8 +47,10 @@ NO_PATH = Path(0.0, 0.0, 0.0, 0.0, SELF, {})
 
 
 class Fabric:
-    """A cluster's network as arrays over nodes. Tier 0 is the NVLink domain, tier i the i-th switch
-    level."""
+    """A cluster's network as arrays over nodes.
+
+    Tier 0 is the NVLink domain, tier i the i-th switch level.
+    """
 
     def __init__(self, cluster: Cluster):
         self.names = [NVLINK, *(level.name for level in cluster.levels)]
@@ -64,15 +64,14 @@ class Fabric:
                 self.block[tier, nodes] = index
         links = [(cluster.nvlink.bytes_per_s, cluster.nvlink.latency_s)]
         links += [(level.bytes_per_s, level.latency_s) for level in cluster.levels]
-        #: bytes/s of one GPU's share of a path whose ends meet on each tier
+        #: Bytes/s of one GPU's share of a path whose ends meet on each tier.
         self.rate: Floats = np.array([rate for rate, _ in links])
         self.latency = np.array([latency for _, latency in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
-        self.gpus = [
-            np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks
-        ]  # below each block
-        #: GPUs to which a GPU has links of its own; 0 where a switch gives it all links to each of
-        #: them
+        # GPUs below each block.
+        self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]
+        #: GPUs to which a GPU has links of its own; 0 if a switch gives it all links to each of
+        #: them.
         self.linked_peers = self.gpus_per_node - 1 if cluster.direct_nvlink is True else 0
         slower = cluster.measured.stretch if cluster.measured else {}
         self.stretch = [slower.get(name, {}) for name in self.names]
@@ -80,27 +79,29 @@ class Fabric:
         self._alike = self._blocks_alike()
 
     def reordered(self, nodes: Sequence[int]) -> Fabric:
-        """The same network with node `nodes[i]` in node slot i (ranks fill slots in order)."""
-        other = copy.copy(self)
-        other.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
-        other._alike = other._blocks_alike()
-        return other
+        """Returns the network with node `nodes[i]` in node slot i; ranks fill slots in order."""
+        fabric = copy.copy(self)
+        fabric.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
+        fabric._alike = fabric._blocks_alike()
+        return fabric
 
     @property
     def domain_gpus(self) -> float:
-        """Neighbouring GPUs of an NVLink domain, where all domains are alike; infinite where they
-        are not."""
+        """Neighbouring GPUs of an NVLink domain if all domains are alike, else infinity."""
         return self._alike[0] if self._alike else math.inf
 
     def _blocks_alike(self) -> list[int]:
-        """GPUs of a block of each tier, innermost first, up to the first tier whose blocks differ:
-        in size, or because their nodes are not neighbours."""
+        """Returns the GPUs of a block of each tier, innermost first, up to the first uneven tier.
+
+        A tier is uneven if its blocks differ in size, or if the nodes of a block are not
+        neighbours.
+        """
         equivalents = list[int]()
         for tier, blocks in enumerate(self.block):
             size = int((blocks == blocks[0]).sum())
             runs = blocks.reshape(-1, size) if len(blocks) % size == 0 else blocks[:, None]
-            # a set: np.unique would import numpy.ma, which takes longer than all of an ordinary
-            # plan
+            # This is a set because np.unique would import numpy.ma, which takes longer than all of
+            # an ordinary plan.
             alike = (runs == runs[:, :1]).all() and len(set(runs[:, 0].tolist())) == len(runs)
             if not alike or (self.gpus[tier][blocks] != size * self.gpus_per_node).any():
                 break
@@ -108,11 +109,11 @@ class Fabric:
         return equivalents
 
     def standing_for_all(self, members: Ints, window: int) -> Ints:
-        """Of the groups int [groups, n] of all ranks, so many that each of the others has its like
-        among them.
+        """Returns a subset of `members` with one representative of every equivalent group.
 
-        Each group lies in one window of so many neighbouring ranks. Windows that fill blocks which
-        are all alike never leave them, and what happens in one block happens in each.
+        `members` is int [groups, n] of all ranks. Each group lies in one window of `window`
+        neighbouring ranks. Windows that fill equal blocks never leave them, and all blocks behave
+        alike.
         """
         for gpus in self._alike:
             if gpus % window == 0 and members.size % gpus == 0:
@@ -120,7 +121,7 @@ class Fabric:
         return members
 
     def signature(self) -> bytes:
-        """Equal for two node orders that differ only by swaps of equivalent blocks.
+        """Returns a key that is equal for node orders that differ by swaps of equivalent blocks.
 
         Blocks are numbered by first appearance, next to their sizes.
         """
@@ -133,21 +134,21 @@ class Fabric:
         return np.concatenate(shapes).astype(np.int64).tobytes()
 
     def domain_seconds(self, members: int) -> float:
-        """Seconds per byte on NVLink of a group with so many members in a domain, two of them where
-        one sends to one.
+        """Returns the seconds per byte on NVLink of a group with `members` members in a domain.
 
-        Without a switch a group of some of a node's GPUs has only the links between these. Rings
-        take turns of all orders of their members, so together they use each of those links.
+        A point-to-point transfer has two members. Without a switch, a group of some of a node's
+        GPUs has only the links between these. Rings take turns through all orders of their members,
+        so together they use each of those links.
         """
         unused = self.linked_peers / (members - 1) if self.linked_peers else 1.0
         return unused / float(self.rate[0])
 
     def path(self, members: Ints, pattern: Pattern, wrap: bool = True) -> Path:
-        """Cost of `pattern` when all groups run it at once.
+        """Returns the cost of `pattern` if all groups run it at once.
 
-        members: int [groups, n], ranks in the order in which the group's ring or chain visits them.
-        wrap: whether the last member sends to the first (rings do, pipelines without virtual stages
-        do not).
+        `members` is int [groups, n]: ranks in the order in which the group's ring or chain visits
+        them. `wrap` tells whether the last member sends to the first: rings do, pipelines without
+        virtual stages do not.
         """
         if members.shape[1] == 1:
             return NO_PATH
@@ -158,8 +159,10 @@ class Fabric:
         return self._neighbours(node[::alike], pattern, wrap, alike)
 
     def _on_same_nodes(self, node: Ints) -> int:
-        """How many groups in a row at a time lie on the same nodes, as those of a node's GPUs do.
-        `node`: of each member, int [groups, n]."""
+        """Returns how many consecutive groups lie on the same nodes, as those of a node's GPUs do.
+
+        `node` is the node of each member, int [groups, n].
+        """
         count = self.gpus_per_node
         while count > 1:
             if len(node) % count == 0:
@@ -170,7 +173,7 @@ class Fabric:
         return 1
 
     def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool, alike: int) -> Path:
-        """`alike`: groups for which each row of `node` stands."""
+        """Returns the path of a ring or chain. Each row of `node` represents `alike` groups."""
         source = node if wrap else node[:, :-1]
         level: Ints = np.full(source.shape, len(self.names) - 1)
         for tier in range(len(self.names) - 2, -1, -1):
@@ -188,8 +191,8 @@ class Fabric:
         seconds = 0.0
         share = {NVLINK: 1.0}
         if worst:
-            # a ring leaves an NVLink domain over the NICs of all its members there, a chain over
-            # one GPU's own
+            # A ring leaves an NVLink domain over the NICs of all its members there, a chain over
+            # one GPU's own NIC.
             nics = np.ones(level.shape)
             if pattern == "ring":
                 nics = _members_in_block(self.block[0][node])[:, : level.shape[1]]
@@ -201,10 +204,10 @@ class Fabric:
             seconds = max(
                 seconds, float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max())
             )
-            part = float((1.0 / nics[level == worst]).max())
+            nic_share = float((1.0 / nics[level == worst]).max())
             share = (
-                {NVLINK: 1.0 - part, self.names[worst]: part}
-                if part < 1.0
+                {NVLINK: 1.0 - nic_share, self.names[worst]: nic_share}
+                if nic_share < 1.0
                 else {self.names[worst]: 1.0}
             )
         turn = float(hops.sum(axis=1).max())
@@ -213,37 +216,42 @@ class Fabric:
         )
 
     def _slowest_domain(self, node: Ints, inside: Bools, pattern: Pattern) -> float:
-        """Seconds per byte on NVLink of hops `inside` a domain, where a group has the fewest
-        members."""
+        """Returns the seconds per byte on NVLink of hops `inside` a domain.
+
+        The domain with the fewest members of a group is the slowest.
+        """
         if not self.linked_peers or pattern == "chain":
             return self.domain_seconds(2)
         members = _members_in_block(self.block[0][node])[:, : inside.shape[1]]
         return self.domain_seconds(int(members[inside].min()))
 
     def _exchange(self, node: Ints) -> Path:
+        """Returns the path of an all-to-all; `node` is int [groups, n]."""
         n = node.shape[1]
         within = np.stack(
             [_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))]
         )
-        part = np.diff(within, axis=0, prepend=0.0) / (
-            n - 1
-        )  # [tier, groups, n]: fraction of bytes that meet there
-        used = [tier for tier in range(len(self.names)) if part[tier].any()]
+        # [tier, groups, n]: the fraction of bytes whose ends meet on that tier.
+        tier_share = np.diff(within, axis=0, prepend=0.0) / (n - 1)
+        used = [tier for tier in range(len(self.names)) if tier_share[tier].any()]
         worst = used[-1]
-        nvlink = float(part[0].max() / self.rate[0])
-        if (
-            self.linked_peers and nvlink
-        ):  # each peer gets an equal part of the bytes, over its own links
+        nvlink = float(tier_share[0].max() / self.rate[0])
+        # Each peer gets an equal part of the bytes, over its own links.
+        if self.linked_peers and nvlink:
             nvlink = self.domain_seconds(n)
-        flows = part[1:].reshape(-1)
-        source = np.broadcast_to(node, part[1:].shape).reshape(-1)
+        flows = tier_share[1:].reshape(-1)
+        source = np.broadcast_to(node, tier_share[1:].shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)
         seconds = self._fullest_link(source, level, flows, int(node.max()) + 1)
-        own_nic = sum(part[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier)
+        own_nic = sum(
+            tier_share[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier
+        )
         seconds = max(seconds, float(np.max(own_nic)))
-        busiest = np.unravel_index(int(part[worst].argmax()), node.shape)
+        busiest = np.unravel_index(int(tier_share[worst].argmax()), node.shape)
         share = {
-            self.names[tier]: float(part[tier][busiest]) for tier in used if part[tier][busiest] > 0
+            self.names[tier]: float(tier_share[tier][busiest])
+            for tier in used
+            if tier_share[tier][busiest] > 0
         }
         hop = float(self.latency[worst])
         return Path(
@@ -251,16 +259,15 @@ class Fabric:
         )
 
     def _gpu_bandwidth(self, level: Ints) -> Floats:
-        """Bytes/s that a GPU can use when it sends alone: a whole NIC, or all of its NICs where it
-        has several."""
+        """Returns the bytes/s of a GPU that sends alone: a whole NIC, or all of its NICs."""
         return self.rate[level] * max(1.0, 1.0 / self.nics_per_gpu)
 
     def _fullest_link(self, source: Ints, level: Ints, flows: Floats, slots: int) -> float:
-        """Seconds per byte on the most loaded shared link. Flow i leaves node source[i], meets its
-        peer on level[i].
+        """Returns the seconds per byte on the most loaded shared link.
 
-        Tier by tier, all flows that leave a block share the block's uplinks (tier 0: the NICs of an
-        NVLink domain, of those of its nodes that are among the `slots` nodes of the job).
+        Flow i leaves node source[i] and meets its peer on level[i]. Tier by tier, all flows that
+        leave a block share the block's uplinks. On tier 0 these are the NICs of an NVLink domain,
+        for those of its nodes that are among the `slots` nodes of the job.
         """
         seconds = 0.0
         for tier in range(len(self.names) - 1):
@@ -281,11 +288,10 @@ class Fabric:
 
 
 def _members_in_block(block: Ints) -> Floats:
-    """For each member, how many of its group lie in the same block, itself included. Float [groups,
-    n].
+    """Counts, per member, the members of its group in the same block, itself included.
 
-    O(groups * n log n): sort each group, count runs, write back. Most groups are sorted as they
-    are.
+    Returns float [groups, n] in O(groups * n log n): sorts each group, counts runs, writes back.
+    Most groups are sorted already.
     """
     if bool((block[:, 1:] >= block[:, :-1]).all()):
         first = np.ones(block.shape, dtype=bool)
@@ -298,8 +304,8 @@ def _members_in_block(block: Ints) -> Floats:
     first = np.ones(ordered.shape, dtype=bool)
     first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     run = np.cumsum(first.ravel()) - 1
-    result = np.empty(ordered.shape, dtype=float)
+    counts = np.empty(ordered.shape, dtype=float)
     np.put_along_axis(
-        result, order, np.bincount(run)[run].reshape(ordered.shape).astype(float), axis=1
+        counts, order, np.bincount(run)[run].reshape(ordered.shape).astype(float), axis=1
     )
-    return result
+    return counts

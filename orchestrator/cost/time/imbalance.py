@@ -1,15 +1,12 @@
-"""How unevenly tokens meet the ranks that share the experts: the load of the fullest rank over the
-mean.
+"""The imbalance of the ranks that share the experts: the load of the fullest rank over the mean.
 
-Every layer waits for its fullest rank: for its products, and for what the exchange brings it. Loads
-of single experts
-differ by a share `spread` of their mean (a standard deviation, of one layer and step; `parameters`,
-"moe.spread"). A
-rank holds an ep-th of the experts: were ranks independent, loads would differ by spread * sqrt(ep /
-(experts - 1))
-of the mean, and the fullest of them is as far above it as the largest of ep normal numbers is
-expected to be (Blom
-1958). That their sum is fixed moves all of them alike. Nothing where every rank holds all experts.
+Every layer waits for its fullest rank, for its products and for the rows that the exchange brings
+it. Loads of single experts differ by a share `spread` of their mean (a standard deviation, of one
+layer and step; `parameters`, "moe.spread"). A rank holds an ep-th of the experts. If ranks were
+independent, loads would differ by spread * sqrt(ep / (experts - 1)) of the mean. The fullest rank
+is as far above the mean as the largest of ep normal numbers is expected to be (Blom 1958). The
+fixed sum of the loads moves all of them alike. There is no imbalance if every rank holds all
+experts.
 """
 
 from __future__ import annotations
@@ -27,15 +24,20 @@ LEAST_SPREAD = 1e-3  # measured loads are never quite even
 
 
 def spread_name(moe: Moe) -> str:
-    """The profile's parameter of a router, by what balances it: a bias that is moved by every
-    step's loads, a term of the loss, or nothing."""
+    """Returns the name of a router's parameter in the profile, by what balances its loads.
+
+    That is a bias that every step's loads move, a term of the loss, or nothing.
+    """
     balance = "bias" if moe.bias_update else "loss" if moe.balance_loss else "none"
     return f"moe.spread.{balance}"
 
 
 def load_factor(model: Model, parallel: Parallel, spread: float) -> float:
-    """Load of the fullest rank over the mean; 1 where all experts are on every rank, and at most
-    what `top_k` different experts a token allow, or what experts take (`moe.capacity_factor`)."""
+    """Returns the load of the fullest rank over the mean; 1 if all experts are on every rank.
+
+    It is at most what `top_k` different experts per token allow, or what experts take
+    (`moe.capacity_factor`).
+    """
     moe = model.moe
     ep = expert_mesh(parallel).ep
     if moe is None or ep == 1:
@@ -47,19 +49,19 @@ def load_factor(model: Model, parallel: Parallel, spread: float) -> float:
 
 
 def spread_of(factor: float, experts: int, ep: int) -> float:
-    """The spread that makes `load_factor` what was measured on ep ranks, two or more."""
+    """Returns the spread with which `load_factor` gives the `factor` measured on ep >= 2 ranks."""
     return max(LEAST_SPREAD, (factor - 1.0) / _distance(experts, ep))
 
 
 def _distance(experts: int, ep: int) -> float:
-    """Expected load of the fullest rank above the mean, for a spread of 1."""
-    from statistics import NormalDist  # a millisecond, which models without experts do not pay
+    """Returns the expected load of the fullest rank above the mean, for a spread of 1."""
+    # Imported here because it takes a millisecond, which models without experts need not pay.
+    from statistics import NormalDist
 
     return NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25)) * sqrt(ep / (experts - 1))
 
 
 def imbalance(parallel: Parallel, rate: Rates) -> Number:
-    """What the plan assumes (`Parallel.expert_imbalance`), with the uncertainty of the profile's
-    parameter."""
+    """Returns the plan's load factor, with the uncertainty of the profile's parameter."""
     factor = parallel.expert_imbalance
     return 1.0 + (factor - 1.0) * rate.expert_spread if isinstance(factor, float) else 1.0

@@ -1,9 +1,8 @@
-"""Communication of one layer and micro-batch over tensor- and expert-parallel ranks, and of the
-model's ends.
+"""Communication over tensor- and expert-parallel ranks, of one layer and of the model's ends.
 
-Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti et al. (arXiv 2205.05198, section
-4.2) for tensor and sequence parallel; Lepikhin et al. (GShard, arXiv 2006.16668) for expert
-all-to-all.
+All numbers are per micro-batch. Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti
+et al. (arXiv 2205.05198, section 4.2) for tensor and sequence parallelism; Lepikhin et al. (GShard,
+arXiv 2006.16668) for the expert all-to-all.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from orchestrator.plan.document import Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 
-#: Matrix product that a single operation overlaps with: query-key-value, gate and up projections,
-#: output projection. The trainer sums an input's gradient while it computes the weights' gradient,
-#: and gathers the input again while it computes the input's gradient
+#: The matrix product that an operation overlaps with: query-key-value, gate and up projections, or
+#: output projection. The trainer sums an input's gradient while it computes the weights' gradient.
+#: It gathers the input again while it computes the input's gradient
 #: (`trainer/parallel/column_parallel.py`).
 Overlap = Literal["", "attention", "mlp", "head"]
 
-#: What an all-to-all to experts carries: rows of tokens, numbers that each copy of a token has, and
-#: names of copies, which the exchange by domain alone needs.
+#: The content of an all-to-all to experts: rows of tokens, numbers that each copy of a token has,
+#: or names of copies, which only the exchange by domain needs.
 Carried = Literal["rows", "copies", "names"]
 
 
@@ -47,12 +46,12 @@ def tensor_operations(
     moe: bool,
     load: float = 1.0,
 ) -> list[TensorOperation]:
-    """Over tp of one layer and micro-batch, forward and backward. `moe`: of a layer with experts;
-    `load`: what a rank that shares them gets, over the mean.
+    """Returns the tp operations of one layer and micro-batch, forward and backward.
 
-    Attention and feed-forward each begin and end with an all-reduce; with SP, with an all-gather
-    and a reduce-scatter. With a split backward there is no weight gradient to overlap with, and
-    inputs are kept whole.
+    `moe` marks a layer with experts. `load` is the load of a rank that shares experts over the
+    mean. Attention and feed-forward each begin and end with an all-reduce; with SP, with an
+    all-gather and a reduce-scatter. With a split backward there is no weight gradient to overlap
+    with, and inputs are kept whole.
     """
     model = workload.model
     parallel = workload.parallel
@@ -66,7 +65,7 @@ def tensor_operations(
         entry = hidden / model.hidden * ((inner.q_lora_rank or model.hidden) + inner.kv_lora_rank)
         entry += hidden / model.hidden * inner.qk_rope_head_dim
     overlap: Overlap = "" if plain or inner is not None else "attention"
-    again = 0.0 if plain or inner is not None else 1.0 - workload.recomputed.gather
+    regathers = 0.0 if plain or inner is not None else 1.0 - workload.recomputed.gather
     operations = list(
         _region(
             parallel,
@@ -75,7 +74,7 @@ def tensor_operations(
             overlap,
             workload.recomputed.gather,
             workload.recomputed.layer,
-            again,
+            regathers,
         )
     )
     if workload.recomputed.inputs:
@@ -88,7 +87,7 @@ def tensor_operations(
         operations.append(
             TensorOperation("all_gather", "", hidden, workload.recomputed.mlp_inputs, parallel.tp)
         )
-    again = 0.0 if plain else 1.0 - workload.recomputed.gather
+    regathers = 0.0 if plain else 1.0 - workload.recomputed.gather
     ends = _region(
         parallel,
         hidden,
@@ -96,7 +95,7 @@ def tensor_operations(
         "" if plain else "mlp",
         workload.recomputed.gather,
         workload.recomputed.end,
-        again,
+        regathers,
     )
     return [*operations, *ends]
 
@@ -108,11 +107,13 @@ def _region(
     overlap: Overlap,
     gathers: float,
     sums: float,
-    again: float,
+    regathers: float,
 ) -> Iterator[TensorOperation]:
-    """A tensor-parallel region: `entry` bytes go in, `end` come out. gathers, sums: how often
-    recomputation repeats its first and its last operation; again: how often backward gathers the
-    input that forward did not keep."""
+    """Yields the operations of a tensor-parallel region with `entry` bytes in and `end` bytes out.
+
+    `gathers` and `sums` count how often recomputation repeats its first and its last operation.
+    `regathers` counts how often backward gathers the input that forward did not keep.
+    """
     tp = parallel.tp
     if not parallel.sp:
         yield TensorOperation("all_reduce", "", end, 1 + sums, tp)
@@ -122,16 +123,16 @@ def _region(
     yield TensorOperation("all_gather", "", end, 1.0, tp)
     yield TensorOperation("reduce_scatter", "", end, 1 + sums, tp)
     yield TensorOperation("reduce_scatter", overlap, entry, 1.0, tp)
-    if again:
-        yield TensorOperation("all_gather", overlap, entry, again, tp)
+    if regathers:
+        yield TensorOperation("all_gather", overlap, entry, regathers, tp)
 
 
 def _mixture(workload: Workload, load: float) -> Iterator[TensorOperation]:
-    """The same for the experts of a layer, none of it behind a product.
+    """Yields the tp operations of a layer's experts, none of which overlaps with a product.
 
-    Tokens of all tp ranks meet before the experts where these are all here, or where the ranks hold
-    the same tokens. Else each rank sends its own tokens away, and those that cut an expert share
-    what has arrived: `top_k` rows a token.
+    Tokens of all tp ranks meet before the experts if all experts are on the rank, or if the ranks
+    hold the same tokens. Otherwise each rank sends its own tokens away, and the ranks that cut an
+    expert share the arrived ones: `top_k` rows per token.
     """
     model = workload.model
     parallel = workload.parallel
@@ -156,8 +157,11 @@ def _mixture(workload: Workload, load: float) -> Iterator[TensorOperation]:
 
 
 def routing_operations(workload: Workload) -> list[TensorOperation]:
-    """As `tensor_operations`, of a layer's choices of experts and their weights. They count among
-    the bytes; beside the rows they take no time."""
+    """Returns the operations of a layer's choices of experts and their weights.
+
+    The form is that of `tensor_operations`. They count among the bytes; compared with the rows they
+    take no time.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -195,9 +199,11 @@ def routing_operations(workload: Workload) -> list[TensorOperation]:
 
 
 def told_choices(workload: Workload) -> float:
-    """Bytes of the choices of a micro-batch's tokens on a cp rank, which the ranks that share a
-    sequence tell each other where experts drop some (`trainer/parallel/expert/capacity.py`); 0
-    where none does."""
+    """Returns the bytes of the choices of a micro-batch's tokens on a cp rank.
+
+    The ranks that share a sequence exchange them if experts drop tokens
+    (`trainer/parallel/expert/capacity.py`); otherwise the result is 0.
+    """
     model = workload.model
     if model.moe is None or model.moe.capacity_factor is UNSET:
         return 0.0
@@ -205,13 +211,15 @@ def told_choices(workload: Workload) -> float:
 
 
 def weight_bytes(train: Train) -> int:
-    """Of the weight of a choice: routers compute in fp32 or wider."""
+    """Returns the bytes of the weight of a choice: routers compute in fp32 or wider."""
     return max(4, DTYPE_BYTES[train.precision])
 
 
 def expert_operations(workload: Workload) -> list[tuple[Operation, float, float]]:
-    """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and
-    backward."""
+    """Returns (operation, bytes, count) of one MoE layer and micro-batch.
+
+    Dispatch and combine are included, forward and backward.
+    """
     model = workload.model
     train = workload.train
     if model.moe is None:
@@ -222,9 +230,12 @@ def expert_operations(workload: Workload) -> list[tuple[Operation, float, float]
 
 
 def label_operations(workload: Workload) -> list[tuple[Carried, float, float]]:
-    """(what, bytes, count) of all-to-alls beside those of rows: the weight of each copy, there and
-    its gradient back; by domain, four bytes that name the copy. They count among the bytes; beside
-    the rows they take no time."""
+    """Returns (content, bytes, count) of the all-to-alls that accompany the rows.
+
+    These are the weight of each copy on its way and its gradient on the way back, and by domain the
+    four bytes that name the copy. They count among the bytes; compared with the rows they take no
+    time.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -240,8 +251,10 @@ def label_operations(workload: Workload) -> list[tuple[Carried, float, float]]:
 
 
 def vocabulary_operations(workload: Workload, first: float, last: float) -> list[TensorOperation]:
-    """As `tensor_operations`, for token table and output projection. first, last: see
-    `end_shares`."""
+    """Returns the operations of token table and output projection, as `tensor_operations` does.
+
+    `first` and `last` are the results of `end_shares`.
+    """
     parallel = workload.parallel
     overlap: Overlap = "" if splits_backward(parallel) else "head"
     hidden = workload.hidden_bytes
@@ -263,13 +276,15 @@ def vocabulary_operations(workload: Workload, first: float, last: float) -> list
 
 
 def prediction_operations(workload: Workload, ahead: float) -> list[TensorOperation]:
-    """Of `ahead` modules that predict further tokens, beside those of their layer, table and
-    projection: recomputation repeats a module with the norm behind its layer, so the layer's last
-    operation too."""
+    """Returns the operations of `ahead` modules that predict further tokens.
+
+    Those of their layer, table and projection are not included. Recomputation repeats a module with
+    the norm behind its layer, and so the layer's last operation.
+    """
     model = workload.model
     parallel = workload.parallel
     if model.moe is not None and parallel.sp and expert_mesh(parallel).ep > 1:
-        return []  # results of experts come back by all-to-all
+        return []  # results of experts return by all-to-all
     operation: Operation = "reduce_scatter" if parallel.sp else "all_reduce"
     size = workload.hidden_bytes
     return [TensorOperation(operation, "", size, ahead * workload.recomputed.layer, parallel.tp)]

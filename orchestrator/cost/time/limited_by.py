@@ -1,4 +1,4 @@
-"""The largest part of a step that is not compute, and what makes it smaller."""
+"""Finds the largest part of a step that is not compute, and what makes it smaller."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def limited_by(
     parallel: Parallel,
     outside: Container[str],
 ) -> str:
-    """The largest term that is not compute and what reduces it; compute itself when no other term
-    reaches 5 %."""
+    """Returns the largest term that is not compute, with the change that reduces it.
+
+    Returns compute itself if no other term reaches 5 %.
+    """
     terms = {**exposed, "bubble": bubble}
     worst = max(terms, key=lambda name: terms[name])
     share = terms[worst] / step

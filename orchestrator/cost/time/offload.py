@@ -1,5 +1,7 @@
-"""Seconds of an update that is computed on the host, from its memory or its disk (ZeRO-Offload,
-arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857)."""
+"""Seconds of an update on the host, from its memory or its disk.
+
+Sources: ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.plan.document import Cluster, Host, Train
 from orchestrator.plan.offload import offload_of
 
-#: What a cluster file that says nothing of its hosts is taken to have: two sockets of DDR4-3200 in
-#: eight channels each, half of it reached; PCIe 4.0 x16 as reached by pinned copies; two NVMe
-#: drives.
+#: The hosts of a cluster whose file does not describe them: two sockets with eight channels of
+#: DDR4-3200 each, of which half the bandwidth is reached; PCIe 4.0 x16 at the rate of pinned
+#: copies; two NVMe drives.
 ASSUMED = Host(
     memory_bytes=1 << 40,
     memory_bytes_per_s=200e9,
@@ -21,17 +23,18 @@ ASSUMED = Host(
     disk_bytes_per_s=6e9,
     source="assumed",
 )
-#: Bytes a parameter that AdamW reads and writes: gradient, and master weight and two moments both
+#: Bytes per parameter that AdamW reads and writes: gradient, and master weight and two moments both
 #: ways.
 UPDATE_BYTES = 28
-#: The part of them that passes the disk.
+#: The part of these bytes that passes the disk.
 DISK_BYTES = 24
-#: Times that pages of weights and of gradients pass it where the node's memory does not hold them:
-#: written, and read by forward and backward, by the norm and the update.
+#: Times that pages of weights and gradients pass the disk if the node's memory does not hold them:
+#: they are written, and read by forward and backward, by the norm and the update.
 PAGED = 3
 
 
 def host_of(cluster: Cluster) -> Host:
+    """Returns the described hosts of a cluster, or the assumed ones."""
     return ASSUMED if cluster.host is UNSET else cluster.host
 
 
@@ -41,16 +44,16 @@ def offload_seconds(
     train: Train,
     cluster: Cluster,
     byte_s: Number,
-    beside: Number = 0.0,
+    gpu_work_s: Number = 0.0,
 ) -> Number:
-    """Seconds that an offloaded update adds to a step, on the rank that holds `parameters`; 0.0
-    without one.
+    """Returns the seconds that an offloaded update adds to a step; 0.0 if nothing is offloaded.
 
-    Gradients go down, weights come back, and each is updated: bucket by bucket, so that the slowest
-    of link, memory and disk decides; in memory the first has nobody beside it. The ranks of a node
-    share its memory and its disk. `byte_s`: of a byte of memory where the ranks compute on CPUs
-    whose hosts are not described. `beside`: seconds of GPU work in a step, which hide a delayed
-    update; weights come back and gradients go down before it starts.
+    They are those of the rank that holds `parameters`. Gradients go down, weights come back, and
+    each is updated bucket by bucket, so the slowest of link, memory and disk decides. In memory,
+    the first copy overlaps with nothing. The ranks of a node share its memory and its disk.
+    `byte_s` is the seconds per byte of memory if the ranks compute on CPUs whose hosts are not
+    described. `gpu_work_s` is the seconds of GPU work per step, which hide a delayed update;
+    weights come back and gradients go down before it starts.
     """
     offload = offload_of(train)
     if not offload.optimizer:
@@ -68,7 +71,7 @@ def offload_seconds(
         down = 2 * shard * gradient * byte_s
         up = 2 * shard * wide * byte_s
     if offload.delayed:
-        late = update - beside if cluster.device != "cpu" else update
+        late = update - gpu_work_s if cluster.device != "cpu" else update
         return down + up + (late if value_of(late) > 0 else 0.0)
     if offload.optimizer == "host":
         return max((update, up), key=value_of) + down
@@ -79,16 +82,19 @@ def offload_seconds(
 
 
 def activation_seconds(
-    size: float, train: Train, cluster: Cluster, byte_s: Number, beside: Number
+    size: float, train: Train, cluster: Cluster, byte_s: Number, work_s: Number
 ) -> Number:
-    """Seconds by which moving `size` bytes of activations one way is longer than `beside`, the work
-    beside it. On CPUs the copies are made by those that compute, the disk works beside them."""
+    """Returns the seconds by which copying `size` bytes of activations one way outlasts `work_s`.
+
+    `work_s` is the seconds of work that overlaps. On CPUs, the computing processors make the
+    copies, and only the disk overlaps.
+    """
     host = host_of(cluster)
     disk = offload_of(train).activations == "disk"
     disk_seconds = size * cluster.gpus_per_node / host.disk_bytes_per_s if disk else 0.0
     slow = cluster.device == "cpu" and cluster.host is UNSET
     copies = 2 * size * byte_s if slow else size / host.link_bytes_per_s
     if cluster.device == "cpu":
-        return copies + max(0.0, disk_seconds - value_of(beside))
-    late = max(disk_seconds, copies, key=value_of) - beside
+        return copies + max(0.0, disk_seconds - value_of(work_s))
+    late = max(disk_seconds, copies, key=value_of) - work_s
     return late if value_of(late) > 0 else 0.0

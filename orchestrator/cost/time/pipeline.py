@@ -1,8 +1,8 @@
-"""Pipeline schedules: seconds that a step spans, and micro-batches in flight on each rank.
+"""Pipeline schedules: the seconds that a step spans, and micro-batches in flight on each rank.
 
 Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same
-data. Exact closed forms are used where there are any (Narayanan et al. 2021, arXiv 2104.04473,
-section 2.2); the rest is simulated.
+data. Closed forms are used if they are exact (Narayanan et al. 2021, arXiv 2104.04473, section
+2.2); everything else is simulated.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ EQUAL = 1e-6  # relative difference below which stages count as equal
 
 @lru_cache(maxsize=256)
 def _steps(name: str, pp: int, micro_batches: int, vpp: int) -> Steps:
-    if name == "dualpipe":  # its two directions take equally long, so one half of its ranks tells
+    """Returns the dependencies of a schedule, ready to simulate."""
+    # Both directions take equally long, so half of the ranks is enough.
+    if name == "dualpipe":
         return _steps("dualpipev", pp // 2, micro_batches // 2, 2)
     return Steps(build(name, pp, micro_batches, vpp))
 
 
 def rank_seconds(parallel: Parallel, stages: Sequence[Number]) -> list[Number]:
-    """Seconds of one micro-batch on each pipeline rank. `stages`: seconds of each model stage.
+    """Returns the seconds of one micro-batch on each pipeline rank.
 
-    A bidirectional schedule holds the model twice and sends half of the micro-batches each way.
+    `stages` has the seconds of each model stage. A bidirectional schedule holds the model twice and
+    sends half of the micro-batches each way.
     """
     held = rank_stages(parallel)
     copies = sum(map(len, held)) // len(stages)
@@ -51,17 +54,17 @@ def rank_seconds(parallel: Parallel, stages: Sequence[Number]) -> list[Number]:
 def span_seconds(
     parallel: Parallel, forward: Sequence[float], backward: Sequence[float]
 ) -> tuple[float, float]:
-    """(seconds from the first forward to the last backward, idle / busy time over all ranks).
+    """Returns (seconds from first forward to last backward, idle / busy time over all ranks).
 
-    forward, backward: seconds of one micro-batch through each model stage, communication inside the
-    stage included.
+    `forward` and `backward` have the seconds of one micro-batch through each model stage,
+    communication inside the stage included.
 
-    With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the
+    With equal stages, 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the
     busy time. Everything else is simulated for a few rounds of p micro-batches; each further round
     takes as long as the last one.
     """
-    both = [f + b for f, b in zip(forward, backward, strict=True)]
-    work = [value_of(seconds) for seconds in rank_seconds(parallel, both)]
+    stage_seconds = [f + b for f, b in zip(forward, backward, strict=True)]
+    work = [value_of(seconds) for seconds in rank_seconds(parallel, stage_seconds)]
     busy = parallel.micro_batches * sum(work)
     if parallel.schedule in CLOSED_FORM and max(work) <= min(work) * (1 + EQUAL):
         ratio = (parallel.pp - 1) / (parallel.vpp * parallel.micro_batches)
@@ -85,9 +88,11 @@ def _simulated_span(
     backward: tuple[float, ...],
     slowest: float,
 ) -> float:
+    """Returns the simulated span in seconds, extrapolated from a few rounds of micro-batches."""
     half = tuple(seconds / 2 for seconds in backward)  # input and weight gradient
 
     def simulated(count: int) -> float:
+        """Returns the simulated seconds of `count` micro-batches."""
         if name in TURNS:
             return makespan(name, (pp, count, vpp), forward, half, half)
         return _steps(name, pp, count, vpp).makespan(forward, half, half)
@@ -102,19 +107,21 @@ def _simulated_span(
 
 @lru_cache(maxsize=4096)
 def weights_at_end(name: str, pp: int, micro_batches: int, vpp: int, rank: int) -> int:
-    """Weight gradients after the last backward of a rank, which is that of its first stage; of a
-    schedule by name.
+    """Returns the weight gradients that follow the last backward of a rank in a schedule.
 
-    Cached: behind a full pipeline, further micro-batches change nothing.
+    That backward belongs to the rank's first stage. The result is cached: behind a full pipeline,
+    further micro-batches change nothing.
     """
-    many = min(micro_batches, 2 * pp + micro_batches % 2)
-    order = [*SCHEDULES[name].order(rank, pp, many, vpp)]
+    simulated = min(micro_batches, 2 * pp + micro_batches % 2)
+    order = [*SCHEDULES[name].order(rank, pp, simulated, vpp)]
     return sum(1 for _ in takewhile(lambda action: action.kind is Kind.W, reversed(order)))
 
 
 def in_flight(parallel: Parallel) -> list[int]:
-    """Peak number of micro-batches (each through one virtual stage) whose activations a rank holds,
-    for every rank."""
+    """Returns the peak number of micro-batches whose activations each rank holds.
+
+    A micro-batch counts once per virtual stage that it has passed.
+    """
     if parallel.schedule == TABLE:
         return [int(count) for count in peak_in_flight(schedule_of(parallel))]
     p = parallel.pp
@@ -124,14 +131,12 @@ def in_flight(parallel: Parallel) -> list[int]:
 
 
 def in_flight_on_rank(schedule: str, p: int, v: int, m: int, rank: int) -> int:
-    """`in_flight` of one rank in closed form; a test compares it with the schedule itself.
+    """Returns `in_flight` of one rank in closed form; a test compares it with the schedule itself.
 
-    1F1B: p - r; interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473,
-    section 2.2); ZB-H1: p,
-    ZB-H2: 2p - 1, ZB-V: 2p half stages (arXiv 2401.10241); DualPipe: p + 1, DualPipeV: 2p + 1 half
-    stages (arXiv
-    2412.19437), all of them limited by the micro-batches there are; all-forward-all-backward: all
-        micro-batches.
+    1F1B: p - r. Interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473,
+    section 2.2). ZB-H1: p; ZB-H2: 2p - 1; ZB-V: 2p half stages (arXiv 2401.10241). DualPipe: p + 1;
+    DualPipeV: 2p + 1 half stages (arXiv 2412.19437). The number of micro-batches limits all of
+    them. All-forward-all-backward: all micro-batches.
     """
     if schedule == "afab":
         return m * v

@@ -1,5 +1,7 @@
-"""What recomputation repeats of forward, and what tensor-parallel ranks share of the inputs that it
-starts from."""
+"""The parts of forward that recomputation repeats, and the inputs from which it starts.
+
+Tensor-parallel ranks may share these inputs.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,23 @@ from orchestrator.plan.document import Parallel, Train
 
 
 class RecomputedShare(NamedTuple):
-    """Share of the layers that recompute a part of forward in backward."""
+    """Shares of the layers that recompute a part of forward in backward."""
 
     layer: float  # the whole layer
     gather: float  # the all-gather of the sequence (sequence parallelism)
     core: float  # attention, with its communication of keys and values (context parallelism)
-    end: float  # the layer's last operation too: this trainer stops when it has what backward needs
-    #: inputs of a recomputed part that its tensor-parallel ranks share, and gather again
+    end: float  # the layer's last operation; this trainer stops once it has what backward needs
+    #: Inputs of a recomputed part that its tensor-parallel ranks share and gather again.
     inputs: float = 0.0
-    mlp_inputs: float = 0.0  # those of a dense MLP by itself
+    mlp_inputs: float = 0.0  # the same for the input of a dense MLP alone
 
 
 def recomputed_share(parallel: Parallel, train: Train, software: Software) -> RecomputedShare:
-    """This trainer's selective recomputation keeps neither gathered inputs nor attention over other
-    ranks' keys."""
+    """Returns the shares of a layout.
+
+    This trainer's selective recomputation keeps neither gathered inputs nor attention over other
+    ranks' keys.
+    """
     if train.recompute == "budget":
         modes = train.recompute_layers or ["full"]
         full, selective = (modes.count(mode) / len(modes) for mode in ("full", "selective"))
@@ -43,12 +48,16 @@ def recomputed_share(parallel: Parallel, train: Train, software: Software) -> Re
 
 
 def shares_inputs(parallel: Parallel, train: Train) -> bool:
-    """Whether tensor-parallel ranks each keep a share of what recomputation starts from (ZeRO-R's
-    Pa, arXiv 1910.02054, section 6.1). Sequence parallelism shares it already."""
+    """Reports whether tensor-parallel ranks each keep a share of the inputs of recomputation.
+
+    This is Pa of ZeRO-R (arXiv 1910.02054, section 6.1). Sequence parallelism shares them already.
+    """
     return train.partition_activations is True and parallel.tp > 1 and not parallel.sp
 
 
 def held_inputs(parallel: Parallel) -> int:
-    """Layers whose input a pipeline stage has received, and holds whole until its gradient is sent
-    back."""
+    """Returns the number of layers whose input a stage receives and keeps whole.
+
+    The stage keeps it until its gradient is sent back.
+    """
     return sum(count > 0 for count in parallel.stage_layers[1:])

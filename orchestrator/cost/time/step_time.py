@@ -1,9 +1,9 @@
-"""Seconds of one optimizer step: every pipeline rank's compute and communication, the schedule,
-gradients, optimizer.
+"""Seconds per optimizer step: compute and communication of every pipeline rank, and their schedule.
 
 step = (span of the schedule + exposed transfers + exposed gradients + optimizer) * jitter * family.
+
 Each pipeline rank is costed by itself: its layers of each kind with their own communication, its
-share of token table and head, its own gradients. The schedule finds the slowest.
+share of token table and head, its own gradients. The schedule finds the slowest rank.
 """
 
 from __future__ import annotations
@@ -52,27 +52,26 @@ from .traffic import (
     table_gradient_bytes,
 )
 
-INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
+INNER = ("tp", "cp", "ep")  # the axes whose communication is part of a stage
 
-#: Schedules without idle time where a step may begin before the last one has ended on all ranks
+#: Schedules that are never idle if a step may begin before the last one has ended on all ranks
 #: (arXiv 2401.10241).
 NO_BUBBLE = ("zb_h2", "zbv")
 
 
 class Stage(NamedTuple):
-    """What a virtual stage holds."""
+    """The layers and model ends of a virtual stage."""
 
-    layers: tuple[
-        tuple[int, str, int], ...
-    ]  # (kind as in `sample_layers`, recomputation mode, number)
+    # (kind as in `sample_layers`, recomputation mode, number)
+    layers: tuple[tuple[int, str, int], ...]
     first: bool
     last: bool
-    #: bytes of a micro-batch that leave the device in forward and come back in backward
+    #: Bytes per micro-batch that leave the device in forward and come back in backward.
     away: float = 0.0
 
 
 class Work(NamedTuple):
-    """Compute of a step: everything that does not depend on where the ranks are."""
+    """The compute of a step: everything that does not depend on where the ranks are."""
 
     workload: Workload
     rate: Rates
@@ -81,7 +80,7 @@ class Work(NamedTuple):
     held: list[tuple[int, int]]  # (dense, expert) parameters of each pipeline rank
     nodes: int
     state: str = ""  # as `Optim.state`
-    offload: Cluster | None = None  # whose hosts compute the update or keep activations
+    offload: Cluster | None = None  # the cluster whose hosts compute the update or keep activations
 
 
 def step_work(
@@ -92,8 +91,11 @@ def step_work(
     cluster: Cluster | None = None,
     state: str = "",
 ) -> Work:
-    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where
-    it is known. `cluster`: for an update on its hosts, where the plan asks for one."""
+    """Returns the compute of one step at the cost model's rates.
+
+    `compute` is that of its micro-batches, if it is known. `cluster` has the hosts of an offloaded
+    update, if the plan asks for one.
+    """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
@@ -102,11 +104,11 @@ def step_work(
     stages = [
         Stage(
             tuple(group for group in layer_groups(model, train, [layers]) if group[2]),
-            first=at == 0,
-            last=at == last,
-            away=stage_inputs(workload, at) * input_bytes(workload),
+            first=stage_index == 0,
+            last=stage_index == last,
+            away=stage_inputs(workload, stage_index) * input_bytes(workload),
         )
-        for at, layers in enumerate(held)
+        for stage_index, layers in enumerate(held)
     ]
     return Work(
         workload=workload,
@@ -121,7 +123,7 @@ def step_work(
 
 
 class StepCost:
-    """Seconds of one step with the ranks in one nesting order."""
+    """Seconds per step with the ranks in one nesting order."""
 
     def __init__(self, work: Work, paths: Mapping[PathKey, Path]):
         self.work = work
@@ -132,28 +134,30 @@ class StepCost:
         self.tensor = tensor_seconds(self.workload, work.rate, work.compute, paths, ahead)
         context = context_seconds(self.workload, work.rate, paths)
         experts = expert_seconds(self.workload, work.rate, paths)
-        #: exposed communication of a dense and of an MoE layer, forward and backward, by axis
+        #: Exposed communication of a dense and of an MoE layer, forward and backward, by axis.
         self.inner: list[dict[str, Number]] = [
             {"tp": self.tensor.dense, "cp": context, "ep": 0.0},
             {"tp": self.tensor.moe, "cp": context, "ep": experts},
         ]
-        #: seconds of a micro-batch by which putting activations away and bringing them back is
-        #: longer than its work
+        #: Seconds per micro-batch by which the copies of activations to the host and back outlast
+        #: its work.
         self.late: dict[Stage, Number] = {}
         seconds_of_stage: dict[Stage, tuple[Number, Number]] = {}
         for stage in work.stages:
             if stage not in seconds_of_stage:
                 seconds_of_stage[stage] = self._stage(stage)
         self.stages = [seconds_of_stage[stage] for stage in work.stages]
-        #: seconds of one micro-batch on each pipeline rank
+        #: Seconds of one micro-batch on each pipeline rank.
         self.ranks = rank_seconds(self.parallel, [sum(both) for both in self.stages])
         self.slowest = max(range(len(self.ranks)), key=lambda rank: value_of(self.ranks[rank]))
 
     # ---------------------------------------------------------------------------------- one stage
 
     def _stage(self, stage: Stage) -> tuple[Number, Number]:
-        """(forward, backward) seconds of one micro-batch, communication inside the stage and
-        recomputation included."""
+        """Returns the (forward, backward) seconds of one micro-batch.
+
+        Communication inside the stage and recomputation are included.
+        """
         forward: Number = 0.0
         backward: Number = 0.0
         for kind, mode, count in stage.layers:
@@ -171,6 +175,7 @@ class StepCost:
             return forward, backward
 
         def exposed_copies(work_s: Number) -> Number:
+            """Returns the seconds by which copies of activations outlast `work_s`."""
             return activation_seconds(
                 stage.away, self.workload.train, offload, self.work.rate.byte_s, work_s
             )
@@ -195,8 +200,7 @@ class StepCost:
 
     @cached_property
     def _sent(self) -> list[Number]:
-        """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline
-        rank."""
+        """Seconds of gradients and gathered weights, hidden or not, of each pipeline rank."""
         work = self.work
         seconds_of_held = dict[tuple[int, int], Number]()
         outside = params_outside_layers(self.workload.model, self.parallel.tp)
@@ -209,8 +213,10 @@ class StepCost:
 
     @cached_property
     def gradients(self) -> Number:
-        """Exposed seconds of them, of the rank that waits longest; with tied embeddings both ends
-        sum the table's."""
+        """Exposed seconds of gradients and gathered weights, of the rank that waits longest.
+
+        With tied embeddings, both ends of the pipeline sum the gradient of the table.
+        """
         work = self.work
         par = self.parallel
         exposed = dict[tuple[float, float], Number]()
@@ -246,7 +252,7 @@ class StepCost:
                 + narrow * work.rate.byte_s
             )
         gpu_work_s = par.micro_batches * self.ranks[self.slowest]
-        away = offload_seconds(
+        offload_s = offload_seconds(
             most_parameters,
             shard_ranks(par),
             self.workload.train,
@@ -254,7 +260,7 @@ class StepCost:
             work.rate.byte_s,
             gpu_work_s,
         )
-        return constant_seconds(par, work.rate, 0.0, work.nodes) + away
+        return constant_seconds(par, work.rate, 0.0, work.nodes) + offload_s
 
     @cached_property
     def outside(self) -> Number:
@@ -263,34 +269,38 @@ class StepCost:
 
     @cached_property
     def factor(self) -> Number:
+        """The factor of jitter and of the software's family."""
         return step_factor(self.work.rate, self.work.nodes)
 
     @property
     def never_idle(self) -> bool:
+        """Whether the schedule and the software leave no pipeline rank idle."""
         return self.workload.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
 
     @cached_property
     def span(self) -> tuple[Number, float]:
-        """(seconds from the first forward to the last backward, idle / busy). May simulate the
-        schedule."""
+        """(seconds from first forward to last backward, idle / busy). May simulate the schedule."""
         par = self.parallel
         if self.never_idle:
             return par.micro_batches * self.ranks[self.slowest], 0.0
-        forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
+        forward, backward = (
+            [value_of(stage[direction]) for stage in self.stages] for direction in (0, 1)
+        )
         span, idle = span_seconds(par, forward, backward)
-        # the span is proportional to the slowest rank where that rank's time changes
+        # The span is proportional to the time of the slowest rank.
         return scaled_like(span, self.ranks[self.slowest]), idle
 
     @cached_property
     def step_s(self) -> Number:
+        """Seconds per step."""
         return (self.span[0] + self.outside) * self.factor
 
     @cached_property
     def _ends(self) -> list[float]:
-        """Seconds that the schedule takes at least for the sake of each pipeline rank.
+        """The least seconds that the schedule takes because of each pipeline rank.
 
-        It waits until a micro-batch has come through the stages ahead of it, then does all of its
-        work; where backward is whole, the last gradient goes back through those stages.
+        It waits until a micro-batch has passed the stages ahead of the rank, then does all of the
+        rank's work. If backward is whole, the last gradient goes back through those stages.
         """
         ahead = [0.0]
         total = 0.0
@@ -314,8 +324,10 @@ class StepCost:
 
     @property
     def _chain(self) -> float:
-        """Seconds of one micro-batch through all stages and back; of a split backward, its first
-        half."""
+        """Seconds of one micro-batch through all stages and back.
+
+        Of a split backward, only the first half counts.
+        """
         if self.never_idle:
             return 0.0
         back = 0.5 if splits_backward(self.parallel) else 1.0
@@ -325,8 +337,11 @@ class StepCost:
 
     @property
     def _way_back(self) -> float:
-        """Seconds until the last gradient of the rank with most stages ahead of it has gone back
-        through them, where backward is split. While it does, the rank has weight gradients left."""
+        """Seconds until the last gradient has gone back through the stages ahead of its rank.
+
+        It is that of the rank with most stages ahead of it, if backward is split. Meanwhile the
+        rank has weight gradients left to compute.
+        """
         par = self.parallel
         if self.never_idle or par.schedule not in SPLIT_BACKWARD:
             return 0.0
@@ -341,11 +356,11 @@ class StepCost:
         )
 
     def bound_over(self, inner_known: bool) -> float:
-        """Lower bound of the step with any paths that are no cheaper than these.
+        """Returns a lower bound of the step with any paths that are no cheaper than these.
 
-        A rank that takes longer hides more of its gradients; but where it takes longer than `span`,
-        the step does too. inner_known: the paths of communication inside a stage are these, so no
-        rank takes longer.
+        A rank that takes longer hides more of its gradients. But if it takes longer than `span`, so
+        does the step. With `inner_known`, the paths of communication inside a stage are these, so
+        no rank takes longer.
         """
         work = self.work
         par = self.parallel
@@ -358,39 +373,47 @@ class StepCost:
         return self._least(span, longest)
 
     def _least(self, span: float, gradients: float) -> float:
+        """Returns a lower bound of the step from its span and its exposed gradients in seconds."""
         outside = gradients + value_of(self.transfers) + value_of(self.constant)
         return (span + outside) * value_of(self.factor) * (1 - EQUAL)
 
     @cached_property
     def exposed(self) -> dict[str, Number]:
-        """Communication that no compute hides, by axis, in seconds per step, of the slowest
-        rank."""
+        """Communication that no compute hides, by axis, in seconds per step of the slowest rank."""
         par = self.parallel
         m = self.parallel.micro_batches
-        result: dict[str, Number] = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+        seconds_by_axis: dict[str, Number] = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
         for stage in rank_stages(par)[self.slowest]:
             held = self.work.stages[stage]
             for kind, _, count in held.layers:
                 for axis, seconds in self.inner[kind].items():
-                    result[axis] += m * count * seconds
-            result["tp"] += m * (held.first * self.tensor.first + held.last * self.tensor.last)
+                    seconds_by_axis[axis] += m * count * seconds
+            seconds_by_axis["tp"] += m * (
+                held.first * self.tensor.first + held.last * self.tensor.last
+            )
         copies = copies_of(par)
-        result = {axis: seconds * self.factor / copies for axis, seconds in result.items()}
-        return result | {"pp": self.transfers * self.factor, "dp": self.gradients * self.factor}
+        seconds_by_axis = {
+            axis: seconds * self.factor / copies for axis, seconds in seconds_by_axis.items()
+        }
+        return seconds_by_axis | {
+            "pp": self.transfers * self.factor,
+            "dp": self.gradients * self.factor,
+        }
 
     def terms(self) -> dict[str, Number]:
-        """Seconds of the step by term; they sum to `step_s`."""
+        """Returns the seconds of the step by term; they sum to `step_s`."""
         par = self.parallel
         m = self.parallel.micro_batches
         work = self.work
-        result: dict[str, Number] = {}
+        seconds_by_term: dict[str, Number] = {}
 
         def add(name: str, seconds: Number) -> None:
-            result[name] = result.get(name, 0.0) + seconds
+            """Adds seconds to a term."""
+            seconds_by_term[name] = seconds_by_term.get(name, 0.0) + seconds
 
         scale = self.factor * m / copies_of(par)
-        for at in rank_stages(par)[self.slowest]:
-            stage = work.stages[at]
+        for stage_index in rank_stages(par)[self.slowest]:
+            stage = work.stages[stage_index]
             for kind, mode, count in stage.layers:
                 layer = work.compute.kinds[kind]
                 for name, seconds in layer.terms.items():
@@ -403,25 +426,31 @@ class StepCost:
             add(axis, seconds)
         add("bubble", (self.span[0] - m * self.ranks[self.slowest]) * self.factor)
         add("optimizer", (self.outside - self.transfers - self.gradients) * self.factor)
-        return {name: seconds for name, seconds in result.items() if value_of(seconds) != 0.0}
+        return {
+            name: seconds for name, seconds in seconds_by_term.items() if value_of(seconds) != 0.0
+        }
 
 
 def constant_seconds(par: Parallel, rate: Rates, parameters: float, nodes: int) -> Number:
-    """Seconds of the optimizer on the fullest rank, which holds `parameters`, and of a slow
-    network."""
+    """Returns the seconds of the optimizer on the fullest rank, and of a slow network.
+
+    The fullest rank holds `parameters` parameters.
+    """
     replicas = par.dp * par.ep * par.cp
     total = optimizer_seconds(parameters, replicas if par.zero else 1, rate)
     return total + rate.slow_fabric_s * sqrt(replicas) if nodes > 1 else total
 
 
 def step_factor(rate: Rates, nodes: int) -> Number:
-    """Jitter of many nodes, and what is left of the software's family."""
+    """Returns the factor of the jitter of many nodes, and of the software's family."""
     return (1.0 + rate.nodes * log2(nodes)) * rate.family
 
 
 def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> Time:
-    """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in
-    `limited_by`."""
+    """Returns the plan's `time`.
+
+    `outside` holds the axes whose groups leave their NVLink domain, for the advice in `limited_by`.
+    """
     par = cost.parallel
     step = value_of(cost.step_s)
     exposed = {axis: value_of(seconds) for axis, seconds in cost.exposed.items()}

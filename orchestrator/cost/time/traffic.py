@@ -1,9 +1,9 @@
-"""Communication of one optimizer step by axis: operations, message sizes, counts, and what compute
-may hide them.
+"""The communication of one optimizer step by axis.
 
-It does not depend on where the ranks are: the same list is costed for every placement. Sources:
-Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2Psi / 2Psi / 3Psi; Liu et al. (arXiv
-2310.01889) for ring attention. Tensor and expert parallel: `layer_traffic`.
+Each entry has an operation, a message size, a count, and the compute that may hide it. The list
+does not depend on where the ranks are, so every placement costs the same one. Sources: Rajbhandari
+et al. (ZeRO, arXiv 1910.02054, section 7) for 2Psi / 2Psi / 3Psi; Liu et al. (arXiv 2310.01889) for
+ring attention. Tensor and expert parallelism: `layer_traffic`.
 """
 
 from __future__ import annotations
@@ -50,24 +50,26 @@ from .layer_traffic import (
 #: backward of the last micro-batch (gradient buckets), or all of it (weights gathered ahead).
 Window = Literal["none", "attention", "backward", "compute"]
 
-SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
+SizedOperation = tuple[Operation, float, float, Window]  # (operation, bytes, count, window)
 
 
-#: Axes whose ranks hold the same dense, and the same expert, parameters.
+#: The axes whose ranks hold the same dense, and the same expert, parameters.
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
 EXPERT_REPLICAS = expert_mesh.REPLICAS
 
-#: Part of the replicas that an operation joins: all of them; neighbours that share one copy;
-#: holders of one shard.
+#: The part of the replicas that an operation joins: all of them, neighbours that share one copy, or
+#: holders of the same shard.
 Part = Literal["", "shard", "replica"]
-#: (axes that vary in a group, pattern or part): what a path depends on, on a given cluster in a
-#: given nesting order.
+#: (axes that vary in a group, pattern or part): the key of a path on a given cluster in a given
+#: nesting order.
 PathKey = tuple[tuple[Axis, ...], Pattern | Literal["shard", "replica"]]
 
 
 class Traffic(Struct, frozen=True):
-    """`count` operations a step on tensors of `size` bytes, over groups in which the `varying` axes
-    vary."""
+    """`count` operations per step on tensors of `size` bytes.
+
+    The `varying` axes vary in the groups that run them.
+    """
 
     axis: Axis
     varying: tuple[Axis, ...]
@@ -76,25 +78,26 @@ class Traffic(Struct, frozen=True):
     count: float
     members: int
     part: Part = ""
-    carried: Carried = "rows"  # of an all-to-all to experts
+    carried: Carried = "rows"  # the content of an all-to-all to experts
 
     @property
     def key(self) -> PathKey:
+        """The key of the path that this traffic takes."""
         return self.varying, self.part or PATTERN[self.operation]
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one rank sends in a step."""
+        """Bytes that one rank sends per step."""
         return self.count * value_of(sent_bytes(self.operation, self.size, self.members))
 
 
 def step_traffic(workload: Workload) -> list[list[Traffic]]:
-    """All communication of one step, of every pipeline rank."""
+    """Returns all communication of one step, by pipeline rank."""
     model = workload.model
     parallel = workload.parallel
     held = rank_parameters(model, parallel)
     seen: dict[tuple[object, ...], list[Traffic]] = {}
-    result = []
+    traffic = []
     for stages, parameters in zip(rank_stages(parallel), held, strict=True):
         layer_ranges = [held_layers(model, parallel, stage) for stage in stages]
         moe = sum(dense_and_moe(model, layers.start, layers.stop)[1] for layers in layer_ranges)
@@ -107,8 +110,8 @@ def step_traffic(workload: Workload) -> list[list[Traffic]]:
         )
         if key not in seen:
             seen[key] = _rank_traffic(workload, *key)
-        result.append(seen[key])
-    return result
+        traffic.append(seen[key])
+    return traffic
 
 
 def _rank_traffic(
@@ -119,31 +122,46 @@ def _rank_traffic(
     parameters: tuple[int, int],
     sends: float,
 ) -> list[Traffic]:
-    """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters:
-    (dense, expert)."""
+    """Returns the communication of a rank with `held` layers, of which `moe` are MoE layers.
+
+    `ends` is the result of `end_shares`; `parameters` is (dense, expert).
+    """
     model = workload.model
     parallel = workload.parallel
-    copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
+    # a bidirectional schedule has two copies, which share the micro-batches
+    copies = copies_of(parallel)
     layers = held / copies
     m = parallel.micro_batches
     tokens = workload.tokens
-    result: list[Traffic] = []
+    traffic: list[Traffic] = []
     parallel_experts = expert_mesh.expert_mesh(parallel).ep
 
     def add(
         axis: Axis, operation: Operation, size: float, count: float, varying: Sequence[Axis] = ()
     ) -> None:
+        """Adds operations of an axis, unless there is nothing to send."""
         varying = varying or (axis,)
         n = parallel_experts if axis == "ep" else prod(getattr(parallel, name) for name in varying)
         if n > 1 and size > 0 and count > 0:
-            result.append(Traffic(axis, tuple(varying), operation, size, count, n))
+            traffic.append(Traffic(axis, tuple(varying), operation, size, count, n))
 
     def add_tensor(operations: Sequence[TensorOperation], times: float) -> None:
-        """`etp` neighbours: as far apart as those of tp, at most."""
-        for one in operations:
-            if one.ranks > 1 and one.size > 0 and one.times * times > 0:
-                result.append(
-                    Traffic("tp", ("tp",), one.operation, one.size, one.times * times, one.ranks)
+        """Adds tensor-parallel operations; `etp` neighbours count as far apart as those of tp."""
+        for tensor_operation in operations:
+            if (
+                tensor_operation.ranks > 1
+                and tensor_operation.size > 0
+                and tensor_operation.times * times > 0
+            ):
+                traffic.append(
+                    Traffic(
+                        "tp",
+                        ("tp",),
+                        tensor_operation.operation,
+                        tensor_operation.size,
+                        tensor_operation.times * times,
+                        tensor_operation.ranks,
+                    )
                 )
 
     add_tensor(tensor_operations(workload, moe=False), (held - moe) / copies * m)
@@ -152,7 +170,7 @@ def _rank_traffic(
         moe / copies * m,
     )
     first, last = ends
-    ahead = prediction_blocks(model) * last  # each looks tokens up and has a loss
+    ahead = prediction_blocks(model) * last  # each prediction block looks tokens up and has a loss
     vocabulary = vocabulary_operations(workload, first + ahead, last + ahead)
     repeated = prediction_operations(workload, ahead)
     add_tensor([*vocabulary, *repeated] if parallel.tp > 1 else [], m)
@@ -160,19 +178,18 @@ def _rank_traffic(
         _partial_gradients(model, parallel, workload.gradient_width, held - moe, moe, bool(last)),
         1.0,
     )
-    add(
-        "tp", "all_gather", tokens * 2 * 4 * parallel.tp, (last + ahead) * m
-    )  # the loss: two fp32 numbers a token
-    if (
-        parallel.sp
-    ):  # gradients of projections that every rank holds whole, and computes from tokens of its own
+    # The loss exchanges two fp32 numbers per token.
+    add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, (last + ahead) * m)
+    # Every rank holds these projections whole and computes their gradients from its own tokens.
+    if parallel.sp:
         replicated = prediction_blocks(model) * bool(last) * prediction_params(model)
         add("tp", "all_reduce", _shard_bytes(workload, replicated), 1.0)
 
     for operation, size, count, _ in context_parallel_operations(workload):
         add("cp", operation, size, count * layers * m)
 
-    if moe:  # which tokens experts take of sequences that cp ranks share
+    # Ranks of cp that share sequences agree on the tokens that experts take.
+    if moe:
         choice_bytes = told_choices(workload) * parallel.cp
         add("cp", "all_gather", choice_bytes, (1 + workload.recomputed.layer) * moe / copies * m)
 
@@ -180,26 +197,31 @@ def _rank_traffic(
         add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
     for carried, size, count in label_operations(workload) if parallel_experts > 1 and moe else ():
         times = count * moe / copies * m
-        over = expert_mesh.axes(parallel)
-        result.append(
-            Traffic("ep", over, "all_to_all", size, times, parallel_experts, carried=carried)
+        expert_axes = expert_mesh.axes(parallel)
+        traffic.append(
+            Traffic("ep", expert_axes, "all_to_all", size, times, parallel_experts, carried=carried)
         )
 
     add("pp", "p2p", workload.boundary_bytes, m * sends)
     if bool(first) != bool(last) and sums_table(model, parallel):
         size = table_gradient_bytes(workload)
-        result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
+        traffic.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
-    result.extend(gradient_traffic(workload, parameters, params_outside_layers(model, parallel.tp)))
-    return result
+    traffic.extend(
+        gradient_traffic(workload, parameters, params_outside_layers(model, parallel.tp))
+    )
+    return traffic
 
 
 def _partial_gradients(
     model: Model, parallel: Parallel, width: int, dense: int, moe: int, last: bool
 ) -> list[TensorOperation]:
-    """Sums over tp ranks, once a step, of gradients of which each has a part: with SP of all that
-    is whole on each of them; of key and value heads that several hold. `dense`, `moe`: layers;
-    width: bytes of a gradient."""
+    """Returns the sums over tp ranks, once per step, of gradients of which each rank has a part.
+
+    With SP these are gradients of everything that is whole on each rank. Without latent attention,
+    they also include key and value heads that several ranks hold. `dense` and `moe` are numbers of
+    layers; `width` is the bytes of a gradient.
+    """
     tp = parallel.tp
     numbers = 0
     shards = shard_ranks(parallel) * copies_of(parallel)
@@ -220,16 +242,16 @@ def _partial_gradients(
 
 
 def shard_ranks(parallel: Parallel) -> int:
-    """Ranks that each hold a shard of a gradient, in one copy of the model."""
+    """Returns the number of ranks with a shard of a gradient in one copy of the model."""
     replicas = parallel.dp * parallel.cp * parallel.ep
     return min(replicas, parallel.zero_group or replicas) if parallel.zero else 1
 
 
 def context_parallel_operations(workload: Workload) -> list[SizedOperation]:
-    """(operation, bytes, count, window) of one layer and micro-batch, forward and backward.
+    """Returns (operation, bytes, count, window) of one layer and micro-batch, forward and backward.
 
-    Zig-zag and contiguous ring: keys and values go around the ring during attention; in backward
-    also their fp32 gradients, which return to their owner. All-gather (Llama 3): before attention
+    Zig-zag and contiguous ring: keys and values go around the ring during attention. In backward,
+    their fp32 gradients do too and return to their owner. All-gather (Llama 3): before attention
     and again in backward, followed by a reduce-scatter of gradients. Ulysses: an all-to-all of
     queries, keys and values and one of the results, each way.
     """
@@ -243,9 +265,9 @@ def context_parallel_operations(workload: Workload) -> list[SizedOperation]:
     heads = model.heads // parallel.tp
     kv_heads = max(1, model.kv_heads // parallel.tp)
     dim = model.head_dim
-    if (
-        model.mla is not None
-    ):  # keys of every head travel, and values padded to their length, as the core takes them
+    # Keys of every head travel, with values padded to their length, as the attention core takes
+    # them.
+    if model.mla is not None:
         kv_heads = heads
         dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
     key_values = 2 * kv_heads * dim * tokens
@@ -269,15 +291,16 @@ def context_parallel_operations(workload: Workload) -> list[SizedOperation]:
 
 
 def end_shares(parallel: Parallel, stages: Sequence[int]) -> tuple[float, float]:
-    """Shares of the micro-batches whose first, and last, stage is on the rank that holds
-    `stages`."""
+    """Returns the shares of micro-batches whose (first, last) stage is on the rank of `stages`."""
     copies = copies_of(parallel)
     return stages.count(0) / copies, stages.count(len(parallel.stage_layers) - 1) / copies
 
 
 def sums_table(model: Model, parallel: Parallel) -> bool:
-    """Whether both ends of the model hold a copy of the token table, on two ranks that sum its
-    gradients."""
+    """Reports whether two ranks hold copies of the token table and sum its gradients.
+
+    The copies are at both ends of the model.
+    """
     if not embeds_at_both_ends(model) or parallel.pp == 1:
         return False
     last = len(parallel.stage_layers) - 1
@@ -285,32 +308,34 @@ def sums_table(model: Model, parallel: Parallel) -> bool:
 
 
 def table_gradient_bytes(workload: Workload) -> float:
-    """Bytes of a rank's gradient of the token table, or of its shard of it."""
+    """Returns the bytes of a rank's gradient of the token table, or of its shard."""
     model = workload.model
     return _shard_bytes(workload, workload.vocabulary_rows * model.hidden)
 
 
 def _shard_bytes(workload: Workload, parameters: int) -> float:
-    """Bytes of a rank's gradients of so many parameters, or of its shard of them."""
-    return (
-        parameters * workload.gradient_width / shard_ranks(workload.parallel)
-    )  # a bidirectional pipeline sums none
+    """Returns the bytes of a rank's gradients of this many parameters, or of its shard."""
+    # A bidirectional pipeline sums no such gradients.
+    return parameters * workload.gradient_width / shard_ranks(workload.parallel)
 
 
 def sends_per_micro_batch(parallel: Parallel) -> float:
-    """Messages per micro-batch of the rank that sends most: hidden states forward, gradients
-    backward."""
+    """Returns the messages per micro-batch of the rank that sends most.
+
+    Hidden states go forward, gradients backward.
+    """
     return max(sends_of(parallel, stages) for stages in rank_stages(parallel))
 
 
 def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
-    """Messages per micro-batch of the rank that holds `stages`; half of them in a bidirectional
-    schedule."""
+    """Returns the messages per micro-batch of the rank that holds `stages`.
+
+    A bidirectional schedule halves them.
+    """
     last = parallel.pp * parallel.vpp - 1
     copies = copies_of(parallel)
-    neighbours_here = frozenset(
-        stages if copies == 1 else ()
-    )  # a neighbour on the same rank needs no message
+    # A neighbour on the same rank needs no message.
+    neighbours_here = frozenset(stages if copies == 1 else ())
     sent = sum(
         (stage < last and stage + 1 not in neighbours_here)
         + (stage > 0 and stage - 1 not in neighbours_here)
@@ -322,9 +347,12 @@ def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
 def gradient_traffic(
     workload: Workload, held: tuple[int, int], outside: int = 0
 ) -> Iterator[Traffic]:
-    """Of gradients and weights of a rank that holds `held` (dense, expert) parameters, `outside` of
-    them in no layer. In a bidirectional pipeline both ends hold the same: groups are as
-    `path_cache.mirrored`."""
+    """Yields the communication of a rank's gradients and weights.
+
+    The rank holds `held` (dense, expert) parameters, of which `outside` belong to no layer. In a
+    bidirectional pipeline both ends hold the same layers; their groups are those of
+    `path_cache.mirrored`.
+    """
     parallel = workload.parallel
     software = workload.software
     width = workload.width
@@ -358,11 +386,11 @@ def _gradient_parts(
     once: int,
     group: int,
 ) -> list[tuple[Part, int, list[SizedOperation]]]:
-    """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
+    """Returns (part of the `members` replicas, ranks in it, operations) of gradients and weights.
 
-    Hybrid sharding: `group` neighbours share one copy and exchange as ZeRO does; once a step the
+    Hybrid sharding: `group` neighbours share one copy and exchange as ZeRO does. Once per step, the
     ranks that hold the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv
-    2205.00119). Of one neighbour that is all.
+    2205.00119). With a single neighbour, only this sum remains.
     """
     operations = _gradient_operations(parameters, parallel, width, grad_width, by_round, once)
     if not 0 < group < members or not parallel.zero:
@@ -378,8 +406,10 @@ def _gradient_parts(
 
 
 def reductions(parallel: Parallel, by_round: bool) -> int:
-    """How often a step a parameter's gradients are summed over the replicas. by_round:
-    `Software.reduces_by_round`."""
+    """Returns how often per step a parameter's gradients are summed over the replicas.
+
+    `by_round` is `Software.reduces_by_round`.
+    """
     in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
     return -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
 
@@ -387,13 +417,13 @@ def reductions(parallel: Parallel, by_round: bool) -> int:
 def _gradient_operations(
     parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool, once: int
 ) -> list[SizedOperation]:
-    """(operation, bytes, count per step, window) of gradients and weights of `parameters`
-    parameters on a rank.
+    """Returns (operation, bytes, count per step, window) of gradients and weights of `parameters`.
 
-    ZeRO-0 and -1 send 2 Psi a step. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3
-    gathers weights, but for `once` of them, for every forward and every backward, in a pipeline,
-    whose micro-batches interleave, once a step. `by_round`: reduced after the pp micro-batches that
-    an interleaved schedule runs in a row on a virtual stage.
+    ZeRO-0 and -1 send 2 Psi per step. ZeRO-2 and -3 reduce-scatter for every micro-batch. ZeRO-3
+    gathers all weights, except for `once` of them, for every forward and every backward; in a
+    pipeline, whose micro-batches interleave, it gathers once per step. With `by_round`, gradients
+    are reduced after the pp micro-batches that an interleaved schedule runs in a row on a virtual
+    stage.
     """
     if parameters == 0:
         return []
@@ -402,10 +432,10 @@ def _gradient_operations(
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
-    many = reductions(parallel, by_round)
-    window: Window = "backward" if many == 1 else "compute"
-    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
+    rounds = reductions(parallel, by_round)
+    window: Window = "backward" if rounds == 1 else "compute"
+    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * rounds, window)
     if parallel.zero < 3 or parallel.pp > 1:
         return [scatter, ("all_gather", weights / buckets, buckets, "none")]
     twice = 2 - once / parameters
-    return [scatter, ("all_gather", weights / buckets, twice * buckets * many, "compute")]
+    return [scatter, ("all_gather", weights / buckets, twice * buckets * rounds, "compute")]

@@ -1,1 +1,1 @@
-"""Plans for other numbers of nodes."""
+"""Plans of one job for other numbers of nodes, and on other nodes."""

@@ -1,5 +1,8 @@
-"""The same job on other nodes: degrees, model and batch stay; rank map and predictions are computed
-again. Pure."""
+"""Places a planned job on other nodes.
+
+Degrees, model and batch stay; the rank map and the predictions are computed for the new nodes.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from orchestrator.planner.program import place_program
 
 
 def replan(plan: Plan, cluster: Cluster) -> Plan:
-    """`plan` placed on `cluster`, sealed. Raises OrchError (76) when the cluster is too small.
+    """Places `plan` on `cluster` and seals it. Raises OrchError (76) if the cluster is too small.
 
-    The nesting order is chosen again: the best one depends on the nodes.
+    The nesting order is chosen for the new nodes, because the best order depends on them.
     """
     if plan.program:
         return place_program(plan, cluster)
@@ -45,9 +48,9 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
-    """`plan` with some nodes replaced, sealed; the nesting order stays.
+    """Replaces some nodes of `plan` and seals it; the nesting order stays.
 
-    `cluster` has each new node at the index of the node that it replaces, so all other ranks stay
+    `cluster` has each new node at the index of the node that it replaces. So all other ranks stay
     on their nodes, with their caches and the state in their memory.
     """
     if plan.program:
@@ -59,20 +62,29 @@ def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def _placed(
-    plan: Plan, context: CostContext, certificate: Certificate, only: Sequence[Axis] | None = None
+    plan: Plan,
+    context: CostContext,
+    certificate: Certificate,
+    given_order: Sequence[Axis] | None = None,
 ) -> Plan:
-    """`plan` with rank map and predictions for the context's nodes, in the best nesting order or
-    the order `only`."""
+    """Returns `plan` with a rank map and predictions for the context's nodes.
+
+    The nesting order is `given_order`, or the best one if that is None.
+    """
     cluster = context.cluster
-    parallel, best, traffic, time = solve(context, plan.parallel, only)
+    parallel, best, traffic, time = solve(context, plan.parallel, given_order)
     coordinates = coords(parallel.order, degrees(parallel))
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
     accounts = memory.memory_by_pp_rank(
         Workload(plan.model, parallel, plan.job.train), cluster, recipe, plan.job.matmul
     )
     worst = max(accounts, key=lambda account: account.total)
-    faster = plan.time.step_s / time.step_s
-    same = {"sd": plan.time.sd, "profile": plan.time.profile, "parameters": plan.time.parameters}
+    speed_up = plan.time.step_s / time.step_s
+    unchanged_time = {
+        "sd": plan.time.sd,
+        "profile": plan.time.profile,
+        "parameters": plan.time.parameters,
+    }
     return seal(
         structs.replace(
             plan,
@@ -89,34 +101,33 @@ def _placed(
                     if coord["pp"] == worst.worst_rank
                 ),
             ),
-            time=structs.replace(time, **same),
-            mfu=plan.mfu * faster,
-            tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * faster,
+            time=structs.replace(time, **unchanged_time),
+            mfu=plan.mfu * speed_up,
+            tokens_per_s_per_gpu=plan.tokens_per_s_per_gpu * speed_up,
             certificate=certified(certificate, time.step_s),
         )
     )
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """How the plan on the scheduler's nodes differs from the submitted plan."""
+    """The differences between the plan on the scheduler's nodes and the submitted plan."""
 
     same_nodes: bool
     nodes: list[str]  # in rank order
     moved_ranks: int  # ranks whose node or GPU differs
     order: list[str]
-    worst_levels: dict[str, list[str]]  # axis -> [planned, real], only where they differ
-    step_s: list[float]  # predicted seconds of one step: [planned, real]
+    worst_levels: dict[str, list[str]]  # axis -> [planned, real], only of axes whose level differs
+    step_s: list[float]  # predicted seconds per step: [planned, real]
 
     @property
     def cost(self) -> float:
-        """Predicted slow-down: 0.05 is 5 % slower than planned."""
-        return (
-            self.step_s[1] / self.step_s[0] - 1 if self.step_s[0] else 0.0
-        )  # nothing is predicted of a program
+        """The predicted slow-down: 0.05 is 5 % slower than planned."""
+        # A program has no predicted step.
+        return self.step_s[1] / self.step_s[0] - 1 if self.step_s[0] else 0.0
 
     @property
     def text(self) -> str:
-        """One line of text."""
+        """The difference in one line."""
         if self.same_nodes and not self.moved_ranks:
             return "placed as planned"
         levels = [
@@ -126,18 +137,22 @@ class Difference(Struct, frozen=True, kw_only=True):
         change = (
             "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
         )
-        where = (
+        placement = (
             f"on {compress(self.nodes)}"
             if not self.same_nodes
             else f"{self.moved_ranks} ranks moved"
         )
-        said = f"{where}: {', '.join(levels) or 'every axis on the level that was planned'}"
-        return f"{said}; {change}" if self.step_s[0] else said
+        description = (
+            f"{placement}: {', '.join(levels) or 'every axis on the level that was planned'}"
+        )
+        return f"{description}; {change}" if self.step_s[0] else description
 
 
 def difference(planned: Plan, real: Plan) -> Difference:
-    """Difference of two plans of a job. Node names count as a set, because the planner chooses
-    their order."""
+    """Compares two plans of a job.
+
+    Only the set of node names counts, because the planner chooses their order.
+    """
     pairs = list(zip(planned.ranks, real.ranks, strict=True))
     levels = {
         axis: [planned.placement[axis].worst_level, real.placement[axis].worst_level]

@@ -1,11 +1,13 @@
-"""Elastic world sizes: the numbers of nodes in `nodes=A..B` that a job can run on, with a plan for
-each.
+"""Elastic world sizes: the numbers of nodes in `nodes=A..B` that a job can run on, and their plans.
 
-Sizes differ in data parallelism and accumulation, never in the global batch, so every size computes
-the same steps and continues the checkpoints of the others. Tried in this order (reliability.md 4):
-equal replicas, with another micro-batch size where the job leaves it open; replicas that take
-unequal numbers of micro-batches, where that is faster than the next smaller size with the other
-nodes as spares; for fewer nodes than any of these, another pipeline depth.
+Sizes differ in data parallelism and accumulation, never in the global batch. So every size computes
+the same steps and continues the checkpoints of the others. For each size, three layouts are tried
+in this order (reliability.md 4):
+
+- equal replicas, with another micro-batch size if the job leaves that open;
+- replicas that take unequal numbers of micro-batches, if this is faster than the next smaller
+  size with the remaining nodes as spares;
+- another pipeline depth, for fewer nodes than any of these.
 """
 
 from __future__ import annotations
@@ -28,17 +30,16 @@ from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import domains_of
 
-MAX_SIZES = 256  # most sizes of one range
-#: Rooms whose code decides what a plan says: a change in one of them makes cached plans invalid.
+MAX_SIZES = 256  # the most sizes that one range may hold
+#: Rooms whose code decides what a plan contains: a change in one of them invalidates cached plans.
 ROOMS_OF_A_PLAN = ("config", "plan", "cluster", "cost", "planner")
 
-Resolve = Callable[
-    [ClusterSpec], Cluster
-]  # a cluster entry, with the nodes of one size -> the cluster of that size
+# Resolves a cluster entry, with the nodes of one size, to the cluster of that size.
+Resolve = Callable[[ClusterSpec], Cluster]
 
 
 class Size(NamedTuple):
-    """One legal size. `config` is the job's with exactly these nodes."""
+    """One legal size. `config` is the job's configuration with exactly these nodes."""
 
     nodes: int
     config: Config
@@ -46,12 +47,14 @@ class Size(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    legal: list[Size]  # largest first, at least one
-    refused: dict[int, str]  # node count -> why not, largest first
+    """The legal sizes of a job, and the reasons that exclude the others."""
+
+    legal: list[Size]  # largest first; never empty
+    refused: dict[int, str]  # node count -> the reason, largest first
 
 
 class _Site(NamedTuple):
-    """What all sizes are planned with."""
+    """The inputs that the plans of all sizes share."""
 
     resolve: Resolve
     profile: Profile | None
@@ -60,15 +63,18 @@ class _Site(NamedTuple):
 def plan_of(
     config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
 ) -> Plan:
-    """`build_plan` by way of the cache, without importing numpy for a plan made before. OrchError
-    (65) as there."""
+    """Returns the plan that `build_plan` makes, from the cache if it was made before.
+
+    A cached plan is read without importing numpy. Raises OrchError (65) as `build_plan` does.
+    """
 
     def compute() -> Plan:
+        """Makes the plan."""
         from orchestrator.planner import build
 
         return build.build_plan(config, cluster, any_layout, profile)
 
-    # msgspec.json keeps the planner's order of keys, which pages follow; to_json sorts them
+    # msgspec.json keeps the planner's order of keys, which pages follow; to_json would sort them.
     inputs = _inputs(config, cluster, any_layout, profile)
     plan: Plan = cached("plan", inputs, compute, msgspec.json.encode, from_json)
     return plan
@@ -77,8 +83,7 @@ def plan_of(
 def _inputs(
     config: Config, cluster: Cluster, any_layout: bool, profile: Profile | None
 ) -> Iterator[bytes]:
-    """Everything that a plan depends on: its arguments, the files that stand behind them, and the
-    code."""
+    """Yields everything that a plan depends on: its arguments, the files behind them, and code."""
     yield msgspec.json.encode(config)
     yield msgspec.json.encode(cluster)
     yield b"any" if any_layout else b""
@@ -89,8 +94,8 @@ def _inputs(
     yield from code(*ROOMS_OF_A_PLAN)
     yield msgspec.__version__.encode()
     if (numpy := PathFinder.find_spec("numpy")) and numpy.origin:
-        found = os.stat(numpy.origin)
-        yield f"numpy {found.st_size} {found.st_mtime_ns}".encode()
+        status = os.stat(numpy.origin)
+        yield f"numpy {status.st_size} {status.st_mtime_ns}".encode()
 
 
 def plan_sizes(
@@ -101,22 +106,24 @@ def plan_sizes(
     profile: Profile | None = None,
     program: bool = False,
 ) -> Sizes:
-    """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range
-    was given.
+    """Returns every legal size of `config.nodes`, largest first.
 
-    `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of
-    the user's (`build_plan`). `profile`: of all sizes, as there. `program`: no model was named for
-    that program. Raises OrchError (65) when no size is legal, telling what is wrong with the
-    largest; (64) when the range contradicts another key.
+    Without a range, that is the one plan of the cluster. `any_memory` also accepts sizes whose plan
+    does not fit the memory. `any_layout` is for a program of the user's own (`build_plan`).
+    `profile` applies to all sizes, as in `build_plan`. `program` is true if that program has no
+    model.
+
+    Raises OrchError (65) with the problem of the largest size if no size is legal, and OrchError
+    (64) if the range contradicts another key.
     """
     if program:
         return _program_sizes(config, resolve)
     if config.nproc is not None:
-        text = (
+        reason = (
             f"nproc={config.nproc} is for a program of your own, without a model: orch submit"
             " nproc=N -- program"
         )
-        raise OrchError(text, Exit.USAGE)
+        raise OrchError(reason, Exit.USAGE)
     if config.nodes is None:
         plan = plan_of(config, resolve(config.cluster), any_layout, profile)
         return Sizes([Size(config.cluster.nodes, config, plan)], {})
@@ -127,12 +134,13 @@ def plan_sizes(
             Exit.USAGE,
         )
     if config.train.batch_ramp is not None:
-        text = (
+        reason = (
             "a ramp grows in whole micro-batches on every replica, so each size would make steps of"
             " its own"
         )
         raise OrchError(
-            f"nodes={config.nodes} with train.batch_ramp: {text}; leave one of them out", Exit.USAGE
+            f"nodes={config.nodes} with train.batch_ramp: {reason}; leave one of them out",
+            Exit.USAGE,
         )
     file = config.cluster.topology_file
     if file is not None and not file.startswith(LIVE):
@@ -140,25 +148,24 @@ def plan_sizes(
             f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are",
             Exit.USAGE,
         )
-    if (
-        config.parallel.auto
-    ):  # one layout for all sizes, or a checkpoint of one would be of no use to another
+    # All sizes share one layout: a checkpoint of one layout would be of no use to another.
+    if config.parallel.auto:
         from orchestrator.planner.search.auto import settled
 
         largest = _at(config, last)
         config = _with_layout(
             config, settled(largest, resolve(largest.cluster), any_layout, profile)
         )
-    found: dict[int, Size] = {}
+    legal: dict[int, Size] = {}
     refused: dict[int, str] = {}
     site = _Site(resolve, profile)
     for nodes in range(first, last + 1):
         try:
-            size = _replicas(config, site, nodes, any_memory, found[max(found)] if found else None)
-            if (
-                size.nodes >= first
-            ):  # of several clusters that hold a size the largest, which knows most spares
-                found[size.nodes] = size
+            size = _replicas(config, site, nodes, any_memory, legal[max(legal)] if legal else None)
+            # Several clusters may hold a size: the largest one is taken, because it has the most
+            # spares.
+            if size.nodes >= first:
+                legal[size.nodes] = size
                 refused.pop(size.nodes, None)
             if size.nodes < nodes:
                 refused[nodes] = (
@@ -166,23 +173,23 @@ def plan_sizes(
                 )
         except OrchError as error:
             refused[nodes] = error.message
-    if not found:
+    if not legal:
         raise OrchError(
             f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
         )
-    for nodes in range(first, min(found)):
-        other = _other_pipeline(config, site, nodes, any_memory)
-        if other is not None and other.nodes == nodes:
-            found[nodes] = other
+    for nodes in range(first, min(legal)):
+        repiped = _other_pipeline(config, site, nodes, any_memory)
+        if repiped is not None and repiped.nodes == nodes:
+            legal[nodes] = repiped
             del refused[nodes]
     return Sizes(
-        [found[nodes] for nodes in sorted(found, reverse=True)],
+        [legal[nodes] for nodes in sorted(legal, reverse=True)],
         dict(sorted(refused.items(), reverse=True)),
     )
 
 
 def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
-    """As `plan_sizes`, of a program that no model was named for."""
+    """Returns the legal sizes of a program without a model, as `plan_sizes` does."""
     from orchestrator.planner.program import plan_program
 
     if config.nodes is None:
@@ -196,45 +203,50 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
             Exit.USAGE,
         )
     _check_has(config, last)
-    found = []
+    legal = []
     refused = {}
     for nodes in range(last, first - 1, -1):
-        at = _at(config, nodes)
+        sized_config = _at(config, nodes)
         try:
-            cluster = resolve(at.cluster)
-            plan = plan_program(at, cluster)
+            cluster = resolve(sized_config.cluster)
+            plan = plan_program(sized_config, cluster)
             used = -(-plan.parallel.world_size // cluster.gpus_per_node)
             if used == nodes:
-                found.append(Size(nodes, at, plan))
+                legal.append(Size(nodes, sized_config, plan))
             else:
                 refused[nodes] = (
                     f"groups that stay in their NVLink domain use {used} of these nodes"
                 )
         except OrchError as error:
             refused[nodes] = error.message
-    if not found:
+    if not legal:
         raise OrchError(
             f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
         )
-    return Sizes(found, refused)
+    return Sizes(legal, refused)
 
 
-def node_range(text: str) -> tuple[int, int]:
-    """`4..8` -> (4, 8). Raises OrchError (64) for an empty or very long range."""
-    first, last = map(int, text.split(".."))
+def node_range(size_range: str) -> tuple[int, int]:
+    """Parses a range of nodes: `4..8` -> (4, 8).
+
+    Raises OrchError (64) if the range is empty or longer than `MAX_SIZES`.
+    """
+    first, last = map(int, size_range.split(".."))
     if first > last:
-        raise OrchError(f"nodes={text} is empty: the smaller number comes first", Exit.USAGE)
+        raise OrchError(f"nodes={size_range} is empty: the smaller number comes first", Exit.USAGE)
     if last - first >= MAX_SIZES:
         raise OrchError(
-            f"nodes={text} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned",
+            f"nodes={size_range} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned",
             Exit.USAGE,
         )
     return first, last
 
 
 def _at(config: Config, nodes: int) -> Config:
-    """The configuration with exactly `nodes` nodes: the cluster's first ones, where its switches
-    are ragged."""
+    """Returns the configuration with exactly `nodes` nodes.
+
+    If the switches are ragged, these are the first nodes of the cluster.
+    """
     levels = [
         structs.replace(level, nodes_per_switch=_cut(level.nodes_per_switch, nodes))
         for level in config.cluster.levels
@@ -245,38 +257,43 @@ def _at(config: Config, nodes: int) -> Config:
 
 
 def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
+    """Returns the nodes per switch of a cluster's first `nodes` nodes."""
     if isinstance(per_switch, int):
         return per_switch
-    kept: list[int] = []
+    cut_switches: list[int] = []
     for size in per_switch:
-        kept.append(min(size, nodes - sum(kept)))
-    return [size for size in kept if size]
+        cut_switches.append(min(size, nodes - sum(cut_switches)))
+    return [size for size in cut_switches if size]
 
 
-def _with_layout(config: Config, found: Config) -> Config:
+def _with_layout(config: Config, settled_config: Config) -> Config:
+    """Returns the configuration with the layout that the search settled on, and dp left open."""
     parallel = structs.replace(
-        found.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size
+        settled_config.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size
     )
-    return structs.replace(config, parallel=parallel, train=found.train)
+    return structs.replace(config, parallel=parallel, train=settled_config.train)
 
 
 def _check_has(config: Config, nodes: int) -> None:
-    """Raises OrchError (65) for more nodes than a described cluster has."""
+    """Raises OrchError (65) if `nodes` is more than a described cluster has."""
     if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
-        text = (
+        message = (
             f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(message, Exit.CONFIG)
 
 
 def _replicas(
     config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None
 ) -> Size:
-    """The size with equal replicas, else with unequal ones if faster than the next smaller size.
-    Raises OrchError."""
+    """Returns the size with equal replicas, or with unequal ones if the batch needs that.
+
+    Raises OrchError if unequal replicas would be no faster than the next smaller size.
+    """
+    # Imported here because it imports numpy, which a cached plan does not need.
     from orchestrator.planner.degrees import (
         global_batch,
-    )  # numpy with it, which a plan made before does not need
+    )
 
     _check_has(config, nodes)
     par = config.parallel
@@ -289,23 +306,22 @@ def _replicas(
     )
     if smaller is not None and size.plan.time.step_s >= smaller.plan.time.step_s:
         counts = " or ".join(map(str, sorted(set(taken(size.plan.parallel)))))
-        text = (
+        reason = (
             f"replicas would take {counts} micro-batches, which is no faster than {smaller.nodes}"
             " nodes"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(reason, Exit.CONFIG)
     return size
 
 
 def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size | None:
-    """The fastest plan with another number of pipeline stages, where no whole replica of the job
-    fits; None if none is.
+    """Returns the fastest plan with another number of pipeline stages, or None if there is none.
 
-    The schedule stays where it is legal. `stage_layers` is dropped: it was given for the job's own
-    stages.
+    It serves sizes that cannot hold a whole replica of the job. The schedule stays if it is legal.
+    `stage_layers` is dropped, because it was given for the job's own stages.
     """
     par = config.parallel
-    found = []
+    candidates = []
     stages, rest = divmod(
         nodes * config.cluster.gpus_per_node, prod(getattr(par, a) or 1 for a in ("tp", "cp", "ep"))
     )
@@ -317,40 +333,42 @@ def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -
         if stages % pp == 0 and pp != (par.pp or 1)
     ):
         for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
-            other = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
+            parallel = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
             try:
-                found.append(
+                candidates.append(
                     _replicas(
-                        structs.replace(config, parallel=other), site, nodes, any_memory, None
+                        structs.replace(config, parallel=parallel), site, nodes, any_memory, None
                     )
                 )
             except OrchError:
                 continue
             break
-    return min(found, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
+    return min(candidates, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
 
 
 def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
+    """Plans one size. Raises OrchError (65) if replicas do not divide it or memory is too small."""
     par = config.parallel
     gpus = nodes * config.cluster.gpus_per_node
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
-    at = _at(config, nodes)
-    cluster = site.resolve(at.cluster)
+    sized_config = _at(config, nodes)
+    cluster = site.resolve(sized_config.cluster)
     if _filled(config, cluster) % replica:
         raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
-    plan = plan_of(at, cluster, profile=site.profile)
+    plan = plan_of(sized_config, cluster, profile=site.profile)
     if _over(plan) and not (any_memory or config.run.allow_oom):
-        text = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
-        raise OrchError(f"rank {plan.memory.worst_rank} needs {text}", Exit.CONFIG)
-    return Size(-(-plan.parallel.world_size // cluster.gpus_per_node), at, plan)
+        usage = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
+        raise OrchError(f"rank {plan.memory.worst_rank} needs {usage}", Exit.CONFIG)
+    return Size(-(-plan.parallel.world_size // cluster.gpus_per_node), sized_config, plan)
 
 
 def _filled(config: Config, cluster: Cluster) -> int:
-    """GPUs of `cluster` that the job uses."""
+    """Returns the number of GPUs of `cluster` that the job uses."""
     par = config.parallel
     model = (par.tp or 1, par.cp or 1, par.ep or 1, par.pp or 1)
     return domains_of(cluster).filled(*model, par.allow_tp_across_nvlink)
 
 
 def _over(plan: Plan) -> bool:
+    """Reports whether the fullest rank of a plan needs more memory than it has."""
     return plan.memory.total > plan.memory.capacity

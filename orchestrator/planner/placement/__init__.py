@@ -1,1 +1,1 @@
-"""Which rank sits on which GPU of which node."""
+"""The order of parallelism axes and the nodes on which a job's ranks are placed."""

@@ -1,9 +1,9 @@
-"""The best nesting order of degrees: every order is costed, none is sampled.
+"""Finds the best nesting order of degrees: every order is costed, none is sampled.
 
-Objective, lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then
-expert-parallel groups inside one, then the predicted step time. Orders within 0.5 % of the best are
-ties; of those the one that stays on the lowest levels is taken, then the one nearest the default
-(TP, CP, EP, PP, DP).
+The objective is lexicographic (planning.md E2): keep tensor-parallel groups inside an NVLink
+domain, then expert-parallel groups, then minimise the predicted step time. Orders within 0.5 % of
+the best are ties. Among ties, the order that stays on the lowest levels is taken, then the one
+nearest to the default (TP, CP, EP, PP, DP).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ TIE = 0.005
 
 
 def choose(rest: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
-    """The best of `preferred` candidates by the objective of this module."""
+    """Returns the best of the `preferred` candidates by this module's objective."""
 
     def height(candidate: Candidate) -> int:
+        """Returns the sum over axes of the highest level that each crosses."""
         rank = {SELF: 0, NVLINK: 1, **{name: index + 2 for index, name in enumerate(level_names)}}
         return sum(rank[candidate.worst_level(axis)] for axis in AXES)
 
     fastest = math.inf
-    for candidate in sorted(rest, key=lambda one: one.lower_bound_s):
+    for candidate in sorted(rest, key=lambda option: option.lower_bound_s):
         if candidate.lower_bound_s > fastest * (1 + TIE):
             break
         fastest = min(fastest, candidate.step_s)
@@ -46,13 +47,15 @@ def choose(rest: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
         for candidate in rest
         if candidate.lower_bound_s <= near and candidate.step_s <= near
     ]
-    return min(rest, key=height)  # the first of equals: nearest to the default
+    return min(rest, key=height)  # The first of several equals is the nearest to the default.
 
 
 def preferred(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates that no other precedes whatever the time of a step: all are legal, or none is, and
-    tensor-parallel and expert-parallel groups leave their NVLink domain in all of them, or in
-    none."""
+    """Returns the candidates that no other one precedes, whatever the step time.
+
+    Either all are legal or none is, and the same holds for tensor-parallel and expert-parallel
+    groups that leave their NVLink domain.
+    """
     rest = [candidate for candidate in candidates if candidate.legal] or list(candidates)
     for axis in ("tp", "ep"):
         least = min(candidate.outside_nvlink(axis) for candidate in rest)
@@ -61,8 +64,10 @@ def preferred(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def domain_parts(context: CostContext, parallel: Parallel) -> list[PathCache]:
-    """The parts of the cluster's NVLink domains that a job may take; one where it takes all
-    nodes."""
+    """Returns path caches for the parts of the cluster's NVLink domains that a job may take.
+
+    There is a single one if the job takes all nodes.
+    """
     slots = -(-parallel.world_size // context.cluster.gpus_per_node)
     if context.nodes_are_chosen or slots >= len(context.cluster.node_names):
         return [context.path_cache]
@@ -77,7 +82,7 @@ def domain_parts(context: CostContext, parallel: Parallel) -> list[PathCache]:
 
 
 class Solution(NamedTuple):
-    """Degrees with the best nesting order for them, and what they cost."""
+    """Degrees in their best nesting order, and their cost."""
 
     parallel: Parallel
     best: Candidate
@@ -95,7 +100,10 @@ class Nestings:
         only: Sequence[Axis] | None = None,
         train: Train | None = None,
     ):
-        """`only`: the order that is given. `train`: where its recompute is not the context's."""
+        """Costs every nesting order, or just the order `only`.
+
+        `train` replaces the context's training keys, where recomputation differs.
+        """
         train = train or context.train
         self.context = context
         self.parallel = parallel
@@ -112,11 +120,11 @@ class Nestings:
 
     @property
     def legal(self) -> bool:
-        """Whether tokens can go by domain, where the plan asks for that."""
+        """Whether tokens can be exchanged by domain, if the plan asks for that."""
         return self.candidates[0].legal
 
     def outside_nvlink(self, axis: Literal["tp", "ep"]) -> bool:
-        """Whether groups of the axis leave their NVLink domain, in whatever order."""
+        """Reports whether groups of the axis leave their NVLink domain in every order."""
         return self.candidates[0].outside_nvlink(axis)
 
     @property
@@ -125,7 +133,7 @@ class Nestings:
         return min(candidate.lower_bound_s for candidate in self.candidates)
 
     def solve(self) -> Solution:
-        """The best order. May simulate the pipeline."""
+        """Returns the best order. May simulate the pipeline."""
         best = choose(self.candidates, self.context.level_names)
         parallel = structs.replace(self.parallel, order=list(best.order))
         outside = [axis for axis in AXES if best.outside_nvlink(axis)]
@@ -134,6 +142,8 @@ class Nestings:
 
 
 def solve(context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None) -> Solution:
-    """`parallel` in its best nesting order (or the order `only`), on the best part of the NVLink
-    domains."""
+    """Returns `parallel` in its best nesting order, on the best part of the NVLink domains.
+
+    `only` restricts the choice to one order.
+    """
     return Nestings(context, parallel, only).solve()

@@ -1,11 +1,12 @@
-"""Lower bound of a step on a network over all node placements. Pure.
+"""A lower bound of the step time on a network, over all node placements.
 
-For every axis: its groups need a certain number of nodes each; where not all of them fit under
-switches of a tier, at least one crosses the next tier and pays its rate and latency. Congestion
-counts only at the nodes' own NICs, whose load does not depend on the placement. A bound path has no
-more seconds on NVLink and none more on the network than any real one; where a group may lie on
-either, its seconds are NVLink's, or fewer where the network were faster. So the bound holds
-whatever share of either link the software reaches.
+The groups of each axis need a certain number of nodes. If not all of them fit under the switches of
+a tier, at least one group crosses the next tier and pays its rate and latency. Congestion counts
+only at the nodes' own NICs, whose load does not depend on the placement.
+
+A bound path spends no more seconds on NVLink, and no more on the network, than any real path. Where
+a group could use either, the bound takes the seconds of NVLink, or fewer if the network is faster.
+So the bound holds whatever share of either link the software reaches. Pure.
 """
 
 from __future__ import annotations
@@ -27,36 +28,38 @@ from orchestrator.plan.ranks import degrees
 def placement_lower_bound(
     fabric: Fabric, order: Sequence[Axis], parallel: Parallel, keys: Iterable[PathKey], work: Work
 ) -> float:
-    """Lower bound of the step in seconds, for this nesting order and any placement. `keys`: of the
-    paths it needs."""
+    """Returns a lower bound of the step in seconds, for this nesting order and any placement.
+
+    `keys` are the keys of the paths that the order needs.
+    """
     sizes = degrees(parallel)
     ratio = nvlink_over_fabric(work.rate)
     cuts = Cuts.of(parallel)
     paths = {}
-    known = True
+    inner_known = True
     for key in keys:
         wrap = key != (("pp",), "chain") or parallel.vpp > 1
         members, pattern = communicating(order, sizes, key, cuts)
         paths[key] = path_lower_bound(fabric, members, pattern, wrap, ratio)
         inner = key[0][0] in INNER and (len(key[0]) == 1 or key[1] == "exchange")
-        if inner:  # groups of one node cost the same wherever the node is
-            known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
-    return StepCost(work, paths).bound_over(known)
+        # Groups of one node cost the same on every node.
+        if inner:
+            inner_known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
+    return StepCost(work, paths).bound_over(inner_known)
 
 
 def nvlink_over_fabric(rate: Rates) -> float:
-    """The least by which the share that is reached of NVLink exceeds that of the network, for any
-    collective."""
+    """Returns the smallest ratio of NVLink's reached share to the network's, of any collective."""
     links = (rate.tensor, rate.tensor_outside, rate.ring)
-    return min(value_of(one.nvlink) / value_of(one.nic) for one in links)
+    return min(value_of(link.nvlink) / value_of(link.nic) for link in links)
 
 
 def path_lower_bound(
     fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool, ratio: float = 1.0
 ) -> Path:
-    """A path that costs no more than `fabric.path` of the same groups under any placement.
+    """Returns a path that costs no more than `fabric.path` of the same groups under any placement.
 
-    `ratio`: see `nvlink_over_fabric`.
+    `ratio` is the result of `nvlink_over_fabric`.
     """
     n = members.shape[1]
     if n == 1:
@@ -72,17 +75,18 @@ def path_lower_bound(
         inside = fabric.domain_seconds(2 if pattern == "chain" else n)
         return Path(inside, 0.0, hop, turn, fabric.names[0], {})
     nics = max(1.0, 1.0 / fabric.nics_per_gpu)
-    nic = 1.0 / (float(fabric.rate[1:].max()) * nics)  # a GPU that sends alone
+    nic = 1.0 / (float(fabric.rate[1:].max()) * nics)  # seconds per byte of a GPU that sends alone
     domain = int(fabric.gpus[0].max())
     source, target = (slot, np.roll(slot, -1, axis=1)) if wrap else (slot[:, :-1], slot[:, 1:])
     crossing = source != target
-    # groups that share no nodes: two that share their first node share all
+    # Groups that share no nodes: two groups that share their first node share all nodes.
     count = int(np.count_nonzero(np.bincount(row[:, 0])))
     even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
     level = _least_level(fabric, nodes, count if even else 1)
     if level == 0:
-        # inside one domain, or, where no two neighbours share a node, wholly outside: then all `u`
-        # GPUs of a domain that the job uses send out of it, a ring over at most `u` GPUs' NICs
+        # The group is inside one domain, or, if no two neighbours share a node, wholly outside.
+        # Then all `u` GPUs of a domain that the job uses send out of it: a ring over the NICs of at
+        # most `u` GPUs.
         alone = {"ring": nic * nics / math.sqrt(domain * nics), "chain": nic, "exchange": nic / 2}[
             pattern
         ]
@@ -94,14 +98,15 @@ def path_lower_bound(
     latency = float(fabric.latency[level:].min())
     if pattern == "exchange":
         outside = max(0, n - domain) / (n - 1) * nic
-        inside = (min(n, domain) - 1) / (
-            n - 1
-        )  # at most; by domain, fewer domains get fewer rows of a token
+        # The largest possible share: in an exchange by domain, fewer domains receive fewer rows per
+        # token.
+        inside = (min(n, domain) - 1) / (n - 1)
         return Path(
             0.0, outside, latency, latency * (n - 1), fabric.names[level], {fabric.names[0]: inside}
         )
-    nvlink = 0.0 if crossing.all() else inside  # two neighbours on one node
-    least = int(crossing.sum(axis=1).min())  # hops between nodes; two hops of a ring reach `level`
+    nvlink = 0.0 if crossing.all() else inside  # some two neighbours share a node
+    # Hops between nodes; two hops of a ring reach `level`.
+    least = int(crossing.sum(axis=1).min())
     far = min(2 if wrap else 1, least)
     near = float(fabric.latency[0 if domain > fabric.gpus_per_node else 1 :].min())
     hops = (
@@ -110,7 +115,8 @@ def path_lower_bound(
         + far * latency
     )
     seconds = 1.0 / ((min(n, domain) if pattern == "ring" else 1) * rate * nics)
-    if domain == fabric.gpus_per_node:  # what leaves a node does not depend on where the node is
+    # The traffic that leaves a node does not depend on where the node is.
+    if domain == fabric.gpus_per_node:
         load = np.bincount(source[crossing])
         seconds = max(
             seconds, float(load.max()) / (fabric.gpus_per_node * float(fabric.rate[1:].max()))
@@ -121,7 +127,7 @@ def path_lower_bound(
 
 
 def _least_level(fabric: Fabric, nodes: int, groups: int) -> int:
-    """Lowest tier whose blocks can hold `groups` disjoint groups of `nodes` nodes each."""
+    """Returns the lowest tier whose blocks hold `groups` disjoint groups of `nodes` nodes each."""
     for tier in range(len(fabric.names)):
         sizes = np.bincount(fabric.block[tier])
         if int((sizes // nodes).sum()) >= groups:

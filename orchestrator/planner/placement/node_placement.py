@@ -1,16 +1,17 @@
-"""Node placement: which node stands in which node slot of the job, and how far that is from
-optimal.
+"""Assigns nodes to the node slots of a job, and measures how far the assignment is from optimal.
 
-Ranks fill node slots 0, 1, 2, ...; a placement assigns a node to each slot. It matters where
-switches are ragged or fragmented, or where there are more nodes than needed. Objective,
-lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then expert-parallel
-groups, then the predicted step (which includes the load of shared uplinks), then all communication
-seconds, hidden or not, then the switch levels that the axes cross.
+Ranks fill node slots 0, 1, 2, ...; a placement assigns a node to each slot. It matters if switches
+are ragged or fragmented, or if there are more nodes than needed.
 
-Few nodes are placed exactly: every placement up to symmetry is costed. Many are placed by packing
-whole groups under switches, for every nesting order, then by swaps. The scheduler's own order is
-always a candidate, so the result is never worse. `bound_s` holds for every placement, so the gap to
-it limits what a better one could gain.
+The objective is lexicographic (planning.md E2): keep tensor-parallel groups inside an NVLink
+domain, then expert-parallel groups. Then minimise the predicted step, which includes the load of
+shared uplinks, then all communication seconds, hidden or not, then the switch levels that the axes
+cross.
+
+Few nodes are placed exactly: every placement up to symmetry is costed. Many nodes are placed by
+packing whole groups under switches, for every nesting order, and then by swaps. The scheduler's own
+order is always a candidate, so the result is never worse. `bound_s` holds for every placement, so
+the gap to it limits the gain of a better one.
 """
 
 from __future__ import annotations
@@ -46,38 +47,42 @@ from .group_packing import distinct_node_orders, domain_node_orders, packed_node
 from .lower_bound import placement_lower_bound
 
 EXACT_NODES = 8
-EXACT_PLACEMENTS = 6000  # most placements, up to symmetry, that are all costed
+EXACT_PLACEMENTS = 6000  # the most placements, up to symmetry, that are all costed
 MAX_SWAP_NODES = 64
-MAX_SWAPS = 400  # most placements costed by swaps
+MAX_SWAPS = 400  # the most placements that are costed by swaps
 SWAP_GAIN = 1e-4  # share of the step that a swap must save
 CLOSE = 1e-9  # relative difference below which two steps count as equal
 
 
 class PlacementScore(NamedTuple):
-    """Compared field by field; smaller is better."""
+    """A score that is compared field by field; smaller is better."""
 
-    misfit: bool  # tokens cannot go by domain, which the plan asks for
+    misfit: bool  # the plan asks for an exchange by domain, which is impossible
     tp_outside: bool  # tensor-parallel groups leave their NVLink domain
     ep_outside: bool
     step_s: float
-    busy_s: float  # all communication, hidden or not, of the rank that has most
+    busy_s: float  # all communication, hidden or not, of the busiest rank
     height: int  # sum over axes of the highest level that they cross
     order: int  # index of the nesting order, the default first
 
 
 class NodePlacement(NamedTuple):
+    """The best placement, its score, and a bound for all others."""
+
     nodes: tuple[int, ...]  # index of the node in each slot
     candidate: Candidate
     score: PlacementScore
-    #: lower bound of the step over all placements and nesting orders that keep tp and ep inside
+    #: Lower bound of the step over all placements and nesting orders that keep tp and ep inside.
     bound_s: float
     exact: bool  # every placement was costed
-    given: PlacementScore  # of the nodes in the order in which they were given
+    given: PlacementScore  # score of the nodes in their given order
 
     @property
     def gap(self) -> float:
-        """Share of the step that a better placement could save at most: 0.03 is 3 %; 0 when this
-        one is optimal."""
+        """The largest share of the step that a better placement could save: 0.03 is 3 %.
+
+        It is 0 if this placement is optimal.
+        """
         return 0.0 if self.exact else max(0.0, self.score.step_s / self.bound_s - 1)
 
 
@@ -104,9 +109,9 @@ class PlacementCosts:
         self._inside_first()
 
     def _inside_first(self) -> None:
-        """Drop nesting orders that take tp (then ep) out of a node where others keep it inside.
+        """Drops nesting orders that take tp, then ep, out of a node if others keep it inside.
 
-        Only where NVLink domains are single nodes: there no placement can change it.
+        This applies only if NVLink domains are single nodes, where no placement can change it.
         """
         fabric = self.path_cache.fabric
         if fabric.gpus[0].max() > fabric.gpus_per_node:
@@ -116,50 +121,54 @@ class PlacementCosts:
         for varying in groups:
 
             def outside(order: tuple[Axis, ...], varying: tuple[Axis, ...] = varying) -> bool:
+                """Reports whether groups of the `varying` axes leave their node in this order."""
                 last = max((order.index(axis) for axis in varying if sizes[axis] > 1), default=-1)
                 reach = math.prod(sizes[inner] for inner in order[: last + 1])
-                whole = fabric.gpus_per_node % reach == 0 or reach == self.parallel.world_size
-                return last >= 0 and (reach > fabric.gpus_per_node or not whole)
+                fills_evenly = (
+                    fabric.gpus_per_node % reach == 0 or reach == self.parallel.world_size
+                )
+                return last >= 0 and (reach > fabric.gpus_per_node or not fills_evenly)
 
             inside = [order for order in self.orders if not outside(order)]
             self.orders = inside or self.orders
 
     def cost(self, nodes: Sequence[int]) -> tuple[PlacementScore, Candidate]:
-        """(score, candidate) of the best nesting order for this placement."""
+        """Returns (score, candidate) of the best nesting order for this placement."""
         path_cache = self.path_cache.reordered(nodes)
         pattern = path_cache.fabric.signature()
         if pattern not in self._by_signature:
             best: tuple[PlacementScore, Candidate] | None = None
             for index, order in enumerate(self.orders):
-                found = candidates(path_cache, self.parallel, self.traffic, self.work, order)[0]
-                scored = self._score(found, index), found
+                candidate = candidates(path_cache, self.parallel, self.traffic, self.work, order)[0]
+                scored = self._score(candidate, index), candidate
                 best = scored if best is None or scored[0] < best[0] else best
             assert best is not None
             self._by_signature[pattern] = best
         return self._by_signature[pattern]
 
-    def _score(self, found: Candidate, index: int) -> PlacementScore:
+    def _score(self, candidate: Candidate, index: int) -> PlacementScore:
+        """Returns the score of a candidate whose nesting order has this index."""
         names = self.path_cache.fabric.names
         busy = 0.0
         for rank in {id(items): items for items in self.traffic}.values():
             total = 0.0
             for item in rank:
-                path = found.paths[item.key]
+                path = candidate.paths[item.key]
                 once = collective.seconds(
                     item.operation, item.size, item.members, path, self.work.rate.ring
                 )
                 total += item.count * value_of(once)
             busy = max(busy, total)
-        levels = [found.worst_level(axis) for axis in AXES]
+        levels = [candidate.worst_level(axis) for axis in AXES]
         height = sum(names.index(level) + 1 for level in levels if level in names)
-        tp = found.outside_nvlink("tp")
-        ep = found.outside_nvlink("ep")
+        tp = candidate.outside_nvlink("tp")
+        ep = candidate.outside_nvlink("ep")
         return PlacementScore(
-            not found.legal, tp, ep, _round(found.step_s), _round(busy), height, index
+            not candidate.legal, tp, ep, _round(candidate.step_s), _round(busy), height, index
         )
 
     def bound(self) -> float:
-        """Lower bound of the step in seconds, for any placement and nesting order."""
+        """Returns a lower bound of the step in seconds, for any placement and nesting order."""
         keys = path_keys(self.traffic)
         return min(
             placement_lower_bound(self.path_cache.fabric, order, self.parallel, keys, self.work)
@@ -175,19 +184,20 @@ def place_nodes(
     only: Sequence[Axis] | None = None,
     exact: bool | None = None,
 ) -> NodePlacement:
-    """The best placement found, never worse than the given node order. `exact` None: cost all where
-    nodes are few.
+    """Returns the best placement found, which is never worse than the given node order.
 
-    O(nodes log nodes) for many nodes. The result depends on the network's shape, not on names or
-    their order, except that the given order wins ties.
+    `exact` costs all placements; None does so if there are few nodes. O(nodes log nodes) for many
+    nodes. The result depends on the network's shape, not on names or their order, except that the
+    given order wins ties.
     """
     costs = PlacementCosts(path_cache, parallel, traffic, work, only)
-    given = tuple(range(costs.slots))
+    given_order = tuple(range(costs.slots))
     bound = costs.bound()
-    best = (*costs.cost(given), given)
+    best = (*costs.cost(given_order), given_order)
     given_score = best[0]
 
     def done() -> bool:
+        """Reports whether no other placement can be better."""
         return best[0].step_s <= bound * (1 + CLOSE) and not (best[0].tp_outside or best[0].misfit)
 
     few = costs.total <= EXACT_NODES if exact is None else exact
@@ -201,7 +211,7 @@ def place_nodes(
         is not None
     ):
         for nodes in placements:
-            best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
+            best = min(best, (*costs.cost(nodes), nodes), key=lambda scored: scored[0])
         return NodePlacement(
             best[2], best[1], best[0], min(bound, best[0].step_s), True, given_score
         )
@@ -213,23 +223,26 @@ def place_nodes(
         else domain_node_orders(path_cache.fabric, parallel.tp, costs.slots)
     )
     for nodes in itertools.chain(packed, by_domain):
-        best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
+        best = min(best, (*costs.cost(nodes), nodes), key=lambda scored: scored[0])
     if not done() and costs.total <= MAX_SWAP_NODES:
         best = _improve_by_swaps(costs, best)
     return NodePlacement(best[2], best[1], best[0], min(bound, best[0].step_s), False, given_score)
 
 
-def _up_to(limit: int, found: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
-    result = list(itertools.islice(found, limit + 1))
-    return result if len(result) <= limit else None
+def _up_to(limit: int, placements: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
+    """Returns all placements, or None if there are more than `limit`."""
+    taken_placements = list(itertools.islice(placements, limit + 1))
+    return taken_placements if len(taken_placements) <= limit else None
 
 
 def _improve_by_swaps(
     costs: PlacementCosts, best: tuple[PlacementScore, Candidate, tuple[int, ...]]
 ) -> tuple[PlacementScore, Candidate, tuple[int, ...]]:
-    """Swap the nodes of two slots, or a used and a free node, while that helps; at most `MAX_SWAPS`
-    tries."""
-    left = MAX_SWAPS
+    """Swaps the nodes of two slots, or a used and a free node, as long as that helps.
+
+    At most `MAX_SWAPS` placements are tried.
+    """
+    tries_left = MAX_SWAPS
     improved = True
     while improved:
         improved = False
@@ -238,39 +251,40 @@ def _improve_by_swaps(
         pairs = [(i, j) for i in range(len(nodes)) for j in range(i + 1, len(nodes))]
         tries = [_swapped(nodes, i, j) for i, j in pairs]
         tries += [(*nodes[:i], node, *nodes[i + 1 :]) for i in range(len(nodes)) for node in spare]
-        for other in tries:
-            if left == 0:
+        for swapped in tries:
+            if tries_left == 0:
                 return best
-            left -= 1
-            scored = costs.cost(other)
+            tries_left -= 1
+            scored = costs.cost(swapped)
             if _is_worth_swapping(scored[0], best[0]):
-                best = (*scored, other)
+                best = (*scored, swapped)
                 improved = True
                 break
     return best
 
 
 def _is_worth_swapping(new: PlacementScore, old: PlacementScore) -> bool:
-    """Whether a swap gains enough."""
+    """Reports whether a swap gains enough."""
     return new[:3] < old[:3] or (new[:3] == old[:3] and new.step_s < old.step_s * (1 - SWAP_GAIN))
 
 
 def _swapped(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
-    result = list(nodes)
-    result[i], result[j] = result[j], result[i]
-    return tuple(result)
+    """Returns the nodes with those of slots i and j swapped."""
+    swapped = list(nodes)
+    swapped[i], swapped[j] = swapped[j], swapped[i]
+    return tuple(swapped)
 
 
 def reorder(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
-    """`cluster` with `nodes` first, in this order, and then all others in their old order, as
-    spares."""
+    """Returns `cluster` with `nodes` first, in this order, and all other nodes last, as spares."""
     chosen = set(nodes)
     order = [*nodes, *(node for node in range(len(cluster.node_names)) if node not in chosen)]
-    at = np.empty(len(order), dtype=np.int64)
-    at[order] = np.arange(len(order))
+    new_index = np.empty(len(order), dtype=np.int64)
+    new_index[order] = np.arange(len(order))
 
     def moved(blocks: list[list[int]]) -> list[list[int]]:
-        return sorted(sorted(int(at[node]) for node in block) for block in blocks)
+        """Returns the blocks with the new indexes of their nodes."""
+        return sorted(sorted(int(new_index[node]) for node in block) for block in blocks)
 
     return structs.replace(
         cluster,
@@ -281,16 +295,16 @@ def reorder(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
 
 
 def _round(seconds: float) -> float:
-    """Rounded to nine digits, so that another order of summation is not another cost."""
+    """Rounds to nine digits, so that another order of summation is not another cost."""
     return float(f"{seconds:.9g}")
 
 
 def cluster_to_fill(config: Config, pool: Cluster) -> Cluster:
-    """Nodes of `pool`, as many as the degrees need, for the legality rules; placement chooses among
-    all.
+    """Returns as many nodes of `pool` as the degrees need, for the legality rules.
 
-    A described cluster is filled, but for what `plan.domains` leaves idle. An imported one may be
-    larger; with dp left out the job takes all of it.
+    The placement may still choose among all nodes. A described cluster is filled, except for the
+    nodes that `plan.domains` leaves idle. An imported cluster may be larger; if dp is left out, the
+    job takes all of it.
     """
     par = with_defaults(config.parallel)
     if config.cluster.topology_file is None or par.dp is None:
@@ -311,22 +325,25 @@ def make_context(
     profile: Profile | None = None,
     path_cache: PathCache | None = None,
 ) -> CostContext:
-    """What all layouts of a configuration share. `path_cache`: the cluster's, if there is one
-    already."""
+    """Returns the context that all layouts of a configuration share.
+
+    `path_cache` is the cluster's, if there is one already.
+    """
     software = software_named(config.cost.software)
     matmul = config.train.matmul
-    same: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
-    same |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
-    return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **same)
+    settings: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
+    settings |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
+    return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **settings)
 
 
 def place_job(
     context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, move: bool = True
 ) -> tuple[CostContext, Certificate]:
-    """(context with its nodes in the order of the best placement, spares last; certificate of that
-    placement).
+    """Places a job on its nodes.
 
-    Without `move` the nodes keep their order, but for those that stay idle, and are only certified.
+    Returns (context with its nodes in the order of the best placement, spares last; certificate of
+    that placement). Without `move` the nodes keep their order, except for those that stay idle, and
+    are only certified.
     """
     traffic = step_traffic(context.workload(parallel))
     work = context.work(parallel, context.train)
@@ -336,23 +353,26 @@ def place_job(
         costs = PlacementCosts(context.path_cache, parallel, traffic, work, only)
         bound = costs.bound()
         return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
-    found = place_nodes(context.path_cache, parallel, traffic, work, only)
-    given = found.given.step_s
+    placement = place_nodes(context.path_cache, parallel, traffic, work, only)
+    given_step_s = placement.given.step_s
     certificate = Certificate(
-        bound_s=found.bound_s, gap=found.gap, exact=found.exact, given_step_s=given
+        bound_s=placement.bound_s,
+        gap=placement.gap,
+        exact=placement.exact,
+        given_step_s=given_step_s,
     )
-    return _moved(context, found.nodes), certificate
+    return _moved(context, placement.nodes), certificate
 
 
 def _moved(context: CostContext, nodes: Sequence[int]) -> CostContext:
-    """The context of the same job with its ranks on `nodes`, in this order."""
+    """Returns the context of the same job with its ranks on `nodes`, in this order."""
     if tuple(nodes) == tuple(range(len(nodes))):
         return context.with_chosen_nodes()
     return context.on(reorder(context.cluster, nodes)).with_chosen_nodes()
 
 
 def certified(certificate: Certificate, step_s: float) -> Certificate:
-    """The certificate with its gap to the predicted step, which also limits its bound."""
+    """Returns the certificate with its gap to the predicted step, which also limits its bound."""
     bound = min(certificate.bound_s, step_s)
     gap = 0.0 if certificate.exact else step_s / bound - 1
     return structs.replace(

@@ -1,5 +1,7 @@
-"""Rank assignment of a plan and what schedulers ask of it. Pure, without numpy: pods and submitters
-import it."""
+"""The rank assignment of a plan, and the numbers that schedulers take from it.
+
+Pure and without numpy, because pods and submitters import it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from orchestrator.plan.document import Cluster, Coord, Plan, Rank
 
 
 def assign_ranks(cluster: Cluster, all_coords: Sequence[Mapping[str, int]]) -> list[Rank]:
-    """Ranks with node, GPU and the NIC that serves that GPU. all_coords: coordinates of each rank
-    by axis."""
+    """Returns the ranks with their node, GPU and the NIC that serves that GPU.
+
+    `all_coords` holds the coordinates of each rank by axis.
+    """
     gpus = cluster.gpus_per_node
     nics = cluster.nics_per_node
     return [
@@ -27,17 +31,18 @@ def assign_ranks(cluster: Cluster, all_coords: Sequence[Mapping[str, int]]) -> l
 
 
 def used_nodes(plan: Plan) -> list[str]:
-    """Nodes that hold ranks, in the plan's node order."""
+    """Returns the nodes that hold ranks, in the plan's node order."""
     busy = {rank.node for rank in plan.ranks}
     return [node for node in plan.cluster.node_names if node in busy]
 
 
 def used_node_count(plan: Plan) -> int:
+    """Returns the number of nodes that hold ranks."""
     return len(used_nodes(plan))
 
 
 def leaf_switches(plan: Plan) -> int:
-    """Number of innermost switches above the plan's nodes."""
+    """Returns the number of innermost switches above the nodes that hold ranks."""
     if not plan.cluster.levels:
         return 1
     index = {name: i for i, name in enumerate(plan.cluster.node_names)}
@@ -46,9 +51,9 @@ def leaf_switches(plan: Plan) -> int:
 
 
 def block_size(plan: Plan) -> int:
-    """Nodes of a block: of an NVLink domain where domains span nodes, else of an innermost switch.
+    """Returns the nodes of a block: an NVLink domain that spans nodes, else an innermost switch.
 
-    The largest block counts: a block of which some nodes are in use looks smaller in the plan than
+    The largest block counts, because a block that is partly in use looks smaller in the plan than
     to the scheduler.
     """
     domain = max(len(nodes) for nodes in plan.cluster.nvlink_domains)
@@ -58,13 +63,12 @@ def block_size(plan: Plan) -> int:
 
 
 def whole_unit(plan: Plan, block: int) -> int:
-    """Nodes of the largest unit of the job that fits into a block of `block` nodes and divides the
-    job.
+    """Returns the nodes of the largest unit that fits a block of `block` nodes and divides the job.
 
     A unit spans the innermost k axes, whose ranks should stay together: the tensor-parallel group,
-    then with its context, expert and pipeline neighbours, and so on. Where the job uses equal parts
-    of NVLink domains and leaves the rest of them idle (`plan.domains`), such a part is the unit.
-    Slurm's --segment and Kueue's slices keep it inside one block.
+    then with its context, expert and pipeline neighbours, and so on. If the job uses equal parts of
+    NVLink domains and leaves the rest of them idle (`plan.domains`), such a part is the unit.
+    Slurm's --segment and Kueue's slices keep a unit inside one block.
     """
     nodes = used_node_count(plan)
     gpus = plan.cluster.gpus_per_node
@@ -75,19 +79,18 @@ def whole_unit(plan: Plan, block: int) -> int:
         size, rest = divmod(ranks, gpus)
         if not rest and size and size <= block and nodes % size == 0:
             best = size
-    busy = [
-        sum(node < nodes for node in domain) for domain in plan.cluster.nvlink_domains
-    ]  # ranks fill the first
-    part = max(busy)
-    equal = {*busy} <= {0, part} and part < max(map(len, plan.cluster.nvlink_domains))
-    return part if equal and part <= block and part % best == 0 else best
+    # Ranks fill the first nodes.
+    busy = [sum(node < nodes for node in domain) for domain in plan.cluster.nvlink_domains]
+    domain_part = max(busy)
+    equal = {*busy} <= {0, domain_part} and domain_part < max(map(len, plan.cluster.nvlink_domains))
+    return domain_part if equal and domain_part <= block and domain_part % best == 0 else best
 
 
 def save_seconds(plan: Plan, gb_per_s_per_node: float) -> float:
-    """Upper bound of the seconds of a save after a termination signal, for grace periods.
+    """Returns an upper bound of the seconds of a save at a termination signal, for grace periods.
 
-    The current step ends, then each node writes the states of its ranks. Every rank is counted like
-    the fullest one, and states that replicas share are counted on each.
+    The current step ends, and then each node writes the states of its ranks. Every rank is counted
+    like the fullest one, and states that replicas share are counted on each.
     """
     ranks = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
     stored = (plan.memory.params + plan.memory.optimizer) * ranks

@@ -1,1 +1,1 @@
-"""The search of `parallel=auto` and `orch tune`: every legal layout, exhaustive by bounding."""
+"""The search of `parallel=auto`: exact branch and bound for the fastest legal layout that fits."""

@@ -1,4 +1,4 @@
-"""`parallel=auto`: the configuration with everything that was left open filled in by the search."""
+"""Fills in everything that a configuration with `parallel=auto` leaves open, by the search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .search import NEAR, Search, SearchResult
 from .ties import bytes_at_the_top
 
 GIB = 1 << 30
-#: Keys that the search keeps where they are given.
+#: Keys that the search keeps if they are given.
 GIVEN = (
     "tp",
     "cp",
@@ -43,24 +43,26 @@ def search(
     any_layout: bool = False,
     profile: Profile | None = None,
 ) -> SearchResult:
-    """The fastest layout that fits, and slower ones (by up to `near`) that need less memory.
+    """Returns the fastest layout that fits, and slower ones that need less memory.
 
-    `any_layout`: also layouts that the bundled trainer does not run. Raises OrchError (65) when
-    nothing fits.
+    `any_layout` also searches layouts that the bundled trainer does not run. Raises OrchError (65)
+    if nothing fits.
     """
     seeker = Search(config, cluster, any_layout, profile)
     answer = _run(seeker, near)
-    shown = {one.layout: one for one in (*answer.front, *answer.equal)}
-    shown = {layout: _with_interval(one, seeker.context) for layout, one in shown.items()}
+    shown = {costed.layout: costed for costed in (*answer.front, *answer.equal)}
+    shown = {layout: _with_interval(costed, seeker.context) for layout, costed in shown.items()}
     front, equal = (
-        [shown[one.layout] for one in layouts] for layouts in (answer.front, answer.equal)
+        [shown[costed.layout] for costed in layouts] for layouts in (answer.front, answer.equal)
     )
     return answer._replace(front=front, equal=equal)
 
 
 def _with_interval(layout: CostedLayout, context: CostContext) -> CostedLayout:
-    """With what only a reader needs: the error of the prediction, bytes over the top of the
-    network."""
+    """Adds what only a reader of the result needs.
+
+    That is the error of the prediction, and the bytes over the top level of the network.
+    """
     parallel, best, _, time = layout.solution
     train = structs.replace(context.train, recompute=layout.layout.recompute)
     sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
@@ -73,8 +75,10 @@ def _with_interval(layout: CostedLayout, context: CostContext) -> CostedLayout:
 def resolve_auto(
     config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
 ) -> tuple[Config, CostContext | None]:
-    """(configuration with every degree filled in, cost context of the search or None when nothing
-    was open)."""
+    """Returns (configuration with every degree filled in, cost context of the search).
+
+    The context is None if nothing was open.
+    """
     if not config.parallel.auto:
         return config, None
     seeker = Search(config, cluster, any_layout, profile)
@@ -84,11 +88,12 @@ def resolve_auto(
 def settled(
     config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
 ) -> Config:
-    """The configuration with every degree filled in."""
+    """Returns the configuration with every degree filled in."""
     return resolve_auto(config, cluster, any_layout, profile)[0]
 
 
 def _run(seeker: Search, near: float) -> SearchResult:
+    """Runs the search. Raises OrchError (65) if nothing is legal or nothing fits."""
     config = seeker.space.config
     answer = seeker.run(near)
     if answer.front:

@@ -1,11 +1,10 @@
-"""The cheapest path that each axis could have on a cluster in any nesting order: a lower bound of
-its communication.
+"""The cheapest path that each axis could have on a cluster in any nesting order.
 
-Tensor-parallel groups lie inside one NVLink domain (a rule, unless `allow_tp_across_nvlink`), so a
-block of G GPUs holds at most G / tp members of any other group. A group with more members must
-leave the block; how often, over how many NICs and with what latency follows from that number, tier
-by tier. What may lie inside a domain or outside gets NVLink's seconds, or fewer where the network
-were faster.
+Such paths give a lower bound of the communication. Tensor-parallel groups lie inside one NVLink
+domain (a rule, unless `allow_tp_across_nvlink`), so a block of G GPUs holds at most G / tp members
+of any other group. A group with more members must leave the block; how often, over how many NICs
+and with what latency follows from that number, tier by tier. Traffic that may stay inside a domain
+or leave it gets the seconds of NVLink, or fewer if the network is faster.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ from .space import Mesh
 
 
 class BestPaths:
+    """The best paths of the groups of any mesh on one cluster."""
+
     def __init__(self, fabric: Fabric, rate: Rates, confined: bool):
-        """`confined`: tensor-parallel groups stay inside their NVLink domain."""
+        """`confined` keeps tensor-parallel groups inside their NVLink domain."""
         self.confined = confined
         self.links = rate.ring
         self.ratio = nvlink_over_fabric(rate)
-        self.blocks = [
-            int(gpus.max()) for gpus in fabric.gpus
-        ]  # GPUs of the largest block of each tier
+        # GPUs of the largest block of each tier.
+        self.blocks = [int(gpus.max()) for gpus in fabric.gpus]
         self.fabric = fabric
         self.inside = 1.0 / float(fabric.rate[0])
-        self.share = 1.0 / float(fabric.rate[1:].max())  # s/byte over one GPU's share of the NICs
+        # seconds per byte over one GPU's share of the NICs
+        self.share = 1.0 / float(fabric.rate[1:].max())
         self.own_nic = self.share / max(1.0, 1.0 / fabric.nics_per_gpu)
-        self.latency = [
-            float(fabric.latency[tier:].min()) for tier in range(len(self.blocks))
-        ]  # of this tier or above
+        # The lowest latency of each tier and those above it.
+        self.latency = [float(fabric.latency[tier:].min()) for tier in range(len(self.blocks))]
         self._ring, self._chain, self._exchange = (
             cache(self.ring),
             cache(self.chain),
@@ -48,13 +48,17 @@ class BestPaths:
         )
 
     def possible(self, mesh: Mesh, near: bool) -> bool:
-        """Whether stages can lie inside an NVLink domain (`near`); without a pipeline one nesting
-        is enough."""
+        """Reports whether stages can lie inside an NVLink domain (`near`), or outside.
+
+        Without a pipeline one nesting is enough.
+        """
         return mesh.pp <= self.members_in_block(mesh.tp) if near else mesh.pp > 1
 
     def paths(self, mesh: Mesh, near: bool) -> dict[PathKey, Path]:
-        """Best paths of a mesh. near: stages lie inside an NVLink domain and leave less of it to
-        other rings."""
+        """Returns the best paths of a mesh.
+
+        With `near`, stages lie inside an NVLink domain and leave less of it to other rings.
+        """
         tp = mesh.tp
         cp = mesh.cp
         ep = mesh.ep
@@ -73,44 +77,43 @@ class BestPaths:
             (("pp",), "chain"): self._chain(mesh.pp, tp, near),
             (DENSE_REPLICAS, "ring"): self._ring(cp * ep * dp, tp, sharing),
             (alike, "ring"): self._ring(edp, tp, sharing),
-            # of a bidirectional pipeline, whose ends hold the same: whatever the ranks, there are
-            # as many
+            # The rings of a bidirectional pipeline, whose two ends hold the same layers: their
+            # length does not depend on the rank.
             ((*DENSE_REPLICAS, "pp"), "ring"): self._ring(2 * cp * ep * dp, tp),
             ((*alike, "pp"), "ring"): self._ring(2 * edp, tp),
         }
 
     def per_byte(self, path: Path) -> float:
-        """Seconds of a byte of a ring."""
+        """Returns the seconds per byte of a ring."""
         return max(
             path.nvlink_s / value_of(self.links.nvlink), path.fabric_s / value_of(self.links.nic)
         )
 
     def members_in_block(self, tp: int, tier: int = 0) -> int:
-        """Most members that a group of any axis but tp can have in one block of a tier."""
+        """Returns the most members of a group of any axis but tp in one block of a tier."""
         return max(1, self.blocks[tier] // tp) if self.confined else self.blocks[tier]
 
     def _near(self, alone: float) -> float:
-        """Seconds on NVLink that are no more than those inside a domain, nor than `alone` on the
-        network.
+        """Returns seconds per byte on NVLink that exceed neither those inside a domain nor `alone`.
 
-        Where no hop of any ring lies inside a domain, all GPUs of a domain send out of it at once.
+        `alone` is the time of a single GPU on the network. If no hop of any ring lies inside a
+        domain, all GPUs of a domain send out of it at once.
         """
         return min(self.inside, alone * self.ratio)
 
     def ring(self, members: int, tp: int, sharing: int = 1) -> Path:
-        """Best path of a ring: its members in one domain share the domain's NICs.
+        """Returns the best path of a ring, whose members in one domain share the domain's NICs.
 
-        `sharing`: members of another axis that lie in the same domain. At least one hop leaves each
-        block that cannot hold the whole group.
+        `sharing` members of another axis lie in the same domain. At least one hop leaves each block
+        that cannot hold the whole group.
         """
         if members == 1:
             return NO_PATH
         members_in_block = -(-self.members_in_block(tp) // sharing)
         turn = 0.0
         hops = members
-        for tier in range(
-            len(self.blocks)
-        ):  # hops below a tier follow from the number of blocks that the ring visits
+        # The hops below a tier follow from the number of blocks that the ring visits.
+        for tier in range(len(self.blocks)):
             room = members_in_block if tier == 0 else self.members_in_block(tp, tier)
             leaving = -(-members // room) if members > room else 0
             turn += (hops - leaving) * self.latency[tier]
@@ -125,6 +128,7 @@ class BestPaths:
         return Path(0.0, self.own_nic, hop, turn, NVLINK, {})
 
     def tensor(self, tp: int) -> Path:
+        """Returns the best path of a tensor-parallel ring."""
         if tp == 1:
             return NO_PATH
         if not self.confined:
@@ -133,9 +137,9 @@ class BestPaths:
         return Path(inside, 0.0, self.latency[0], tp * self.latency[0], NVLINK, {})
 
     def chain(self, members: int, tp: int, near: bool = True) -> Path:
-        """Best path to the next member, over the GPU's own NIC where that is on another node.
+        """Returns the best path to the next member, over the GPU's own NIC between nodes.
 
-        `near`: neighbours may lie in one domain.
+        With `near`, neighbours may lie in one domain.
         """
         if members == 1:
             return NO_PATH
@@ -146,10 +150,9 @@ class BestPaths:
         return Path(self._near(self.own_nic), 0.0, self.latency[0], 0.0, NVLINK, {})
 
     def by_domain(self, members: int, etp: int, moe: Moe) -> list[Path]:
-        """Best paths of an all-to-all by domain, for each number of members that may lie in each
-        domain."""
-        most = min(members, self.members_in_block(etp))
-        inside = [count for count in range(1, most + 1) if members % count == 0]
+        """Returns the best paths of an all-to-all by domain, one per number of members inside."""
+        largest = min(members, self.members_in_block(etp))
+        inside = [count for count in range(1, largest + 1) if members % count == 0]
         return [
             self._parted(members, etp, count)
             for count in inside
@@ -157,7 +160,7 @@ class BestPaths:
         ]
 
     def _parted(self, members: int, etp: int, inside: int) -> Path:
-        """Of an all-to-all with `inside` members in each domain."""
+        """Returns the path of an all-to-all with `inside` members in each domain."""
         near = (inside - 1) / (members - 1)
         hop = self._hop(members, etp)
         if inside == members:
@@ -166,20 +169,21 @@ class BestPaths:
         return Path(near * self.inside, far, hop, 0.0, NVLINK, {NVLINK: near})
 
     def exchange(self, members: int, tp: int) -> Path:
-        """Best path of an all-to-all: bytes for members outside the domain go over its NICs. `tp`:
-        ranks of tp that are in groups of their own."""
+        """Returns the best path of an all-to-all; bytes that leave the domain use its NICs.
+
+        `tp` is the number of tp ranks that are in groups of their own.
+        """
         if members == 1:
             return NO_PATH
         outside = max(0, members - self.members_in_block(tp)) / (members - 1)
         hop = self._hop(members, tp)
         if outside:
             return Path(0.0, outside * min(self.share, self.own_nic), hop, 0.0, NVLINK, {})
-        return Path(
-            self._near(self.own_nic / 2), 0.0, hop, 0.0, NVLINK, {}
-        )  # in two parts: half of the bytes leave
+        # A group in two halves sends half of its bytes out of the domain.
+        return Path(self._near(self.own_nic / 2), 0.0, hop, 0.0, NVLINK, {})
 
     def _hop(self, members: int, tp: int) -> float:
-        """Latency of the longest hop: that of the lowest tier whose blocks can hold the group."""
+        """Returns the latency of the longest hop, on the lowest tier that can hold the group."""
         tiers = range(len(self.blocks))
         return self.latency[
             next((tier for tier in tiers if members <= self.members_in_block(tp, tier)), tiers[-1])

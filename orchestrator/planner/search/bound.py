@@ -1,15 +1,15 @@
-"""Lower bounds of a layout's step time and memory, a few microseconds each.
+"""Lower bounds of a layout's step time and memory, at a few microseconds each.
 
 Every term is the cost model's own (`LayerCost`, `cost.communication`), with two replacements that
-can only lower it: each axis gets the best path that any nesting order could give it (`BestPaths`),
-and the pipeline a span that no schedule can beat. A rank that computes longer hides more of its
-gradients, but no more than it computes longer, so the span and the gradients of a rank are bounded
-together. No layout costs less than its bound, and most nearly that.
+can only lower it. Each axis gets the best path that any nesting order could give it (`BestPaths`),
+and the pipeline gets a span that no schedule can beat. A rank that computes longer hides more of
+its gradients, but no more than the additional time. So the span and the gradients of a rank are
+bounded together. No layout costs less than its bound, and most cost nearly that.
 
-`MeshBound`: a mesh in one or several variants. `RecomputeBound`: with a recomputation mode.
-`PipelineBound`: with an assignment of stages to ranks as well; what is left are the schedule's name
-(micro-batches in flight) and the ZeRO stage, with which `bytes_of` and `seconds_of` bound a
-complete layout.
+`MeshBound` bounds a mesh in one or several variants. `RecomputeBound` adds a recomputation mode.
+`PipelineBound` also adds an assignment of stages to ranks. Then only the schedule's name
+(micro-batches in flight) and the ZeRO stage are open; with these, `bytes_of` and `seconds_of` bound
+a complete layout.
 """
 
 from __future__ import annotations
@@ -40,29 +40,31 @@ from .layer_cost import LayerCost, LeastWork, least_work
 from .pipeline_shapes import PipelineShapes
 from .space import Fold, Mesh, Variant
 
-ROUNDING = (1 - EQUAL) * (
-    1 - 1e-9
-)  # stages count as equal to EQUAL; bounds add up in another order than the model
+# Stages within EQUAL count as equal, and bounds are summed in another order than the model.
+ROUNDING = (1 - EQUAL) * (1 - 1e-9)
 
 
 class Layers(NamedTuple):
-    """What a layer may cost in the variants and folds of a mesh that are open."""
+    """The costs that a layer may have in the open variants and folds of a mesh."""
 
-    fold: Fold  # of `costs[0]`
-    variant: Variant  # with the least work
-    cp_methods: tuple[CpMethod, ...]  # those that are open
-    sp_open: bool  # sequence parallelism is open too, that of `variant` is one of two
-    costs: list[
-        LayerCost
-    ]  # with each fold of the experts: of several, only `MeshBound.least_seconds` holds for all
+    fold: Fold  # the fold of `costs[0]`
+    variant: Variant  # the variant with the least work
+    cp_methods: tuple[CpMethod, ...]  # the open methods
+    sp_open: bool  # sequence parallelism is open too; `variant` has one of both settings
+    # One cost per fold of the experts; with several folds, only `MeshBound.least_seconds` holds for
+    # all.
+    costs: list[LayerCost]
 
     def least_work(self, recompute: str) -> LeastWork:
+        """Returns the least work that a layer may have."""
         return least_work(self.costs, recompute, self.cp_methods, self.sp_open)
 
 
 def least_of_column(meshes: Iterable[Mesh], layers: Layers) -> float:
-    """Lower bound of the step in seconds, of meshes that differ in pp, dp and micro-batches: the
-    work of an average rank."""
+    """Returns a lower bound in seconds of the step of meshes that differ in pp, dp and batches.
+
+    It is the work of an average rank.
+    """
     work = layers.least_work("none")
     context = layers.costs[0].context
     factors = dict[int, float]()
@@ -77,19 +79,20 @@ def least_of_column(meshes: Iterable[Mesh], layers: Layers) -> float:
 
 
 class MeshBound:
+    """Bounds of one mesh in one or several variants."""
+
     def __init__(self, mesh: Mesh, layers: Layers, shapes: PipelineShapes, best: BestPaths):
-        """`mesh`: with the first variant of `layers`."""
+        """`mesh` has the first variant of `layers`."""
         self.mesh = mesh
         self.layers = layers
         self.shapes = shapes
         cost = self.cost = layers.costs[0]
         self.cp_methods = layers.cp_methods
-        key = *mesh[:5], *(one.experts for one in layers.costs)
+        key = *mesh[:5], *(layer_cost.experts for layer_cost in layers.costs)
         self.degrees: DegreesBound = cost.share(key, DegreesBound, mesh, layers.costs, best)
         context = cost.context
-        self.overlapped = (
-            context.software.overlapped_steps
-        )  # of schedules that split backward, some are never idle
+        # Some of the schedules that split backward are never idle.
+        self.overlapped = context.software.overlapped_steps
         self.gradients = cost.share((mesh.pp, mesh.micro_batches), gradient_shares, mesh, cost)
         self.transfers = [0.0 for _ in self.degrees.nestings]
         if mesh.pp > 1:
@@ -97,24 +100,24 @@ class MeshBound:
             self.transfers = [
                 value_of(transfer_seconds(*job, paths)) for paths in self.degrees.nestings
             ]
-        #: tensor parallelism lies inside an NVLink domain, and nothing else communicates inside a
-        #: stage
+        #: True if tensor parallelism lies inside an NVLink domain and nothing else communicates
+        #: inside a stage.
         self.inner_known = mesh.cp == 1 and cost.experts.ep == 1 and (mesh.tp == 1 or best.confined)
         self.sharded: list[ZeroStage] = []
 
     def branches(self, recomputes: Iterable[str], zeros: Iterable[int]) -> Iterator[RecomputeBound]:
-        """One bound for each recomputation mode."""
+        """Yields one bound per recomputation mode."""
         if not self.sharded:
             par = self.cost.in_mesh(self.mesh)
             self.sharded += [ZeroStage(self, structs.replace(par, zero=zero)) for zero in zeros]
         return (RecomputeBound(self, recompute) for recompute in recomputes)
 
     def least_seconds(self, recompute: str = "none") -> float:
-        """Lower bound of the step in seconds, with one recomputation mode (none: also of all
-        others).
+        """Returns a lower bound of the step in seconds, with one recomputation mode.
 
-        The work of an average rank, or of the one with most layers, or of the one that starts last,
-        with the least that its gradients can show.
+        The bound of mode "none" holds for all others too. It is the largest of three amounts of
+        work: that of an average rank, of the rank with most layers, and of the rank that starts
+        last, each with the least exposed gradients.
         """
         m = self.mesh.micro_batches
         degrees = self.degrees
@@ -131,17 +134,18 @@ class MeshBound:
             chain = work.forwards + (0.5 if late.split else 1.0) * work.backwards
             chain *= not (late.split and self.overlapped)
             span = max(average, chain, heaviest * m * work.layer, ahead + late.own * m * work.layer)
-            own = span + self.exposed(
-                degrees.average_gradients_s, span / m
-            )  # of an average rank: no longer than all
-            own = max(own, heaviest * of_layer, ahead + late.own * of_layer)
-            least = min(least, own + once * (m * late.sends + 2 * (pp - 1)))
+            # The gradients of an average rank take no longer than those of the slowest rank.
+            rank_s = span + self.exposed(degrees.average_gradients_s, span / m)
+            rank_s = max(rank_s, heaviest * of_layer, ahead + late.own * of_layer)
+            least = min(least, rank_s + once * (m * late.sends + 2 * (pp - 1)))
         return (least + degrees.constant_s) * degrees.factor
 
     def exposed(self, byte_s: float, micro_batch_s: float) -> float:
-        """The least that gradients and weights show, with any ZeRO stage, of a rank whose
-        parameters take `byte_s` seconds for a byte of each, behind micro-batches of `micro_batch_s`
-        seconds."""
+        """Returns the shortest exposed time of gradients and weights, with any ZeRO stage.
+
+        The rank's parameters take `byte_s` seconds for one byte of each, and its micro-batches take
+        `micro_batch_s` seconds.
+        """
         least = float("inf")
         for size, shown, windows in self.gradients:
             seconds = size * byte_s
@@ -153,81 +157,92 @@ class MeshBound:
 
     @cached_property
     def states(self) -> tuple[float, float]:
-        """Bytes of states and buffers of (an average rank, one with the fewest layers), with the
-        ZeRO stage that needs least."""
+        """State and buffer bytes of (an average rank, a rank with the fewest layers).
+
+        They are those of the ZeRO stage that needs least.
+        """
         average = self.cost.average_params(self.mesh.pp)
         fewest = self.cost.fewest_params(self.shapes.least)
-        return min(one.bytes_of(*average) for one in self.sharded), min(
-            one.bytes_of(*fewest) for one in self.sharded
+        return min(stage.bytes_of(*average) for stage in self.sharded), min(
+            stage.bytes_of(*fewest) for stage in self.sharded
         )
 
 
 class GradientShare(NamedTuple):
-    """What a ZeRO stage sends of a parameter in a step, and when."""
+    """Size and timing of the bytes that a ZeRO stage sends per parameter and step."""
 
     size: float  # bytes
-    shown: float  # share of it that always shows
+    shown: float  # the share that is always exposed
     windows: int  # micro-batches that may hide the rest; 0: it is hidden
 
 
 def gradient_shares(mesh: Mesh, cost: LayerCost) -> list[GradientShare]:
-    """Those of which one shows least, whatever hides them; ZeRO stages 0 and 1 send once a step,
-    and hide alike."""
+    """Returns the shares of the ZeRO stages, without those that can never expose least.
+
+    ZeRO stages 0 and 1 send once per step and hide alike.
+    """
     context, (weight, gradient) = cost.context, cost.widths
-    found = []
+    shares = []
     for zero in (1, 2, 3):
         par = structs.replace(cost.in_mesh(mesh), zero=zero, schedule="interleaved")
-        many = reductions(par, context.software.reduces_by_round)
+        rounds = reductions(par, context.software.reduces_by_round)
         size = (
-            min(2 * gradient, many * gradient + weight) if zero == 1 else many * gradient + weight
+            min(2 * gradient, rounds * gradient + weight)
+            if zero == 1
+            else rounds * gradient + weight
         )
         shown, windows = gradient_overlap(par, context.rate, context.software)
-        found.append(GradientShare(size, min(1.0, value_of(shown)), windows))
-    most = min(one.size for one in found)  # of one that hides nothing at all
-    return [one for one in found if one.size == most or one.shown * one.size < most]
+        shares.append(GradientShare(size, min(1.0, value_of(shown)), windows))
+    smallest = min(share.size for share in shares)  # the exposed bytes if nothing is hidden
+    return [
+        share for share in shares if share.size == smallest or share.shown * share.size < smallest
+    ]
 
 
 class DegreesBound:
-    """What meshes of the same degrees have in common, whatever their micro-batches."""
+    """Values that meshes of the same degrees share, whatever their micro-batches."""
 
     def __init__(self, mesh: Mesh, folds: Sequence[LayerCost], best: BestPaths):
         self.mesh = mesh
         self.cost = folds[0]
         context = self.cost.context
         par = structs.replace(self.cost.in_mesh(mesh), zero=1)
-        #: paths of a nesting with stages inside an NVLink domain, and of one with stages on
-        #: different nodes
+        #: Paths of a nesting with stages inside an NVLink domain, and of one with stages on
+        #: different nodes.
         self.nestings = [
             best.paths(mesh, near) for near in (True, False) if best.possible(mesh, near)
         ]
         self.nodes = -(-par.world_size // context.cluster.gpus_per_node)
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
-        dense, experts = min(one.average_params(mesh.pp) for one in folds)
+        dense, experts = min(layer_cost.average_params(mesh.pp) for layer_cost in folds)
         self.constant_s = value_of(constant_seconds(par, context.rate, dense + experts, self.nodes))
         dense_s, experts_s = self._byte_seconds(best)
-        experts_s *= len(folds) == 1  # replicas of experts differ from fold to fold
+        experts_s *= len(folds) == 1  # the replicas of experts differ between folds
         self.byte_s = dense_s, experts_s
-        #: for a byte of each parameter: of an average rank, and of one layer at least
+        #: Seconds for one byte of each parameter: of an average rank, and of one layer at least.
         self.average_gradients_s = min(
             dense_s * plain + experts_s * routed
-            for plain, routed in (one.average_params(mesh.pp) for one in folds)
+            for plain, routed in (layer_cost.average_params(mesh.pp) for layer_cost in folds)
         )
         self.layer_gradients_s = min(
             dense_s * plain + experts_s * routed
-            for plain, routed in (one.fewest_params(1) for one in folds)
+            for plain, routed in (layer_cost.fewest_params(1) for layer_cost in folds)
         )
 
     def _byte_seconds(self, best: BestPaths) -> tuple[float, float]:
-        """The least that a byte of the gradient or weight of a dense, and of an expert, parameter
-        takes."""
+        """Returns the least seconds per byte of (dense, expert) gradients or weights."""
         if self.cost.par.zero_group:  # hybrid sharding: not bounded
             return 0.0, 0.0
         mesh = self.mesh
         of_experts = replicas(self.mesh)
         members = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp
         dense_s, experts_s = (
-            (many - 1) / many * min(best.per_byte(paths[alike, "ring"]) for paths in self.nestings)
-            for many, alike in zip(members, (DENSE_REPLICAS, of_experts), strict=True)
+            (member_count - 1)
+            / member_count
+            * min(best.per_byte(paths[replica_axes, "ring"]) for paths in self.nestings)
+            for member_count, replica_axes in zip(
+                members, (DENSE_REPLICAS, of_experts), strict=True
+            )
         )
         return dense_s, experts_s
 
@@ -244,21 +259,20 @@ class ZeroStage:
         self.nestings = base.degrees.nestings
         self.nodes = base.degrees.nodes
 
+        # Replicas of a dense parameter and of an expert parameter.
         self._replicas = (
             mesh.cp * mesh.ep * mesh.dp,
             expert_mesh(mesh).edp,
-        )  # of a dense and an expert parameter
+        )
         self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
         self.dense_bytes, self.expert_bytes = self.state_bytes(1)
         self.pipeline = memory.is_sharded_pipeline(par, recipe)
-        if par.zero >= 3 and (
-            self.pipeline or memory.is_one_stage(par, recipe)
-        ):  # gradients may come after the peak
-            whole = (
-                DTYPE_BYTES[self.context.train.precision] if self.pipeline else 0.0
-            )  # gathered weights
+        # Gradients may come after the peak.
+        if par.zero >= 3 and (self.pipeline or memory.is_one_stage(par, recipe)):
+            # Bytes per parameter of gathered weights.
+            gathered_bytes = DTYPE_BYTES[self.context.train.precision] if self.pipeline else 0.0
             self.dense_bytes, self.expert_bytes = (
-                one.params + one.optimizer + whole for one in self.states(1)
+                state.params + state.optimizer + gathered_bytes for state in self.states(1)
             )
         workload = Workload(self.context.model, par, self.context.train)
         self.one_stage = memory.is_one_stage(par, recipe)
@@ -271,32 +285,41 @@ class ZeroStage:
         self._constant: dict[int, float] = {}
 
     def states(self, copies: int) -> tuple[memory.StateBytes, memory.StateBytes]:
-        """Of a dense and an expert parameter. copies: of the model on a pipeline, which share the
-        shards."""
+        """Returns the state bytes of a dense parameter and of an expert parameter.
+
+        `copies` is the number of copies of the model on a pipeline, which share the shards.
+        """
         if copies not in self._states:
-            same = (self.par, self.context.train, self._recipe)
+            arguments = (self.par, self.context.train, self._recipe)
             cost = self._cost
             zero_key = self.par.zero, self.par.micro_batches > 1
             dense, experts = (
                 cost.share(
-                    (copies * many, *zero_key), memory.param_state_bytes, copies * many, *same
+                    (copies * sharers, *zero_key),
+                    memory.param_state_bytes,
+                    copies * sharers,
+                    *arguments,
                 )
-                for many in self._replicas
+                for sharers in self._replicas
             )
             self._states[copies] = dense, experts
         return self._states[copies]
 
     def state_bytes(self, copies: int) -> tuple[float, float]:
+        """Returns the device bytes of a dense parameter and of an expert parameter."""
         dense, experts = self.states(copies)
         return dense.on_device, experts.on_device
 
     def bytes_of(self, dense: float, experts: float) -> float:
-        """Of a rank with so many parameters, buffers included; of one copy of the model."""
+        """Returns the bytes of a rank with these parameters of one model copy, with buffers."""
         return self.buffer_bytes + dense * self.dense_bytes + experts * self.expert_bytes
 
     def sent(self, held: tuple[int, int], copies: int) -> list[float]:
-        """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense,
-        expert) parameters. copies: of the model on the pipeline."""
+        """Returns the seconds of a rank's gradients and weights, hidden or not, by nesting.
+
+        `held` is (dense, expert) parameters. `copies` is the number of copies of the model on the
+        pipeline.
+        """
         seconds_by_nesting = self._sent.get((held, copies))
         if seconds_by_nesting is None:
             context = self.context
@@ -314,8 +337,11 @@ class ZeroStage:
         return seconds_by_nesting
 
     def exposed(self, sent: Iterable[float], hiding: Iterable[float]) -> float:
-        """The most that gradient communication shows on any rank, as `exposed_gradients`. By rank:
-        seconds that it takes, and of a micro-batch."""
+        """Returns the longest exposed gradient communication of any rank (`exposed_gradients`).
+
+        `sent` has the seconds of communication of each rank, and `hiding` the seconds of a
+        micro-batch.
+        """
         shown = value_of(self._overlap[0])
         windows = self._overlap[1]
         longest = 0.0
@@ -327,6 +353,7 @@ class ZeroStage:
         return longest
 
     def constant(self, parameters: int) -> float:
+        """Returns the seconds of optimizer and network for a rank with these parameters."""
         if parameters not in self._constant:
             seconds = constant_seconds(self.par, self.context.rate, parameters, self.nodes)
             self._constant[parameters] = value_of(seconds)
@@ -334,6 +361,8 @@ class ZeroStage:
 
 
 class RecomputeBound:
+    """Bounds of a mesh with one recomputation mode."""
+
     def __init__(self, base: MeshBound, recompute: str):
         self.base = base
         self.mesh = base.mesh
@@ -342,15 +371,20 @@ class RecomputeBound:
         self.recompute = recompute
 
     def least_bytes(self) -> float:
-        """Lower bound in bytes.
+        """Returns a lower bound in bytes.
 
-        Some rank holds the states of an average one, and at least one micro-batch; some rank, which
-        may hold the fewest layers, as many micro-batches as there are ranks.
+        Some rank holds the states of an average one and at least one micro-batch. Some rank,
+        possibly the one with the fewest layers, holds as many micro-batches as there are ranks.
         """
         cost, (average, fewest) = self.cost, self.base.states
         layers = cost.kept("1f1b").layers(self.recompute)
-        kept = self.base.shapes.least * min(one.stored for one in layers if one.stored)
-        size = max(average + kept, fewest + min(self.mesh.micro_batches, self.mesh.pp) * kept)
+        activation_bytes = self.base.shapes.least * min(
+            layer.stored for layer in layers if layer.stored
+        )
+        size = max(
+            average + activation_bytes,
+            fewest + min(self.mesh.micro_batches, self.mesh.pp) * activation_bytes,
+        )
         return cost.recipe.process_bytes(size) * ROUNDING
 
     @cached_property

@@ -1,4 +1,4 @@
-"""One layout of the search with its exact cost."""
+"""A layout of the search together with its exact cost."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from .space import Layout
 
 
 class CostedLayout(NamedTuple):
-    """One layout with its exact cost."""
+    """A layout and its exact cost."""
 
     layout: Layout
     solution: Solution
-    memory: Memory  # of the fullest pipeline rank
-    config: Config  # with every key that the search chose filled in
-    fills: bool  # dp is what is taken where it is left out
-    #: per step, over the highest switch level, by the busiest rank of each axis
+    memory: Memory  # memory of the fullest pipeline rank
+    config: Config  # the configuration with every key that the search chose
+    fills: bool  # dp is the degree that is taken if it is left out
+    #: Bytes per step over the highest switch level, by the busiest rank of each axis.
     spine_bytes: float = 0.0
 
     @property
     def step_s(self) -> float:
+        """Predicted seconds per step."""
         return self.solution.time.step_s
 
     @property
     def overrides(self) -> list[str]:
-        """The command-line overrides that give this layout: a parallelism spec, and the keys that
-        it cannot hold."""
+        """The command-line overrides that give this layout.
+
+        They are a parallelism spec, and the keys that a spec cannot hold.
+        """
         par = self.config.parallel
         mesh = self.layout.mesh
         degrees: dict[str, int | bool] = {

@@ -1,9 +1,8 @@
-"""Cost of one layer on one GPU, computed once for all meshes that give it equal shards and
-micro-batches.
+"""The cost of a layer on one GPU, computed once for all meshes with equal shards and micro-batches.
 
 Every number is the cost model's own (`cost.compute`, `cost.communication`, `memory`), with the
 cheapest path that an axis can have. Methods of context parallelism that divide attention evenly
-differ only in communication: they share a `LayerCost`.
+differ only in communication, so they share a `LayerCost`.
 """
 
 from __future__ import annotations
@@ -51,12 +50,14 @@ from .best_paths import BestPaths
 from .pipeline_shapes import PipelineShape, RankShape, StageShape
 from .space import Mesh
 
-Pair = tuple[float, float]  # of a dense layer, of an MoE layer
+Pair = tuple[float, float]  # (dense layer, MoE layer)
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of one micro-batch through the parts of a stage, communication and recomputation
-    included."""
+    """Seconds of one micro-batch through the parts of a stage.
+
+    Communication and recomputation are included.
+    """
 
     forward: Pair
     backward: Pair
@@ -68,18 +69,18 @@ NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
 
 
 class ShardParams(NamedTuple):
-    """Parameters on one rank for given tp and expert mesh, as `stages.rank_parameters` counts
-    them."""
+    """Parameters on one rank for given tp and expert mesh (`stages.rank_parameters`)."""
 
-    dense: tuple[int, int]  # of a dense layer, and of an MoE layer without its routed experts
-    experts: int  # of an MoE layer
-    first: int  # outside its layers, the first stage
-    last: int  # outside its layers, the last stage
-    single_last: int  # the last stage where it is the first one too
+    # parameters of a dense layer, and of an MoE layer without its routed experts
+    dense: tuple[int, int]
+    experts: int  # routed experts of an MoE layer
+    first: int  # first stage, outside its layers
+    last: int  # last stage, outside its layers
+    single_last: int  # the last stage if it is the first one too
 
 
 def shard_params(model: Model, tp: int, experts: tuple[int, int]) -> ShardParams:
-    """`experts`: (etp, ep) of the expert mesh."""
+    """Returns the parameters on one rank. `experts` is (etp, ep) of the expert mesh."""
     dense, moe = sample_layers(model)
     table = -(-model.vocab // tp) * model.hidden
     return ShardParams(
@@ -95,8 +96,10 @@ def shard_params(model: Model, tp: int, experts: tuple[int, int]) -> ShardParams
 
 
 class Kept:
-    """Activation bytes of the parts of a stage for one micro-batch, with a schedule like
-    `schedule`."""
+    """Activation bytes of the parts of a stage for one micro-batch.
+
+    They hold for schedules that treat backward as `schedule` does.
+    """
 
     def __init__(self, cost: LayerCost, schedule: str):
         model = cost.context.model
@@ -115,7 +118,7 @@ class Kept:
         self._one_stage: dict[str, OneStage] = {}
 
     def layers(self, recompute: str) -> list[activations.ActivationBytes]:
-        """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
+        """Returns the bytes of a dense layer and of an MoE layer with this recomputation mode."""
         if recompute not in self._layers:
             cost = self.cost
             workload = Workload(cost.context.model, self.par, cost.context.trains[recompute])
@@ -130,19 +133,24 @@ class Kept:
         return self._layers[recompute]
 
     def stage_layers(self, recompute: str, dense: int, moe: int) -> list[Layers]:
+        """Returns the layers of a stage by kind, with their bytes."""
         kinds = enumerate(zip((dense, moe), self.layers(recompute), strict=True))
         return [
-            (many, kind, layer.stored, layer.recomputing) for kind, (many, layer) in kinds if many
+            (count, kind, layer.stored, layer.recomputing)
+            for kind, (count, layer) in kinds
+            if count
         ]
 
     def stored(self, recompute: str, stage: StageShape) -> float:
-        """Bytes of one micro-batch in a stage until backward, without output projection and
-        loss."""
+        """Returns the bytes of one micro-batch in a stage until backward.
+
+        Output projection and loss are left out.
+        """
         dense, moe = self.layers(recompute)
         return stage.dense * dense.stored + stage.moe * moe.stored + self.stage[stage.last]
 
     def one_stage(self, recompute: str) -> OneStage:
-        """Where the whole model is one stage."""
+        """Returns the activation bytes if the whole model is one stage."""
         if recompute not in self._one_stage:
             workload = Workload(self.cost.context.model, self.par, self.cost.trains[recompute])
             self._one_stage[recompute] = activations.kept_of_one_stage(workload, self.kernels)
@@ -151,7 +159,7 @@ class Kept:
     def stage_bytes(
         self, recompute: str, stage: StageShape, deferred: DeferredGradients | None
     ) -> StageBytes:
-        """Of one micro-batch in one of a rank's several stages."""
+        """Returns the bytes of one micro-batch in one of a rank's several stages."""
         layers = self.stage_layers(recompute, stage.dense, stage.moe)
         stored = self.stored(recompute, stage)
         return bytes_of_stage(layers, stored, self.head if stage.last else 0.0, deferred)
@@ -163,29 +171,33 @@ def _remembered(
     make: Callable[..., Any],
     *args: Any,
 ) -> Any:
+    """Returns the result for `key`, which `make(*args)` computes if it is missing."""
     if key not in results:
         results[key] = make(*args)
     return results[key]
 
 
 class LeastWork(NamedTuple):
-    """Seconds of one micro-batch that no fold of the experts is below, communication and
-    recomputation included."""
+    """Seconds of one micro-batch that no fold of the experts undercuts.
 
-    forwards: float  # through the whole model
-    backwards: float  # and back
-    layer: float  # through one layer of either kind and back
-    forward: float  # through one layer of either kind
+    Communication and recomputation are included.
+    """
+
+    forwards: float  # forward through the whole model
+    backwards: float  # backward through the whole model
+    layer: float  # forward and backward through one layer of either kind
+    forward: float  # forward through one layer of either kind
 
 
 def least_work(
     costs: Sequence[LayerCost], recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
 ) -> LeastWork:
-    """`costs`: one of each fold."""
+    """Returns the least work over folds; `costs` has one entry per fold."""
 
     def least() -> LeastWork:
+        """Computes the least work."""
         every = [cost.least(recompute, cp_methods, sp_open) for cost in costs]
-        many = (costs[0].dense, costs[0].moe)
+        layer_counts = (costs[0].dense, costs[0].moe)
         first = min(cost.first for cost in every)
         forward, backward, last = (
             [min(kind) for kind in zip(*kinds, strict=True)]
@@ -195,10 +207,14 @@ def least_work(
         )
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         return LeastWork(
-            forwards=many[0] * forward[0] + many[1] * forward[1] + first + last[0],
-            backwards=many[0] * backward[0] + many[1] * backward[1] + last[1],
-            layer=min(seconds for seconds, layers in zip(both, many, strict=True) if layers),
-            forward=min(seconds for seconds, layers in zip(forward, many, strict=True) if layers),
+            forwards=layer_counts[0] * forward[0] + layer_counts[1] * forward[1] + first + last[0],
+            backwards=layer_counts[0] * backward[0] + layer_counts[1] * backward[1] + last[1],
+            layer=min(
+                seconds for seconds, layers in zip(both, layer_counts, strict=True) if layers
+            ),
+            forward=min(
+                seconds for seconds, layers in zip(forward, layer_counts, strict=True) if layers
+            ),
         )
 
     key = "least", len(costs), recompute, cp_methods, sp_open
@@ -207,8 +223,10 @@ def least_work(
 
 
 class LayerCost:
-    """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on
-    one GPU."""
+    """Seconds, parameters and bytes of one layer of each kind (dense, MoE).
+
+    They are those of one micro-batch on one GPU.
+    """
 
     def __init__(
         self,
@@ -221,9 +239,12 @@ class LayerCost:
         shared: dict[tuple[object, ...], Any],
         all_to_alls: tuple[AllToAll, ...] = ("direct",),
     ):
-        """`par`: of any layout of the mesh; only tp, cp, ep, etp, fold_cp, sp, cp_method and
-        micro_batch_size are read. `shared`: parts that several have in common. `all_to_alls`: ways
-        of tokens to experts that are open."""
+        """`par` is the `parallel` of any layout of the mesh.
+
+        Only its tp, cp, ep, etp, fold_cp, sp, cp_method and micro_batch_size are read. `shared`
+        holds the parts that several layer costs have in common. `all_to_alls` are the open
+        exchanges of expert tokens.
+        """
         model = context.model
         train = context.train
         par = structs.replace(par, schedule="1f1b", expert_all_to_all=UNSET)
@@ -245,14 +266,14 @@ class LayerCost:
         self.mixed = bool(self.dense and self.moe)
         self.boundary = Workload(model, par, train).boundary_bytes
         self.known: dict[tuple[object, ...], Any] = {}
-        #: dense parameters of a layer of either kind, at least
+        #: The least dense parameters of a layer of either kind.
         self.least_params = min(
             size for size, layer in zip(params.dense, self.kinds, strict=True) if layer is not None
         )
         self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
 
     def in_mesh(self, mesh: Mesh) -> Parallel:
-        """The `parallel` of an arbitrary layout of a mesh."""
+        """Returns the `parallel` of an arbitrary layout of a mesh."""
         world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
         degrees = {
             "pp": mesh.pp,
@@ -265,7 +286,7 @@ class LayerCost:
     def stage_seconds(
         self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]
     ) -> StageSeconds:
-        """With the method that sends least; `split`: backward is."""
+        """Returns the seconds with the method that sends least; `split` if backward is split."""
         key = recompute, split, cp_methods
         seconds: StageSeconds = self._once(
             key, self._seconds, recompute, (split,), cp_methods, self.par.sp
@@ -275,8 +296,10 @@ class LayerCost:
     def least(
         self, recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
     ) -> StageSeconds:
-        """With backward split or not. `sp_open`: also without sequence parallelism, which computes
-        no less."""
+        """Returns the least seconds, with backward split or not.
+
+        `sp_open` also allows layouts without sequence parallelism, which compute no less.
+        """
         along = (True, False) if sp_open else (self.par.sp,)
         key = recompute, cp_methods, along
         seconds: StageSeconds = self._once(
@@ -291,6 +314,7 @@ class LayerCost:
         cp_methods: tuple[CpMethod, ...],
         *along: bool,
     ) -> StageSeconds:
+        """Returns the least seconds over these splits, methods and sequence parallelisms."""
         par = self.par
         cut = (self.par.tp, self.tokens)
         size = self.par.micro_batch_size
@@ -302,11 +326,10 @@ class LayerCost:
             for sp in along
         ]
         *layer_seconds, table, last = (
-            value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True)
+            value_of(min(variants, key=value_of)) for variants in zip(*tensors, strict=True)
         )
-        rings = {
-            "ring" if method == "zigzag" else method for method in cp_methods
-        }  # both send the same
+        # Zig-zag and contiguous rings send the same bytes.
+        rings = {"ring" if method == "zigzag" else method for method in cp_methods}
         context = min(
             self.share((par.tp, par.cp, size, recompute, method), self._context, recompute, method)
             for method in rings
@@ -330,8 +353,7 @@ class LayerCost:
         )
 
     def chain(self, stage: StageSeconds, back: float) -> float:
-        """Seconds of one micro-batch through all stages, and through the share `back` of their
-        backward."""
+        """Returns the seconds of a micro-batch through all stages and `back` of their backward."""
         forward = (
             self.dense * stage.forward[0]
             + self.moe * stage.forward[1]
@@ -343,6 +365,7 @@ class LayerCost:
         )
 
     def _tensor(self, recompute: str, split: bool, sp: bool) -> TensorSeconds:
+        """Returns the exposed seconds of tensor parallelism."""
         par = self.par
         context = self.context
         if split or sp != par.sp:
@@ -351,16 +374,17 @@ class LayerCost:
         return tensor_seconds(workload, context.rate, self.compute, self.paths)
 
     def _context(self, recompute: str, method: CpMethod) -> float:
+        """Returns the exposed seconds of context parallelism with this method."""
         par = structs.replace(self.par, cp_method=method)
         context = self.context
         workload = context.workload(par, self.trains[recompute])
         return value_of(context_seconds(workload, context.rate, self.paths))
 
     def _expert(self, recompute: str, sp: bool) -> float:
-        """With the way of tokens to experts that takes least."""
+        """Returns the exposed seconds of the fastest exchange of expert tokens."""
         context = self.context
         train = self.trains[recompute]
-        over: PathKey = axes(self.par), "exchange"
+        exchange_key: PathKey = axes(self.par), "exchange"
         seconds_by_way, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
         for all_to_all in self.all_to_alls if ep > 1 else ("direct",):
             by_domain = (
@@ -371,43 +395,46 @@ class LayerCost:
             par = structs.replace(
                 self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else all_to_all
             )
-            for path in [self.paths[over]] if by_domain is None else by_domain:
-                seconds = expert_seconds(context.workload(par, train), context.rate, {over: path})
+            for path in [self.paths[exchange_key]] if by_domain is None else by_domain:
+                seconds = expert_seconds(
+                    context.workload(par, train), context.rate, {exchange_key: path}
+                )
                 seconds_by_way.append(value_of(seconds))
-        return min(seconds_by_way, default=inf)  # no number of domains in which they may go
+        # infinite if no number of domains suits the exchange
+        return min(seconds_by_way, default=inf)
 
     def _once(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
-        """`make(*args)`, computed once."""
+        """Returns `make(*args)`, computed once per layer cost."""
         return _remembered(self.known, (make.__name__, *key), make, *args)
 
     def share(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
-        """The same, once for all that have `key` in common."""
+        """Returns `make(*args)`, computed once for all layer costs that have `key` in common."""
         return _remembered(self.shared, (make.__name__, *key), make, *args)
 
     def kept(self, schedule: str) -> Kept:
-        """Activation bytes; the same for all schedules that do alike with backward."""
-        alike = schedule if schedule in SPLIT_BACKWARD else "1f1b"
-        activations_kept: Kept = self._once((alike,), Kept, self, alike)
+        """Returns the activation bytes, equal for all schedules that treat backward alike."""
+        like_schedule = schedule if schedule in SPLIT_BACKWARD else "1f1b"
+        activations_kept: Kept = self._once((like_schedule,), Kept, self, like_schedule)
         return activations_kept
 
-    # --------------------------------------------------------------------------------------
-    #     parameters
+    # ---------------------------------------------------------------------------------- parameters
 
     def average_params(self, pp: int) -> tuple[float, float]:
-        """(dense, expert) parameters of an average pipeline rank."""
+        """Returns the (dense, expert) parameters of an average pipeline rank."""
         layers = self.dense * self.params.dense[0] + self.moe * self.params.dense[1]
-        ends = (
-            self.params.first + self.params.single_last
-        )  # of tied embeddings one copy: both ends may share a rank
+        # Tied embeddings count once, because both ends may share a rank.
+        ends = self.params.first + self.params.single_last
         return (layers + ends) / pp, self.moe * self.params.experts / pp
 
     def fewest_params(self, layers: float) -> tuple[float, float]:
-        """(dense, expert) parameters of `layers` layers of either kind, at least."""
+        """Returns the least (dense, expert) parameters of `layers` layers of either kind."""
         return layers * self.least_params, 0.0 if self.dense else layers * self.params.experts
 
     def pipeline_params(self, shape: PipelineShape) -> list[tuple[int, int]]:
-        """(dense, expert) parameters of each rank of a shape, the same for all schedules, ZeRO
-        stages and batches."""
+        """Returns the (dense, expert) parameters of each rank of a shape.
+
+        They are the same for all schedules, ZeRO stages and batches.
+        """
         params_by_rank = self._pipeline_params.get(shape.key)
         if params_by_rank is None:
             params_by_rank = self._pipeline_params[shape.key] = [
@@ -416,7 +443,7 @@ class LayerCost:
         return params_by_rank
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
-        """(dense, expert) parameters of a pipeline rank, as `stages.rank_parameters`."""
+        """Returns the (dense, expert) parameters of a pipeline rank (`stages.rank_parameters`)."""
         dense = (
             rank.dense * self.params.dense[0]
             + rank.moe * self.params.dense[1]

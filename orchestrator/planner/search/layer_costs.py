@@ -1,4 +1,4 @@
-"""The layer costs of a search, each computed once for all meshes that have it in common."""
+"""Caches the layer costs of a search: each is computed once for all meshes that share it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .best_paths import BestPaths
 from .layer_cost import LayerCost, ShardParams, shard_params
 from .space import Mesh
 
-#: What the cost of a layer reads of a mesh.
+#: The fields of a mesh on which the cost of a layer depends.
 DEGREES = ("tp", "cp", "ep", "etp", "fold_cp", "sp", "micro_batch_size", "cp_method")
 
 
 class LayerCosts:
-    """Layer costs by what they depend on; costs of one search share their parts."""
+    """Layer costs, keyed by what they depend on. The costs of one search share their parts."""
 
     def __init__(
         self,
@@ -38,8 +38,10 @@ class LayerCosts:
         self._params: dict[tuple[int, tuple[int, int]], ShardParams] = {}
 
     def of_mesh(self, mesh: Mesh, layout: Parallel) -> LayerCost:
-        """The cost of a layer in `mesh`. `layout`: an arbitrary one, for what all have in
-        common."""
+        """Returns the cost of a layer in `mesh`.
+
+        `layout` is an arbitrary one, which supplies the fields that all layouts share.
+        """
         key = *mesh[:3], mesh.fold, mesh.sp, mesh.micro_batch_size, mesh.cp_method == "ring"
         if key not in self._costs:
             degrees = {name: getattr(mesh, name) for name in DEGREES}
@@ -56,6 +58,7 @@ class LayerCosts:
         return self._costs[key]
 
     def _shard_params(self, mesh: Mesh) -> ShardParams:
+        """Returns the parameters on one rank of a mesh, computed once per tp and expert mesh."""
         experts = expert_mesh(mesh)
         cut = mesh.tp, (experts.etp, experts.ep)
         if cut not in self._params:

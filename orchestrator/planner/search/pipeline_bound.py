@@ -1,6 +1,6 @@
 """Lower bounds of a mesh with a recomputation mode and an assignment of stages to ranks (`bound`).
 
-What is left are the schedule's name (micro-batches in flight) and the ZeRO stage, with which
+Only the schedule's name (micro-batches in flight) and the ZeRO stage are open. With these,
 `bytes_of` and `seconds_of` bound a complete layout.
 """
 
@@ -24,7 +24,7 @@ from .pipeline_shapes import PipelineShape, RankShape
 
 
 class PipelineBound:
-    """A branch with stages on ranks (`shape`) and backward in one piece or two (`split`)."""
+    """A branch with its stages on ranks (`shape`) and backward in one or two parts (`split`)."""
 
     def __init__(
         self,
@@ -39,24 +39,23 @@ class PipelineBound:
         self.split = split
         self.vpp = vpp
         self.cp_methods = tuple(cp_methods)
-        self.held = vpp * shape.copies  # stages of a rank
+        self.held = vpp * shape.copies  # stages per rank
         cost = branch.cost
         mesh = branch.mesh
         base = branch.base
         self.params = cost.pipeline_params(shape)
-        one = self.one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
-        #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one
-        #: micro-batch)
-        self.ranks = [self._rank(rank, one) for rank in shape.ranks]
+        stage_s = self.one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
+        #: Seconds by rank of the shape: (least time of the schedule because of this rank, time of
+        #: one micro-batch).
+        self.ranks = [self._rank(rank, stage_s) for rank in shape.ranks]
         sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
         self.transfers = [once * sends for once in base.transfers]
-        chain = 0.0 if split and base.overlapped else cost.chain(one, 0.5 if split else 1.0)
+        chain = 0.0 if split and base.overlapped else cost.chain(stage_s, 0.5 if split else 1.0)
         self.longest = max(chain, *(end for end, _ in self.ranks))
         self.most_params = max(map(sum, self.params))
-        constant = branch.sharded[-1].constant(
-            self.most_params
-        )  # the more is sharded, the less there is to do
-        #: whatever the ZeRO stage; no less than what holds for all pipelines
+        # The more is sharded, the less work is left to the optimizer.
+        constant = branch.sharded[-1].constant(self.most_params)
+        #: A lower bound for every ZeRO stage, no less than the one for all pipelines.
         self.least_s = max(
             branch.least_s,
             (self.longest + self._gradients() + min(self.transfers) + constant)
@@ -65,14 +64,14 @@ class PipelineBound:
         self._seconds: dict[int, float] = {}
 
     def _hiding(self, longest: float) -> list[float]:
-        """The most seconds of a micro-batch on each rank, in a pipeline of `longest` seconds."""
+        """Returns the most seconds of a micro-batch by rank, in a pipeline of this span."""
         if self.branch.base.inner_known:
-            return [own for _, own in self.ranks]
+            return [micro_batch_s for _, micro_batch_s in self.ranks]
         m = self.branch.mesh.micro_batches
-        return [own + (longest - end) / m for end, own in self.ranks]
+        return [micro_batch_s + (longest - end) / m for end, micro_batch_s in self.ranks]
 
     def _gradients(self) -> float:
-        """The least that gradients and weights show on any rank, whatever the ZeRO stage."""
+        """Returns the least exposed seconds of gradients and weights, with any ZeRO stage."""
         dense_s, experts_s = self.branch.base.degrees.byte_s
         return max(
             self.branch.base.exposed(plain * dense_s + experts * experts_s, hiding)
@@ -81,27 +80,27 @@ class PipelineBound:
             )
         )
 
-    def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
+    def _rank(self, rank: RankShape, stage_s: StageSeconds) -> tuple[float, float]:
+        """Returns (least seconds of the schedule because of a rank, seconds of its micro-batch)."""
         stages, dense, moe = (
             (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
         )
-        (forward, of_moe), (backward, back_of_moe), first, last = one
+        (forward, of_moe), (backward, back_of_moe), first, last = stage_s
         ahead = dense * forward + moe * of_moe + (first if stages else 0.0)
         if not self.split:
             ahead += dense * backward + moe * back_of_moe
-        own = rank.dense * (forward + backward) + rank.moe * (of_moe + back_of_moe)
-        own += rank.table * first + rank.head * sum(last)
-        own /= self.shape.copies
-        return ahead + self.branch.mesh.micro_batches * own, own
+        micro_batch_s = rank.dense * (forward + backward) + rank.moe * (of_moe + back_of_moe)
+        micro_batch_s += rank.table * first + rank.head * sum(last)
+        micro_batch_s /= self.shape.copies
+        return ahead + self.branch.mesh.micro_batches * micro_batch_s, micro_batch_s
 
-    # ---------------------------------------------------------------------------------- of one
-    #     schedule and ZeRO
+    # ----------------------------------------------------------------- one schedule and ZeRO stage
 
     def kept(self, schedule: str, exact: bool = False) -> list[float]:
-        """Lower bound of the activation bytes of each rank of the shape.
+        """Returns a lower bound of the activation bytes of each rank of the shape.
 
-        exact: also of ranks with unequal stages; otherwise as if all were like the smallest, which
-        is quick.
+        `exact` also bounds ranks with unequal stages exactly; otherwise all stages count as the
+        smallest, which is quick.
         """
         cost = self.branch.cost
         mesh = self.branch.mesh
@@ -121,22 +120,23 @@ class PipelineBound:
     def _kept(
         self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool
     ) -> float:
+        """Returns a lower bound of the activation bytes of one rank."""
         mesh = self.branch.mesh
         cost = self.branch.cost
         keeps = cost.kept(schedule)
         m = mesh.micro_batches
         recompute = self.branch.recompute
         message = cost.boundary if mesh.pp > 1 and keeps.kernels.holds_messages else 0.0
-        sent = (
-            1 if rank.head and self.held == 1 else 2
-        ) * message  # the last stage receives no gradient
+        # The last stage receives no gradient.
+        sent = (1 if rank.head and self.held == 1 else 2) * message
         temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
         rest = sent + temporary
 
-        def in_flight(where: int) -> int:
+        def in_flight(rank_index: int) -> int:
+            """Returns the micro-batches in flight on a rank."""
             if keeps.kernels.fills_limit and schedule in LIMITS:
                 return min(m, LIMITS[schedule] * mesh.pp)
-            return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, where)
+            return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank_index)
 
         if exact and len(rank.unlike) > 1:
             stage_bytes = [keeps.stage_bytes(recompute, stage, deferred) for stage in rank.stages]
@@ -150,8 +150,8 @@ class PipelineBound:
         if deferred:
             head = keeps.head if rank.head else None
             return rest + max(
-                deferred.peak(where, in_flight(where), stored, self.held, layers, head)
-                for where in {rank.rank, rank.inner}
+                deferred.peak(rank_index, in_flight(rank_index), stored, self.held, layers, head)
+                for rank_index in {rank.rank, rank.inner}
             )
         recomputing = max((temporaries for *_, temporaries in layers), default=0.0)
         if rank.head:
@@ -164,7 +164,7 @@ class PipelineBound:
         return temporary + stored * in_flight(rank.rank) + temporaries
 
     def bytes_of(self, activation_bytes: list[float], sharded: ZeroStage) -> float:
-        """Lower bound of the bytes on the fullest rank."""
+        """Returns a lower bound of the bytes on the fullest rank."""
         if sharded.one_stage:
             return self._one_stage(sharded) * ROUNDING
         if sharded.pipeline and not self.split:
@@ -175,50 +175,57 @@ class PipelineBound:
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
 
     def _sharded_pipeline(self, activation_bytes: list[float], sharded: ZeroStage) -> float:
-        """Bytes of a rank that has what it keeps at the loss, or in its first layer's backward."""
+        """Returns the bytes of a sharded rank, at the loss or in its first layer's backward."""
         keeps = self.branch.cost.kept("1f1b")
         fullest = 0.0
         for (plain, experts), rank_bytes, rank in zip(
             self.params, activation_bytes, self.shape.ranks, strict=True
         ):
-            later = (
-                max(0.0, keeps.backward - keeps.loss) if rank.head else 0.0
-            )  # than what the loss keeps
+            # Bytes of a layer's backward beyond those of the loss.
+            later = max(0.0, keeps.backward - keeps.loss) if rank.head else 0.0
             states = plain * sharded.dense_bytes + experts * sharded.expert_bytes
             fullest = max(fullest, states + rank_bytes - later)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes)
 
     def _one_stage(self, sharded: ZeroStage) -> float:
-        """Bytes of a rank that holds the whole model."""
+        """Returns the bytes of a rank that holds the whole model."""
         cost, ((plain, experts),) = self.branch.cost, self.params
         keeps, (dense, expert) = cost.kept("1f1b"), sharded.states(1)
-        of_stage = keeps.one_stage(self.branch.recompute)
+        stage_activations = keeps.one_stage(self.branch.recompute)
         grads = plain * dense.grads + experts * expert.grads
         backward = keeps.backward + sharded.bucket_bytes
         train = cost.trains[self.branch.recompute]
         peak = peak_of_one_stage(
-            Workload(cost.context.model, sharded.par, train), of_stage, grads, keeps.loss, backward
+            Workload(cost.context.model, sharded.par, train),
+            stage_activations,
+            grads,
+            keeps.loss,
+            backward,
         )
         states = (
             plain * (dense.params + dense.optimizer)
             + experts * (expert.params + expert.optimizer)
             + grads
         )
-        tensors = states + of_stage.most + sharded.buffer_bytes
+        tensors = states + stage_activations.most + sharded.buffer_bytes
         return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
 
     def seconds_of(self, sharded: ZeroStage) -> float:
-        """Lower bound of the step in seconds, for any nesting order; the same for all schedules of
-        the pipeline."""
+        """Returns a lower bound of the step in seconds, for any nesting order.
+
+        It is the same for all schedules of the pipeline.
+        """
         zero = sharded.par.zero
         if zero not in self._seconds:
             self._seconds[zero] = self._seconds_of(sharded, self.longest)
         return self._seconds[zero]
 
     def seconds_with(self, schedule: str, sharded: ZeroStage) -> float:
-        """With one schedule: where backward is split, the last gradient of the rank with most
-        stages ahead of it goes back through them, while the rank has few weight gradients left
-        (`StepCost`)."""
+        """Returns a lower bound of the step in seconds with one schedule.
+
+        If backward is split, the last gradient of the rank with most stages ahead of it goes back
+        through them, while the rank has few weight gradients left (`StepCost`).
+        """
         if not self.split or self.branch.base.overlapped:
             return self.seconds_of(sharded)
         (end, _), rank = max(
@@ -237,12 +244,12 @@ class PipelineBound:
         )
 
     def _seconds_of(self, sharded: ZeroStage, longest: float) -> float:
+        """Returns a lower bound of the step in seconds, for a pipeline of `longest` seconds."""
         base = self.branch.base
-        sent = zip(
-            *(sharded.sent(held, self.shape.copies) for held in self.params), strict=True
-        )  # by nesting
+        # Seconds of gradients and weights by nesting.
+        sent = zip(*(sharded.sent(held, self.shape.copies) for held in self.params), strict=True)
         hiding = self._hiding(longest)
-        least = min(  # with gradients and weights as `StepCost` bounds them
+        least = min(  # gradients and weights as `StepCost` bounds them
             longest + sharded.exposed(sent_by_rank, hiding) + transfers
             for sent_by_rank, transfers in zip(sent, self.transfers, strict=True)
         )

@@ -1,5 +1,4 @@
-"""How many layers of each kind every pipeline rank holds, computed once for all meshes with the
-same pipeline."""
+"""Counts the layers of each kind on pipeline ranks, once for all meshes with the same pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from orchestrator.plan.document import Model, Parallel
 
 
 class StageShape(NamedTuple):
-    """What a stage keeps activations of."""
+    """The parts of a stage whose activations are kept."""
 
     dense: int
     moe: int
@@ -21,54 +20,57 @@ class StageShape(NamedTuple):
 
 
 class RankShape(NamedTuple):
-    """What a pipeline rank holds, in both directions where a schedule has two."""
+    """The layers of a pipeline rank, in both directions if a schedule has two."""
 
     dense: int
     moe: int
-    head: int  # copies of the last stage
-    table: int  # copies of the first stage
-    rank: int  # first of the ranks that hold the same: it has the most micro-batches in flight
-    before: tuple[
-        int, int, int
-    ]  # stages, dense layers, MoE layers ahead of the last of these ranks
-    inner: (
-        int  # of these ranks the one farthest from both ends: it defers the most weight gradients
-    )
-    held: tuple[int, ...]  # model stages of `rank`
+    head: int  # copies of the last stage on the rank
+    table: int  # copies of the first stage on the rank
+    rank: int  # first of the ranks that hold the same; it has the most micro-batches in flight
+    # Stages, dense layers and MoE layers ahead of the last of these ranks.
+    before: tuple[int, int, int]
+    # The rank among these that is farthest from both ends: it defers the most weight gradients.
+    inner: int
+    held: tuple[int, ...]  # the model stages of `rank`
     stages: tuple[StageShape, ...]  # of `rank`
-    unlike: tuple[StageShape, ...]  # of `stages` each once: several keep unequally much
+    unlike: tuple[StageShape, ...]  # the distinct ones of `stages`; several keep unequal bytes
 
 
 class PipelineShape(NamedTuple):
+    """The ranks and messages of one pipeline."""
+
     key: tuple[str, int, int]  # stage placement, pp, vpp
-    copies: int  # of the model on the pipeline
+    copies: int  # copies of the model on the pipeline
     ranks: list[RankShape]  # one entry for all ranks that hold the same
-    sends: float  # `traffic.sends_per_micro_batch`
-    single: bool  # the whole model is one stage
-    unequal: bool  # a rank holds stages that keep unequally much
+    sends: float  # as `traffic.sends_per_micro_batch`
+    single: bool  # the whole model is a single stage
+    unequal: bool  # a rank holds stages that keep unequal bytes
 
 
 class LatestRank(NamedTuple):
-    """The rank that starts last, in several shapes: lower bounds over these shapes."""
+    """The rank that starts last, as lower bounds over several shapes."""
 
-    before: int  # layers ahead of it
-    own: float  # its layers, per copy of the model
+    before: int  # layers ahead of the rank
+    own: float  # layers of the rank, per copy of the model
     sends: float
-    split: bool  # backward is split: only forwards must come through all stages ahead
+    split: bool  # backward is split, so only forwards must pass all stages ahead
 
 
 class PipelineShapes(NamedTuple):
     """Bounds over all shapes of a pipeline."""
 
-    least: float  # fewest layers of any rank, per copy of the model
-    #: layers of the rank that holds most, per copy of the model, in the shape where it holds fewest
+    least: float  # the fewest layers of any rank, per copy of the model
+    #: Layers of the fullest rank, per copy of the model, in the shape where that rank has the
+    #: fewest.
     heaviest: float
     latest_ranks: list[LatestRank]
 
 
 def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> PipelineShape:
-    """The shape of `parallel`'s pipeline. `placement`: name of the stage placement, the first part
-    of its key."""
+    """Returns the shape of `parallel`'s pipeline.
+
+    `placement` is the name of the stage placement, the first part of its key.
+    """
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
     starts = [0]
@@ -81,10 +83,10 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
             StageShape(*kinds[stage], stage == stages - 1) for stage in held_stages
         )
         ahead = (min(held_stages), *dense_and_moe(model, 0, starts[min(held_stages)]))
-        alike = held_stages.count(0), *sorted(stage_shapes)
+        same_shape = held_stages.count(0), *sorted(stage_shapes)
         dense, moe, head = (sum(column) for column in zip(*stage_shapes, strict=True))
         unlike = tuple(set(stage_shapes))
-        first = rank_shapes.get(alike) or RankShape(
+        first = rank_shapes.get(same_shape) or RankShape(
             dense,
             moe,
             head,
@@ -99,7 +101,7 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
         inner = max(
             first.inner, rank, key=lambda candidate: min(candidate, len(held) - 1 - candidate)
         )
-        rank_shapes[alike] = first._replace(before=max(first.before, ahead), inner=inner)
+        rank_shapes[same_shape] = first._replace(before=max(first.before, ahead), inner=inner)
     ranks = list(rank_shapes.values())
     copies = sum(map(len, held)) // stages
     key = (placement, parallel.pp, parallel.vpp)
@@ -108,11 +110,10 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
 
 
 def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
-    """Bounds that hold for all of `shapes`: (shape, whether backward is split)."""
+    """Returns bounds that hold for all of `shapes`: (shape, whether backward is split)."""
     least = heaviest = float("inf")
-    groups: dict[
-        tuple[bool, int], LatestRank
-    ] = {}  # by magnitude of vpp: more virtual stages idle less and send more
+    # Grouped by the magnitude of vpp, because more virtual stages idle less and send more.
+    groups: dict[tuple[bool, int], LatestRank] = {}
     for shape, split in shapes:
         layers = [rank.dense + rank.moe for rank in shape.ranks]
         least = min(least, min(layers) / shape.copies)
@@ -141,6 +142,6 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
 
 
 def _under(bound: LatestRank, latest: LatestRank) -> bool:
-    """Whether `other` is a lower bound of everything that `latest` bounds."""
+    """Reports whether `bound` is a lower bound of everything that `latest` bounds."""
     lower = all(a <= b for a, b in zip(bound[:3], latest[:3], strict=True))
     return bound != latest and lower and bound.split >= latest.split

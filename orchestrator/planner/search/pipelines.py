@@ -1,4 +1,4 @@
-"""The pipelines that schedules make of meshes, each computed once."""
+"""Caches the pipelines that schedules make of meshes: each is computed once."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from orchestrator.plan.document import Parallel
 from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
 from .space import Mesh, Space
 
-LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
-#: (stage placement, whether backward is split, virtual stages) -> schedules that have these in
-#: common.
+LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s is on rank s % pp
+#: (stage placement, whether backward is split, virtual stages) -> the schedules that share these.
 Alike = dict[tuple[str, bool, int], list[str]]
 
 
 class PipelinesOfMeshes:
+    """The pipelines of the meshes of one search."""
+
     def __init__(self, space: Space, par: Parallel):
-        """`par`: of any layout."""
+        """`par` is the `parallel` of any layout."""
         self.space = space
         self.par = par
-        self._alike: dict[tuple[int, int], Alike] = {}  # of pp and micro-batches
+        self._alike: dict[tuple[int, int], Alike] = {}  # keyed by (pp, micro-batches)
         self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
         self._summaries: dict[tuple[object, ...], PipelineShapes] = {}
 
     def alike(self, mesh: Mesh) -> Alike:
-        """Legal schedules of a mesh, by the pipeline that they have in common."""
+        """Returns the legal schedules of a mesh, grouped by the pipeline that they share."""
         key = mesh.pp, mesh.micro_batches
         if key not in self._alike:
             schedules_alike = self._alike[key] = Alike()
@@ -39,6 +40,7 @@ class PipelinesOfMeshes:
         return self._alike[key]
 
     def shape(self, placement: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
+        """Returns the shape of a pipeline."""
         key = placement, pp, vpp
         if key not in self._shapes:
             layers = self.space.stage_layers(pp * vpp)
@@ -49,7 +51,7 @@ class PipelinesOfMeshes:
         return self._shapes[key]
 
     def summary(self, mesh: Mesh) -> PipelineShapes:
-        """What holds for all pipelines of a mesh."""
+        """Returns the bounds that hold for all pipelines of a mesh."""
         alike = self.alike(mesh)
         key = mesh.pp, *alike
         if key not in self._summaries:

@@ -1,11 +1,10 @@
-"""Best-first branch and bound over all legal layouts: the result is that of costing every layout
-exactly.
+"""Best-first branch and bound over all legal layouts, with the result of costing each one exactly.
 
 Nodes of the search tree wait in a heap, ordered by a lower bound of their step time (`bound`). A
 column opens into families whose layers cost the same, a family into its meshes, a mesh into
-recomputation modes, then pipeline shapes, then layouts, and a layout is costed by `solve`. A costed
-layout that is cheaper than every bound left in the heap is the answer. Ties are the same on every
-run: equal times go to less memory, equal memory to the layout that `preference` puts first.
+recomputation modes, then pipeline shapes, then layouts, and `solve` costs a layout. A costed layout
+that is cheaper than every bound left in the heap is the answer. Ties are the same on every run:
+equal times go to less memory, equal memory to the layout that `preference` puts first.
 """
 
 from __future__ import annotations
@@ -37,37 +36,39 @@ from .pipelines import PipelinesOfMeshes
 from .space import Fold, Layout, Mesh, Space, Variant
 from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
-#: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
+#: Kinds of nodes of the search tree; of equal bounds, the coarser node is opened first.
 COLUMN, FAMILY, MESH, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, SCHEDULED, PLACED, COSTED = (
     range(11)
 )
-WORTH = 1e-6  # of the step, that a less simple way must save
-Option = tuple[Fold, list[Variant]]  # of a family: how experts fold, variants of equal work
-Node = tuple[
-    float, int, tuple[object, ...], Any
-]  # (lower bound in seconds, kind, tie-breaker, item)
-#: Layouts that take up to this much longer than the fastest are reported too where they need less
+WORTH = 1e-6  # the share of the step that a less simple exchange must save
+# an option of a family: the folding of experts, variants of equal work
+Option = tuple[Fold, list[Variant]]
+# (lower bound in seconds, kind, tie-breaker, item)
+Node = tuple[float, int, tuple[object, ...], Any]
+#: Layouts that are slower than the fastest by up to this share are reported if they need less
 #: memory.
 NEAR = 0.05
 
 
 class Column(NamedTuple):
-    """Families whose layers cost the same: they differ in stages and replicas, and so in
-    micro-batches."""
+    """Families whose layers cost the same.
 
-    meshes: list[Mesh]  # the first of each family
+    They differ in stages and replicas, and so in micro-batches.
+    """
+
+    meshes: list[Mesh]  # the first mesh of each family
     options: list[Option]
     layers: Layers
 
 
 class PlacedLayout(NamedTuple):
-    """One legal layout in all nesting orders, before one of them is chosen."""
+    """A legal layout in all nesting orders, before one of them is chosen."""
 
     layout: Layout
     config: Config
     parallel: doc.Parallel
     train: doc.Train
-    nestings: list[Nestings]  # with each open way of tokens to experts
+    nestings: list[Nestings]  # one per open exchange of expert tokens
     fills: bool
 
     @property
@@ -76,7 +77,7 @@ class PlacedLayout(NamedTuple):
         return min(orders.least_s for orders in self.nestings)
 
     def solve(self) -> Solution:
-        """In the best nesting order, tokens going to experts in the best way."""
+        """Returns the best nesting order with the best exchange of expert tokens."""
         best, *alternatives = (orders.solve() for orders in self.nestings)
         for alternative in alternatives:
             best = alternative if alternative.time.step_s < best.time.step_s * (1 - WORTH) else best
@@ -84,23 +85,29 @@ class PlacedLayout(NamedTuple):
 
 
 class SearchCounts(NamedTuple):
-    legal: int  # legal layouts; each stands for every nesting order of its axes
-    costed: int  # of them, how many were costed exactly; bounds ruled the others out
+    """The numbers of layouts and nodes that a search met."""
+
+    legal: int  # legal layouts; each includes every nesting order of its axes
+    costed: int  # legal layouts that were costed exactly; bounds excluded the others
     bounded: int  # nodes of the search tree that were bounded
 
 
 class SearchResult(NamedTuple):
-    """`front`: the fastest layout, then each slower one (by up to `NEAR`) that needs less memory
-    than all before it."""
+    """The fastest layouts of a search.
+
+    `front` holds the fastest layout, then each slower one (by up to `NEAR`) that needs less memory
+    than all before it.
+    """
 
     front: list[CostedLayout]
     counts: SearchCounts
-    equal: list[
-        CostedLayout
-    ]  # as fast as the fastest, as far as predictions can tell: the one to take, then by time
+    # Layouts as fast as the fastest, as far as predictions can tell: the one to take, then by time.
+    equal: list[CostedLayout]
 
 
 class Search:
+    """A search over the legal layouts of one configuration on one cluster."""
+
     def __init__(
         self,
         config: Config,
@@ -108,15 +115,17 @@ class Search:
         any_layout: bool = False,
         profile: Profile | None = None,
     ):
-        """`any_layout`: also what the bundled trainer does not run. Raises OrchError (65) where
-        nothing is left."""
+        """`any_layout` includes layouts that the bundled trainer does not run.
+
+        Raises OrchError (65) if nothing is left to search.
+        """
         self.context = make_context(config, cluster, profile)
         self.space = Space(config, self.context, any_layout)
         confined = not config.parallel.allow_tp_across_nvlink
         self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
         self.recipe = recipe_of(config.cost.software, config.optim)
         self.capacity = self.recipe.capacity(cluster)
-        #: ways of tokens to experts that are open; in one NVLink domain there is nothing to choose
+        #: The open exchanges of expert tokens; inside one NVLink domain there is no choice.
         self.all_to_alls: tuple[doc.AllToAll, ...] = ("direct",)
         if config.parallel.expert_all_to_all:
             self.all_to_alls = (config.parallel.expert_all_to_all,)
@@ -126,9 +135,9 @@ class Search:
         self.legal = self.costed = 0
 
     def run(self, near: float = NEAR) -> SearchResult:
-        """The Pareto front of time and memory; empty where nothing legal fits.
+        """Returns the Pareto front of time and memory, which is empty if nothing legal fits.
 
-        Raises OrchError (65) where the configuration contradicts itself.
+        Raises OrchError (65) if the configuration contradicts itself.
         """
         columns = enumerate(self.columns())
         heap: list[Node] = [
@@ -141,8 +150,7 @@ class Search:
         equal = list[CostedLayout]()
 
         def level(seconds: float) -> bool:
-            """Whether a layout of so many seconds would be equal to the fastest, and one of those
-            to compare."""
+            """Reports whether a layout with this step equals the fastest and is still compared."""
             return not equal or (
                 len(equal) < MOST_EQUAL and seconds <= equal[0].step_s * (1 + EQUAL)
             )
@@ -151,7 +159,7 @@ class Search:
             not front or level(heap[0][0]) or heap[0][0] <= front[0].step_s * (1 + near)
         ):
             least, state, _, item = heapq.heappop(heap)
-            if state == COSTED:  # costed, and nothing left can be faster
+            if state == COSTED:  # Nothing that is left can be faster.
                 if level(item.step_s):
                     equal.append(item)
                 if not front or (
@@ -170,7 +178,7 @@ class Search:
     # -------------------------------------------------------------------------------------- bounds
 
     def columns(self) -> Iterator[Column]:
-        """Every column of families that have a legal layout. Counts legal layouts."""
+        """Yields every column of families with a legal layout, and counts the legal layouts."""
         families: dict[tuple[int, ...], list[Mesh]] = {}
         for first in self.space.families():
             folded = self.space.folded(first.tp, first.cp, first.ep)
@@ -189,16 +197,21 @@ class Search:
             yield Column(meshes, options, self._layers(meshes[0], options))
 
     def base(self, mesh: Mesh, options: list[Option]) -> MeshBound:
-        """Bound of a mesh in any of `options`; the first has the least work and keeps the fewest
-        bytes, apart from how experts fold."""
+        """Returns the bound of a mesh in any of `options`.
+
+        The first option has the least work and keeps the fewest bytes, apart from the folding of
+        experts.
+        """
         return self._base(mesh, self._layers(mesh, options))
 
     def _base(self, mesh: Mesh, layers: Layers) -> MeshBound:
+        """Returns the bound of a mesh with these layers."""
         (etp, fold_cp), (sp, method) = layers.fold, layers.variant
         first = mesh._replace(sp=sp, cp_method=method, etp=etp, fold_cp=fold_cp)
         return MeshBound(first, layers, self.shapes.summary(first), self.best)
 
     def _layers(self, mesh: Mesh, options: list[Option]) -> Layers:
+        """Returns the costs that a layer of the mesh may have in any of `options`."""
         fold, (variant, *_) = options[0]
         (sp, method), cp_methods = (
             variant,
@@ -219,7 +232,7 @@ class Search:
         )
 
     def _open(self, state: int, item: Any, byte_limit: int) -> Iterator[Node]:
-        """Children of a node that may need no more than `byte_limit` bytes."""
+        """Yields the children of a node that may need no more than `byte_limit` bytes."""
         if state == COLUMN:
             for mesh in item.meshes:
                 base = self._base(mesh, item.layers)
@@ -245,7 +258,7 @@ class Search:
             fitting = list(self._fitting(pipeline, names, byte_limit))
             if len(pipeline.cp_methods) == 1:
                 yield from self._layouts(pipeline, fitting, byte_limit)
-            elif fitting:  # all methods of context parallelism need the same memory
+            elif fitting:  # All methods of context parallelism need the same memory.
                 for method in pipeline.cp_methods:
                     bound = PipelineBound(
                         pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method]
@@ -277,14 +290,15 @@ class Search:
                 )
 
     def _branches(self, base: MeshBound, byte_limit: int) -> Iterator[Node]:
-        alike = (*base.mesh[:7], base.mesh.fold)  # the same for all variants
-        base.sharded = self._sharded.setdefault(alike, base.sharded)
+        """Yields a node per recomputation mode that may fit."""
+        shared_key = (*base.mesh[:7], base.mesh.fold)  # This key is the same for all variants.
+        base.sharded = self._sharded.setdefault(shared_key, base.sharded)
         for branch in base.branches(self.space.recompute, self.space.zeros(base.mesh)):
             if branch.least_bytes() <= byte_limit:
                 yield branch.least_s, RECOMPUTE, (), branch
 
     def pipelines(self, branch: RecomputeBound) -> Iterator[tuple[PipelineBound, list[str]]]:
-        """Every assignment of stages to ranks, with the schedules that use it."""
+        """Yields every assignment of stages to ranks, with the schedules that use it."""
         mesh = branch.mesh
         cp_methods = branch.base.cp_methods
         for (placement, split, vpp), names in self.shapes.alike(mesh).items():
@@ -294,8 +308,7 @@ class Search:
     def _fitting(
         self, pipeline: PipelineBound, names: list[str], byte_limit: int
     ) -> Iterator[tuple[str, ZeroStage, float]]:
-        """(schedule, ZeRO stage, lower bound in bytes) of what may need no more than `byte_limit`
-        bytes."""
+        """Yields (schedule, ZeRO stage, lower bound in bytes) of pairs that may fit the limit."""
         for schedule in names:
             activation_bytes = pipeline.kept(schedule)
             shards = self.space.shards(pipeline.branch.mesh, schedule)
@@ -309,6 +322,7 @@ class Search:
     def _layouts(
         self, pipeline: PipelineBound, fitting: list[tuple[str, ZeroStage, float]], byte_limit: int
     ) -> Iterator[Node]:
+        """Yields a node per layout that may fit."""
         mesh = pipeline.branch.mesh._replace(cp_method=pipeline.cp_methods[0])
         for schedule, sharded, size in fitting:
             if size <= byte_limit:
@@ -319,33 +333,37 @@ class Search:
 
     @cached_property
     def layer_costs(self) -> LayerCosts:
+        """The layer costs of this search."""
         return LayerCosts(self.context, self.best, self.recipe, self.all_to_alls)
 
     @cached_property
     def shapes(self) -> PipelinesOfMeshes:
+        """The pipeline shapes of this search."""
         return PipelinesOfMeshes(self.space, self.par)
 
     @cached_property
     def par(self) -> doc.Parallel:
-        """The `parallel` of an arbitrary layout; bounds read from it only what all layouts
-        share."""
+        """The `parallel` of some layout; bounds read only fields that all layouts share."""
         mesh = next(mesh for mesh in self.space.meshes() if self.space.count(mesh))
         config = self.space.fixed(next(iter(self.space.layouts(mesh))))
         return make_parallel(config, self._case(config))
 
     def _case(self, config: Config) -> Case:
+        """Returns the legality case of a configuration."""
         return make_case(config, self.context.cluster, self.context.model)
 
     # -------------------------------------------------------------------------------------- costs
 
     def cost(self, layout: Layout) -> CostedLayout | None:
-        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit
-        the memory."""
+        """Costs a layout exactly as `build_plan` does.
+
+        Returns None if it breaks a rule or does not fit the memory.
+        """
         placed = self._place(layout)
         return None if placed is None else self._cost(placed)
 
     def _place(self, layout: Layout) -> PlacedLayout | None:
-        """None when it breaks a rule."""
+        """Returns the layout in all nesting orders, or None if it breaks a rule."""
         config = self.space.fixed(layout)
         case = self._case(config)
         if broken(case, self.space.rules) is not None:
@@ -359,20 +377,22 @@ class Search:
         return PlacedLayout(layout, config, parallel, train, nestings, fills)
 
     def _nestings(self, parallel: doc.Parallel, config: Config, train: doc.Train) -> list[Nestings]:
-        """With each open way of tokens to experts; none where no order allows the one that is
-        given."""
+        """Returns the nesting orders, once per open exchange of expert tokens.
+
+        The list is empty if no order allows the exchange that is given.
+        """
         legal_nestings: list[Nestings] = []
         for all_to_all in self.all_to_alls:
             if all_to_all == "hierarchical":
                 if legal_nestings and not legal_nestings[0].outside_nvlink("ep"):
-                    continue  # there is nothing to go by
+                    continue  # the exchange crosses no domain
                 parallel = structs.replace(parallel, expert_all_to_all=all_to_all)
             nestings = Nestings(self.context, parallel, config.parallel.order, train)
             legal_nestings += [nestings] if nestings.legal else []
         return legal_nestings
 
     def _cost(self, placed: PlacedLayout, byte_limit: float = float("inf")) -> CostedLayout | None:
-        """`byte_limit`: bytes above which its time is of no interest: None as well."""
+        """Costs a placed layout; returns None if it needs too much memory or `byte_limit`."""
         self.costed += 1
         workload = Workload(self.context.model, placed.parallel, placed.train)
         accounts = memory.memory_by_pp_rank(
@@ -392,10 +412,10 @@ class Search:
 
 
 def worthwhile(variants: list[Variant]) -> list[list[Variant]]:
-    """Variants that may be best, grouped by equal work (a contiguous ring gives its last rank more
-    than the others).
+    """Groups the variants that may be best by equal work.
 
-    Where zig-zag can run, a contiguous ring is left out: it sends the same bytes and takes longer.
+    A contiguous ring gives its last rank more work than the others. It is left out if zig-zag can
+    run, because it sends the same bytes and takes longer.
     """
     variants_worth: dict[tuple[bool, bool], list[Variant]] = {}
     for sp, method in variants:

@@ -1,10 +1,10 @@
 """The search space of `parallel=auto`: every legal layout of a configuration.
 
-A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp, how experts fold over
-tp and cp, and the micro-batch size. A `Layout` adds what a mesh leaves open: recomputation, ZeRO
-stage, pipeline schedule and virtual stages. Keys that the configuration gives are kept. Meshes that
-differ only in `Fold` and `Variant` are a family. Where tokens of experts may go by domain,
-`Search.cost` tries both ways, as it does every nesting order.
+A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp, the folding of experts
+over tp and cp, and the micro-batch size. A `Layout` adds the choices that a mesh leaves open:
+recomputation, ZeRO stage, pipeline schedule and virtual stages. Keys that the configuration gives
+are kept. Meshes that differ only in `Fold` and `Variant` form a family. If expert tokens may be
+exchanged by domain, `Search.cost` tries both exchanges, as it tries every nesting order.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ CP_METHODS: tuple[CpMethod, ...] = ("zigzag", "ring", "allgather", "ulysses")
 VARIANT_RULES = ("sequence", "ulysses", "matmul")
 #: Rules that only a complete layout can break.
 LAYOUT_RULES = ("virtual_stages", "zero_group", "schedule", "sharding", *VARIANT_RULES)
-#: Rules about tp alone, checked once for each tp.
+#: Rules about tp alone, checked once per tp.
 TP_RULES = ("heads", "kv_heads", "ffn", "nvlink")
 
 
 Variant = tuple[bool, CpMethod]  # (sequence parallelism, method of context parallelism)
-#: How experts fold: (ranks of tp that cut each, whether ranks of cp hold different ones). Both
-#: unset: they do not.
+#: The folding of experts: (tp ranks that cut each expert, whether cp ranks hold different experts).
+#: Experts do not fold if both are unset.
 Fold = tuple[int | UnsetType, bool | UnsetType]
 NO_FOLD: Fold = (UNSET, UNSET)
 
 
 class Mesh(NamedTuple):
+    """A device mesh with its micro-batches, one variant and one fold."""
+
     tp: int
     cp: int
     ep: int
@@ -64,10 +66,13 @@ class Mesh(NamedTuple):
 
     @property
     def fold(self) -> Fold:
+        """The folding of experts."""
         return self.etp, self.fold_cp
 
 
 class Layout(NamedTuple):
+    """A mesh with the choices that it leaves open."""
+
     mesh: Mesh
     recompute: str
     zero: int
@@ -76,9 +81,9 @@ class Layout(NamedTuple):
 
 
 class Space:
-    """The legal layouts of one configuration. `config.parallel` holds null for what is open.
+    """The legal layouts of one configuration, whose `parallel` holds null for every open key.
 
-    `any_layout`: also those that the bundled trainer does not run.
+    `any_layout` includes layouts that the bundled trainer does not run.
     """
 
     def __init__(self, config: Config, context: CostContext, any_layout: bool = False):
@@ -110,8 +115,8 @@ class Space:
         self._counts: dict[tuple[int, int, int, tuple[int, bool]], int] = {}
         domains = domains_of(context.cluster)
         across = par.allow_tp_across_nvlink
-        #: GPUs in use, all of them first; then what groups leave that do not divide their NVLink
-        #: domain
+        #: GPUs in use: first all of them, then what remains if groups do not divide their NVLink
+        #: domain.
         units = {
             domains.usable(nodes * domains.gpus_per_node) for nodes in range(1, domains.largest + 1)
         }
@@ -120,11 +125,11 @@ class Space:
         self.filled = cache(lambda tp, cp, ep, pp: domains.filled(tp, cp, ep, pp, across))
         given_recompute = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given_recompute is None else (given_recompute,)
-        ones: dict[str, Any] = dict.fromkeys(
+        unit_degrees: dict[str, Any] = dict.fromkeys(
             ("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1
         )
         self.base = Case(
-            **ones | {"zero": 0, "sp": False, "schedule": None},
+            **unit_degrees | {"zero": 0, "sp": False, "schedule": None},
             zero_group=par.zero_group,
             allow_tp_across_nvlink=par.allow_tp_across_nvlink,
             global_batch_samples=self.samples,
@@ -138,9 +143,8 @@ class Space:
             cluster=context.cluster,
         )
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
-        if not any_layout and (
-            breach := broken(self.base, TRAINER)
-        ):  # degrees only add to what is wrong
+        # Degrees can only add to what is wrong.
+        if not any_layout and (breach := broken(self.base, TRAINER)):
             raise OrchError(
                 f"parallel=auto: {breach[1]}; --any searches layouts for another program",
                 Exit.CONFIG,
@@ -149,14 +153,14 @@ class Space:
     # -------------------------------------------------------------------------------------- meshes
 
     def meshes(self) -> Iterator[Mesh]:
-        """Every legal mesh, in a fixed order."""
+        """Yields every legal mesh, in a fixed order."""
         for first in self.families():
             for (etp, fold_cp), variants in self.folded(first.tp, first.cp, first.ep):
                 for sp, method in variants:
                     yield first._replace(sp=sp, cp_method=method, etp=etp, fold_cp=fold_cp)
 
     def families(self) -> Iterator[Mesh]:
-        """The first mesh of each family."""
+        """Yields the first mesh of each family."""
         moe = self.context.model.moe
         layers = self.context.model.layers
         heads = self.context.model.heads
@@ -171,7 +175,7 @@ class Space:
                             yield from self._batches(tp, cp, ep, pp, dp)
 
     def _degrees(self, axis: str, gpus: int, largest: int) -> list[int]:
-        """Legal degrees of an axis that divide `gpus`, the GPUs that the axes before it leave."""
+        """Returns the legal degrees of an axis that divide `gpus`, left by the axes before it."""
         given_degree = getattr(self.par, axis)
         if given_degree is not None:
             return (
@@ -185,6 +189,7 @@ class Space:
         ]
 
     def _batches(self, tp: int, cp: int, ep: int, pp: int, dp: int) -> Iterator[Mesh]:
+        """Yields the meshes of these degrees, one per legal micro-batch size."""
         share, rest = divmod(self.samples, dp * ep)
         if rest or not share:
             return
@@ -202,12 +207,12 @@ class Space:
                 yield Mesh(tp, cp, ep, pp, dp, size, share // size, *variants[0], etp, fold_cp)
 
     def _starts(self, degrees: dict[str, int]) -> bool:
-        """Whether the first step of a ramp has a micro-batch for every replica."""
+        """Reports whether the first step of a batch ramp has a micro-batch for every replica."""
         rule = self.rules.get("batch_ramp") if self.base.batch_ramp else None
         return rule is None or rule(structs.replace(self.base, **degrees)) is None
 
     def _variants(self, tp: int, cp: int) -> list[Variant]:
-        """Legal variants, simplest first."""
+        """Returns the legal variants, simplest first."""
         along = [False] if tp == 1 else [True, False] if self.par.sp is None else [self.par.sp]
         methods = (
             CP_METHODS
@@ -225,7 +230,7 @@ class Space:
         ]
 
     def _folded(self, tp: int, cp: int, ep: int) -> list[tuple[Fold, list[Variant]]]:
-        """Legal folds of the experts with the variants that each goes with, the simplest first."""
+        """Returns the legal folds of the experts with the variants of each, simplest first."""
         every = self.variants(tp, cp)
         legal_folds = list[tuple[Fold, list[Variant]]]()
         for fold in self._folds(tp, cp):
@@ -238,8 +243,11 @@ class Space:
         return legal_folds
 
     def _folds(self, tp: int, cp: int) -> Iterator[Fold]:
-        """Without folding `etp` stays unset, unless it is given. A word of degrees can say what
-        folds over cp where it says etp, too."""
+        """Yields the folds of the experts.
+
+        Without folding, `etp` stays unset unless it is given. A parallelism spec can express a fold
+        over cp only together with etp.
+        """
         par = self.par
         if self.context.model.moe is None:
             yield (UNSET if par.etp is None else par.etp), (True if par.fold_cp else UNSET)
@@ -251,8 +259,10 @@ class Space:
             yield (UNSET if unset else etp), (True if fold_cp else UNSET)
 
     def _keeps(self, degrees: dict[str, int]) -> bool:
-        """Whether the degrees keep every rule that applies to them (one axis alone need not fill
-        the cluster)."""
+        """Reports whether the degrees keep every rule that applies to them.
+
+        One axis alone need not fill the cluster.
+        """
         case = structs.replace(self.base, **degrees)
         skip: tuple[str, ...] = (
             LAYOUT_RULES if degrees.keys() == {"tp"} else (*LAYOUT_RULES, *TP_RULES)
@@ -263,10 +273,10 @@ class Space:
     # -------------------------------------------------------------------------------------- layouts
 
     def _legal_schedules(self, pp: int, micro_batches: int | None = None) -> dict[str, list[int]]:
-        """Schedule -> legal numbers of virtual stages. `micro_batches` None: legal for some number
-        of micro-batches.
+        """Maps each legal schedule to its legal numbers of virtual stages.
 
-        A single stage has one schedule, 1f1b.
+        With `micro_batches` None, a schedule must be legal for some number of micro-batches. A
+        single stage has one schedule, 1f1b.
         """
         if pp == 1:
             is_open = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
@@ -286,35 +296,38 @@ class Space:
                 for vpp in among
                 if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)
             ]
-            # legality of pp and micro-batches does not depend on the virtual stages; 2 * pp is
-            # legal for every schedule
+            # The legality of pp and micro-batches does not depend on the virtual stages; 2 * pp
+            # micro-batches are legal for every schedule.
             micro_batch_count = 2 * pp if micro_batches is None else micro_batches
             if vpps and illegal(name, pp, micro_batch_count, vpps[0]) is None:
                 vpps_by_schedule[name] = vpps
         return vpps_by_schedule
 
     def _other_stages(self, stages: int) -> bool:
+        """Reports whether `parallel.stage_layers` is given for another number of stages."""
         return self.par.stage_layers is not None and len(self.par.stage_layers) != stages
 
     def stage_layers(self, stages: int) -> list[int]:
+        """Returns the layers of each stage: the configured ones, or balanced ones."""
         if self.par.stage_layers is not None:
             return list(self.par.stage_layers)
         return balance_stages(self.context.model, stages, self.config.train.seq_len)
 
     def zeros(self, mesh: Mesh) -> tuple[int, ...]:
-        """Possible ZeRO stages; without replicas there is nothing to shard."""
+        """Returns the possible ZeRO stages; without replicas there is nothing to shard."""
         if self.par.zero is not None:
             return (self.par.zero,)
         return (0, 1, 2, 3) if mesh.dp * mesh.cp * mesh.ep > 1 else (0,)
 
     def layouts(self, mesh: Mesh) -> Iterator[Layout]:
+        """Yields every legal layout of a mesh."""
         for recompute in self.recompute:
             for schedule, vpps in self.schedules(mesh.pp, mesh.micro_batches).items():
                 for zero in filter(self.shards(mesh, schedule), self.zeros(mesh)):
                     yield from (Layout(mesh, recompute, zero, schedule, vpp) for vpp in vpps)
 
     def shards(self, mesh: Mesh, schedule: str) -> Callable[[int], bool]:
-        """Predicate: whether a ZeRO stage is legal with a schedule."""
+        """Returns a predicate that tells whether a ZeRO stage is legal with a schedule."""
         fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
         replicas = mesh.dp * mesh.cp * mesh.ep
         model_copies = copies(schedule, mesh.pp, fewest)
@@ -330,6 +343,7 @@ class Space:
         )
 
     def count(self, mesh: Mesh) -> int:
+        """Returns the number of legal layouts of a mesh."""
         replicas = mesh.dp * mesh.cp * mesh.ep
         key = (
             mesh.pp,
@@ -345,19 +359,19 @@ class Space:
         return self._counts[key]
 
     def _experts(self, mesh: Mesh) -> tuple[int, bool]:
-        """What decides whether experts can be sharded."""
+        """Returns the values that decide whether experts can be sharded."""
         ranks = spread(mesh)
         return ranks if self.par.zero_group else min(ranks, 2), expert_mesh(mesh).edp == 1
 
     def _sharded(self, mesh: Mesh, schedule: str, replicas: int) -> int:
-        """Number of ZeRO stages that are legal with a schedule."""
+        """Returns the number of ZeRO stages that are legal with a schedule."""
         key = schedule, mesh.pp, replicas, self._experts(mesh)
         if key not in self._zeros:
             self._zeros[key] = sum(map(self.shards(mesh, schedule), self.zeros(mesh)))
         return self._zeros[key]
 
     def fixed(self, layout: Layout) -> Config:
-        """The configuration with the keys of a layout filled in."""
+        """Returns the configuration with the keys of a layout filled in."""
         mesh = layout.mesh
         parallel: ParallelSpec = structs.replace(
             self.par,

@@ -1,9 +1,8 @@
-"""Layouts whose predicted steps differ by less than predictions can tell, and which of them to
-take.
+"""Layouts whose predicted steps differ by less than predictions can tell, and how one is chosen.
 
-Two predictions on the same machines share most of their error. That what is left is `EQUAL` of the
-step is assumed, for all layouts alike. Of equal layouts the one that moves fewer bytes over the
-highest level of the network is taken, then one that `orch verify` proves, then the one with fewer
+Two predictions on the same machines share most of their error. The rest is assumed to be `EQUAL` of
+the step, for all layouts alike. Of equal layouts, the one that moves fewer bytes over the highest
+level of the network is taken, then one that `orch verify` proves, then the one with fewer
 techniques.
 """
 
@@ -18,16 +17,15 @@ from orchestrator.plan.schedules import SCHEDULES
 from .costed_layout import CostedLayout
 from .space import CP_METHODS, NO_FOLD, RECOMPUTE_MODES, Layout
 
-EQUAL = 0.02  # of the step
-MOST_EQUAL = 4  # equal layouts that are compared, the fastest ones
+EQUAL = 0.02  # as a share of the step
+MOST_EQUAL = 4  # the number of equal layouts, the fastest ones, that are compared
 #: Pipeline schedules that `orch verify` combines in threes (`orchestrator/verify/matrix.py`; a test
 #: compares them).
 IN_THREES = frozenset({"1f1b", "interleaved", "zb_h1", "dualpipe"})
 
 
 def preference(layout: Layout) -> tuple[object, ...]:
-    """Sort key among layouts of equal time and memory: the one with fewer techniques comes
-    first."""
+    """Returns the sort key of layouts with equal time and memory: fewer techniques come first."""
     names = list(SCHEDULES)
     rank = names.index(layout.schedule) if layout.schedule in names else len(names)
     order = names.index("1f1b") if "1f1b" in names else 0
@@ -52,8 +50,10 @@ def preference(layout: Layout) -> tuple[object, ...]:
 
 
 def proven(layout: Layout) -> bool:
-    """Whether `orch verify` proves all techniques of a layout together: up to two, or three of the
-    main ones."""
+    """Reports whether `orch verify` proves all techniques of a layout together.
+
+    It proves up to two techniques, or three of the main ones.
+    """
     mesh = layout.mesh
     used = [
         layout.zero > 0 or mesh.dp > 1,
@@ -67,17 +67,19 @@ def proven(layout: Layout) -> bool:
 
 
 def bytes_at_the_top(layout: CostedLayout, level: str) -> float:
-    """Bytes a step that the busiest rank of each axis sends over the highest level of switches."""
+    """Returns the bytes per step of the busiest rank of each axis over the highest switch level."""
     placed = axis_placement(layout.solution.best, layout.solution.traffic).values()
     return sum(axis.bytes_per_step_by_level.get(level, 0.0) for axis in placed)
 
 
 def preferred_first(equal: Sequence[CostedLayout], level: str) -> list[CostedLayout]:
-    """Equal layouts, the one to take first; the others by their time."""
+    """Returns equal layouts, the one to take first and the others by their time."""
 
-    def key(found: CostedLayout) -> tuple[object, ...]:
-        moved = float(f"{bytes_at_the_top(found, level):.2g}")  # one percent more is no reason
-        return moved, not proven(found.layout), found.step_s, preference(found.layout)
+    def key(costed: CostedLayout) -> tuple[object, ...]:
+        """Returns the sort key of an equal layout."""
+        # a difference of one percent does not decide
+        moved = float(f"{bytes_at_the_top(costed, level):.2g}")
+        return moved, not proven(costed.layout), costed.step_s, preference(costed.layout)
 
     best = min(equal, key=key)
-    return [best, *(found for found in equal if found is not best)]
+    return [best, *(costed for costed in equal if costed is not best)]
