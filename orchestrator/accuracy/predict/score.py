@@ -126,14 +126,14 @@ def miss(predicted: float, measured: float, sd: float) -> Miss:
 def unread(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns a line for each measured cell that a score leaves out, because it is not a number,
     not above 0, or in another unit."""
-    complaints = []
+    problems = []
     for number, row in enumerate(rows, 1):
         for name in MEASURED:
             try:
                 measured_in(row, name)
             except RowError as error:
-                complaints.append(f"row {number} ({row_id(row) or number}): {error}")
-    return complaints
+                problems.append(f"row {number} ({row_id(row) or number}): {error}")
+    return problems
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
