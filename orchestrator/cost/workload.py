@@ -14,7 +14,11 @@ from orchestrator.plan.document import Model, Parallel, Train
 
 
 class Workload:
-    """One model in one layout. It is immutable, and derived sizes are computed once."""
+    """One model in one layout. It is immutable.
+
+    Most of its sizes are cheaper to compute than to remember, and most workloads of a search are
+    asked for each of them once.
+    """
 
     def __init__(
         self,
@@ -28,42 +32,42 @@ class Workload:
         self.train = train
         self.software = software
 
-    @cached_property
+    @property
     def width(self) -> int:
         """Bytes of a weight and of an activation."""
         return DTYPE_BYTES[self.train.precision]
 
-    @cached_property
+    @property
     def gradient_width(self) -> int:
         """Bytes of a gradient on the wire."""
         return self.software.grad_bytes or DTYPE_BYTES[self.train.grad_dtype]
 
-    @cached_property
+    @property
     def tokens(self) -> float:
         """Tokens of one micro-batch on the ranks of a tensor-parallel group together."""
         return self.parallel.micro_batch_size * self.train.seq_len / self.parallel.cp
 
-    @cached_property
+    @property
     def sequence_shards(self) -> int:
         """Ranks that share the sequence between the regions of tensor parallelism."""
         return self.parallel.tp if self.parallel.sp else 1
 
-    @cached_property
+    @property
     def hidden_bytes(self) -> float:
         """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
         return self.tokens * self.model.hidden * self.width
 
-    @cached_property
+    @property
     def boundary_bytes(self) -> float:
         """Bytes of one micro-batch's hidden states between two layers or stages, on one rank."""
         return self.hidden_bytes / self.sequence_shards
 
-    @cached_property
+    @property
     def sent_tokens(self) -> float:
         """Tokens of one micro-batch that a rank sends to experts."""
         return self.tokens / self.sequence_shards
 
-    @cached_property
+    @property
     def vocabulary_rows(self) -> int:
         """Rows of the token table on a rank; the table is padded to a multiple of tp."""
         return -(-self.model.vocab // self.parallel.tp)
@@ -73,7 +77,7 @@ class Workload:
         """Share of the layers that recompute each part of forward in backward."""
         return recomputed_share(self.parallel, self.train, self.software)
 
-    @cached_property
+    @property
     def shares_inputs(self) -> bool:
         """Whether tensor-parallel ranks each keep a share of the inputs of recomputation."""
         return shares_inputs(self.parallel, self.train)

@@ -23,9 +23,10 @@ MFU = tokens/s * model FLOPs per token / (GPUs * peak FLOP/s); HFU the same with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from .layer import Half, layer_operations
+from .layer import Half, LayerShape, layer_operations, layer_shape, operations_of
 
 if TYPE_CHECKING:
     from .document import Model
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 def attention_weights(model: Model) -> int:
     """The number of weights of one layer's attention projections without biases (MHA, GQA or
     MLA)."""
-    return _passed_weights(model, model.layers - 1, "attention")
+    return _passed_weights(layer_shape(model, model.layers - 1), "attention")
 
 
 def up_weights(model: Model) -> int:
@@ -50,20 +51,18 @@ def up_weights(model: Model) -> int:
 def mlp_weights(model: Model, layer: int) -> int:
     """The number of weights that multiply one token in layer `layer`'s MLP. In a mixture of experts
     only the active ones count."""
-    return _passed_weights(model, layer, "mlp")
+    return _passed_weights(layer_shape(model, layer), "mlp")
 
 
-def _passed_weights(model: Model, layer: int, half: Half) -> int:
-    operations = layer_operations(model, layer)
+@lru_cache(maxsize=256)
+def _passed_weights(shape: LayerShape, half: Half) -> int:
+    operations = operations_of(shape)
     return sum(operation.passed_weights for operation in operations if operation.half == half)
 
 
 def block_weights(model: Model) -> int:
     """The number of weights that multiply one token in all decoder layers."""
-    dense = model.layers if model.moe is None else min(model.layers, model.moe.first_dense_layers)
-    mixtures = model.layers - dense
-    mlps = dense * mlp_weights(model, 0) if dense else 0
-    mlps += mixtures * mlp_weights(model, model.layers - 1) if mixtures else 0
+    mlps = sum(mlp_weights(model, layer) for layer in range(model.layers))
     return model.layers * attention_weights(model) + mlps
 
 

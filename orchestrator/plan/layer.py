@@ -8,6 +8,7 @@ and nowhere else; tests compare the two for every model of `conf/`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -92,31 +93,70 @@ def layer_moe(model: Model, layer: int) -> Moe | None:
     return model.moe if model.moe is not None and layer >= model.moe.first_dense_layers else None
 
 
+class LayerShape(NamedTuple):
+    """Everything that the operations of a layer depend on, under the names that `Model` has for
+    it. Layers of one kind have equal shapes, so that their list is made once."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_hidden: int
+    norm: str
+    mlp: str
+    bias: bool
+    qk_norm: bool
+    mla: Mla | None
+    moe: Moe | None  # of this layer
+
+
+def layer_shape(model: Model, layer: int) -> LayerShape:
+    """The shape of decoder layer `layer` (0-based)."""
+    return LayerShape(
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        ffn_hidden=model.ffn_hidden,
+        norm=model.norm,
+        mlp=model.mlp,
+        bias=model.bias,
+        qk_norm=bool(model.qk_norm),
+        mla=model.mla,
+        moe=layer_moe(model, layer),
+    )
+
+
 def layer_operations(model: Model, layer: int) -> tuple[Operation, ...]:
     """The operations of decoder layer `layer` (0-based), in the order in which a token passes
     them."""
-    moe = layer_moe(model, layer)
-    attention = _attention(model) if model.mla is None else _latent_attention(model, model.mla)
-    feed_forward = _mlp(model, "mlp", model.ffn_hidden) if moe is None else _experts(model, moe)
+    return operations_of(layer_shape(model, layer))
+
+
+@lru_cache(maxsize=256)
+def operations_of(shape: LayerShape) -> tuple[Operation, ...]:
+    """The operations of every layer with this shape."""
+    attention = _attention(shape) if shape.mla is None else _latent_attention(shape, shape.mla)
+    mlp = _mlp(shape, "mlp", shape.ffn_hidden) if shape.moe is None else _experts(shape, shape.moe)
     return (
-        _norm(model, "norm1", "attention"),
+        _norm(shape, "norm1", "attention"),
         *attention,
-        _norm(model, "norm2", "mlp"),
-        *feed_forward,
+        _norm(shape, "norm2", "mlp"),
+        *mlp,
     )
 
 
-def _norm(model: Model, name: str, half: Half) -> Operation:
+def _norm(shape: LayerShape, name: str, half: Half) -> Operation:
     return Operation(
-        name, half, "norm", inputs=1, outputs=model.hidden, cut="whole", bias=model.norm == "layer"
+        name, half, "norm", inputs=1, outputs=shape.hidden, cut="whole", bias=shape.norm == "layer"
     )
 
 
-def _attention(model: Model) -> Iterator[Operation]:
+def _attention(shape: LayerShape) -> Iterator[Operation]:
     """Multi-head attention with grouped key-value heads (arXiv 2305.13245)."""
-    hidden = model.hidden
-    queries = model.heads * model.head_dim
-    keys = model.kv_heads * model.head_dim
+    hidden = shape.hidden
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     for name, outputs in (("wq", queries), ("wk", keys), ("wv", keys)):
         yield Operation(
             f"attn.{name}",
@@ -125,25 +165,25 @@ def _attention(model: Model) -> Iterator[Operation]:
             inputs=hidden,
             outputs=outputs,
             cut="column",
-            bias=model.bias,
-            shared_outputs=model.head_dim,
+            bias=shape.bias,
+            shared_outputs=shape.head_dim,
             fused="attn.wqkv",
         )
-    if model.qk_norm:
+    if shape.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield Operation(
-                f"attn.{name}", "attention", "norm", inputs=1, outputs=model.head_dim, cut="whole"
+                f"attn.{name}", "attention", "norm", inputs=1, outputs=shape.head_dim, cut="whole"
             )
     yield Operation("attn.core", "attention", "core", inputs=queries, outputs=queries, cut="column")
     yield Operation("attn.wo", "attention", "product", inputs=queries, outputs=hidden, cut="row")
-    if model.bias:
-        yield _output_bias(model, "attn.out_bias", "attention")
+    if shape.bias:
+        yield _output_bias(shape, "attn.out_bias", "attention")
 
 
-def _latent_attention(model: Model, mla: Mla) -> Iterator[Operation]:
+def _latent_attention(shape: LayerShape, mla: Mla) -> Iterator[Operation]:
     """Queries, keys and values are made from latents (DeepSeek-V2, arXiv 2405.04434, section
     2.1)."""
-    hidden = model.hidden
+    hidden = shape.hidden
     key = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     key_value = mla.qk_nope_head_dim + mla.v_head_dim
 
@@ -169,44 +209,44 @@ def _latent_attention(model: Model, mla: Mla) -> Iterator[Operation]:
     latent = mla.kv_lora_rank + mla.qk_rope_head_dim
     yield product("kv_down", hidden, latent, "whole", fused="attn.down")
     yield norm("kv_norm", mla.kv_lora_rank)
-    yield product("wq", mla.q_lora_rank or hidden, model.heads * key, "column")
-    yield product("wkv", mla.kv_lora_rank, model.heads * key_value, "column")
-    heads = model.heads * mla.v_head_dim
+    yield product("wq", mla.q_lora_rank or hidden, shape.heads * key, "column")
+    yield product("wkv", mla.kv_lora_rank, shape.heads * key_value, "column")
+    heads = shape.heads * mla.v_head_dim
     yield Operation(
-        "attn.core", "attention", "core", inputs=model.heads * key, outputs=heads, cut="column"
+        "attn.core", "attention", "core", inputs=shape.heads * key, outputs=heads, cut="column"
     )
     yield product("wo", heads, hidden, "row")
 
 
-def _mlp(model: Model, name: str, width: int) -> Iterator[Operation]:
+def _mlp(shape: LayerShape, name: str, width: int) -> Iterator[Operation]:
     """down(act(up(x))), or down(act(gate(x)) * up(x)) (arXiv 2002.05202)."""
-    for matrix in ("gate", "up") if model.mlp == "gated" else ("up",):
+    for matrix in ("gate", "up") if shape.mlp == "gated" else ("up",):
         yield Operation(
             f"{name}.{matrix}",
             "mlp",
             "product",
-            inputs=model.hidden,
+            inputs=shape.hidden,
             outputs=width,
             cut="column",
-            bias=model.bias,
+            bias=shape.bias,
             fused=f"{name}.gate_up",
         )
-    yield Operation(f"{name}.down", "mlp", "product", inputs=width, outputs=model.hidden, cut="row")
-    if model.bias:
-        yield _output_bias(model, f"{name}.out_bias", "mlp")
+    yield Operation(f"{name}.down", "mlp", "product", inputs=width, outputs=shape.hidden, cut="row")
+    if shape.bias:
+        yield _output_bias(shape, f"{name}.out_bias", "mlp")
 
 
-def _experts(model: Model, moe: Moe) -> Iterator[Operation]:
+def _experts(shape: LayerShape, moe: Moe) -> Iterator[Operation]:
     """A router, experts of which a token passes `top_k` (arXiv 1701.06538), and shared experts,
     which every token passes."""
-    hidden = model.hidden
+    hidden = shape.hidden
     yield Operation("mlp.router", "mlp", "product", inputs=hidden, outputs=moe.experts, cut="whole")
     if moe.shared_ffn_hidden:
-        yield from _mlp(model, "mlp.shared", moe.shared_ffn_hidden)
+        yield from _mlp(shape, "mlp.shared", moe.shared_ffn_hidden)
     width = moe.ffn_hidden
     up = [("gate", hidden, width), ("up", hidden, width)]
     for matrix, inputs, outputs in (
-        *(up if model.mlp == "gated" else up[1:]),
+        *(up if shape.mlp == "gated" else up[1:]),
         ("down", width, hidden),
     ):
         yield Operation(
@@ -223,5 +263,5 @@ def _experts(model: Model, moe: Moe) -> Iterator[Operation]:
         )
 
 
-def _output_bias(model: Model, name: str, half: Half) -> Operation:
-    return Operation(name, half, "bias", inputs=1, outputs=model.hidden, cut="whole")
+def _output_bias(shape: LayerShape, name: str, half: Half) -> Operation:
+    return Operation(name, half, "bias", inputs=1, outputs=shape.hidden, cut="whole")

@@ -103,16 +103,6 @@ class Style(NamedTuple):
         return 1000 * self.conditional_expressions / max(self.code_lines, 1)
 
 
-def docstring_of(node: ast.AST) -> ast.Expr | None:
-    body = getattr(node, "body", None)
-    if not isinstance(node, ast.Module | ast.ClassDef | Function) or not body:
-        return None
-    first = body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        return first if isinstance(first.value.value, str) else None
-    return None
-
-
 def documentation_lines(tree: ast.Module) -> set[int]:
     """Lines of strings that stand alone: docstrings, and those after a field."""
     return {
@@ -208,7 +198,8 @@ def file_style(path: Path) -> Style:
         sum(isinstance(node, ast.IfExp) for node in own_expressions(statement))
         for statement in statements
     ]
-    docstrings = [docstring.value.value for node in nodes if (docstring := docstring_of(node))]
+    documented = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | Function)]
+    docstrings = [ast.get_docstring(node) or "" for node in documented]
     lines = text.splitlines()
     return Style(
         code_lines=len(code_lines),

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.cost.memory.activations import Kernels, activations, layer_activations
+from orchestrator.cost.memory.activations import activations, layer_activations
 from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
+from orchestrator.cost.memory.kernels import Kernels
 from orchestrator.cost.memory.rank_memory import rank_state_bytes, zero_buffers
 from orchestrator.cost.memory.unequal_stages import StageBytes, unequal_peak
 from orchestrator.cost.model.layers import expert_params, layer_params, parameter_count
@@ -159,8 +160,8 @@ def test_fused_attention_keeps_only_statistics():
     model = shapes.llama3_8b()
     plan = make_plan(seq_len=8192)
     workload = Workload(model, plan.parallel, plan.job.train)
-    fused = layer_activations(workload, 0, 8192.0, Kernels())
-    plain = layer_activations(workload, 0, 8192.0, Kernels(fused_attention=False))
+    fused = layer_activations(workload, 0, Kernels())
+    plain = layer_activations(workload, 0, Kernels(fused_attention=False))
     assert fused["softmax statistics"] == 4 * 32 * 8192
     assert plain["attention scores"] == 32 * 8192 * 8192 * 8  # softmax output twice, fp32
 

@@ -382,7 +382,7 @@ def test_recomputation_keeps_less(name, moe, matmul, tp):
     kernels = kernels_of(RECIPES[name], H100, model, plan.parallel, matmul)
     train = structs.replace(plan.job.train, precision="bf16", seq_len=4096)
     none, some, full = (
-        layer_activation_bytes(Workload(model, plan.parallel, train), 0, 4096.0, kernels, mode)
+        layer_activation_bytes(Workload(model, plan.parallel, train), 0, kernels, mode)
         for mode in ("none", "selective", "full")
     )
     assert none.stored >= some.stored >= full.stored > 0 == none.recomputing

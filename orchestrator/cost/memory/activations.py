@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal
 
 from msgspec import Struct
 
@@ -18,7 +17,6 @@ from orchestrator.cost.model.layers import layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
 from orchestrator.cost.time.pipeline import in_flight
 from orchestrator.cost.workload import Workload
-from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import prediction_blocks
@@ -27,6 +25,7 @@ from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import TABLE, schedule_of
 
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
+from .kernels import Kernels, trainer_kernels
 from .moments import OneStage
 from .offloaded_inputs import back_bytes, input_bytes, inputs_of
 from .recomputed_by_others import every_second_product, repeated_modules
@@ -38,98 +37,8 @@ LIMITS = {"zb_h1": 1, "zb_h2": 2}
 LOSS_CHUNK = 1 << 24  # the number of logits that the loss converts to fp32 at a time
 
 
-#: The tensors that selective recomputation drops. orch: norms, activations and the last product of
-#: each half of a layer, as this project's trainer does; core: attention scores (Korthikanti et al.,
-#: section 5), and with experts or latent attention what Megatron-Core's modules of those models
-#: repeat; ops: all but fused attention and every second matrix product (torchtitan's selective
-#: checkpointing by operation); alternate: every second layer.
-Selective = Literal["orch", "core", "ops", "alternate"]
-
-
-class Kernels(Struct, frozen=True, kw_only=True):
-    """The tensors that an implementation keeps for backward."""
-
-    fused_attention: bool = True  # keep softmax statistics instead of scores
-    fused_activation: bool = False  # keep only the two inputs of the gated activation
-    #: A compiler recomputes outputs of norms and activations, unless a gather precedes.
-    compiled: bool = False
-    keep_gathered: bool = False  # with SP, keep gathered matmul inputs instead of gathering again
-    keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
-    in_transfer: bool = False  # keep only messages that are being sent or received
-    inside_backward: bool = False  # count gradients inside a layer while its backward runs
-    selective: Selective = "orch"
-    #: Use dropout even if the model does not ask for it, as the software's default.
-    dropout: bool = False
-    #: Split backwards are placed by a search, up to a limit of whole micro-batches.
-    fills_limit: bool = False
-    #: Keep queries, keys and values both as projected and as attention reads them.
-    copied_heads: bool = False
-    #: Keep outputs of experts, to be weighted; otherwise the weights are applied before them.
-    expert_outputs: bool = True
-    #: Keep the inputs of experts' activations as narrow as those of products.
-    narrow_activation: bool = False
-    #: Tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa).
-    shared_inputs: bool = False
-    #: Keep shards of what is gathered again at full width, not as narrow as products.
-    wide_shards: bool = False
-    #: "cpu" or "cuda": latent attention and experts are those of this project's trainer on that
-    #: device.
-    trainer: str = ""
-    #: Bytes of an element of a matrix product's input, if narrower than the tensor.
-    product_width: float | None = None
-    #: Bytes of a logit at the peak of the loss; None: the trainer's loss by chunks.
-    loss_width: float | None = None
-
-    @property
-    def holds_messages(self) -> bool:
-        """Whether a pipeline rank holds a message that is in transfer or has not been used yet.
-
-        A message is a hidden state or a gradient.
-        """
-        return self.keep_sent or self.in_transfer
-
-
-#: Bytes of an element that the trainer keeps for a matrix product in 8 bits, with scales of 128
-#: elements.
-_NARROW = {"fp8_tensor": 1.0, "fp8_block": 1 + 4 / 128}
-
-
-def trainer_kernels(
-    model: Model, parallel: Parallel, device: str = "cuda", matmul: str = ""
-) -> Kernels:
-    """Returns the tensors that this project's trainer keeps.
-
-    Over gloo, on CPUs, stages receive early, so sent outputs are held longer.
-    """
-    # A deferred weight gradient needs the whole input.
-    return Kernels(
-        fused_attention=fuses_attention(model, parallel),
-        fused_activation=True,
-        keep_gathered=parallel.sp and splits_backward(parallel),
-        keep_sent=device == "cpu",
-        in_transfer=True,
-        inside_backward=True,
-        product_width=_NARROW.get(matmul),
-        wide_shards=True,
-        trainer=device,
-    )
-
-
-def fuses_attention(model: Model, parallel: Parallel) -> bool:
-    """Reports whether the trainer's attention is fused.
-
-    It is not with dropout, except that context parallelism recomputes blocks.
-    """
-    return not model.dropout or parallel.cp > 1
-
-
-def layer_activations(
-    workload: Workload, layer: int, tokens: float, kernels: Kernels
-) -> dict[str, float]:
-    """Returns the bytes that one layer keeps for backward, by tensor.
-
-    `tokens` is the tokens of one micro-batch on this rank, b * s / cp.
-    """
+def layer_activations(workload: Workload, layer: int, kernels: Kernels) -> dict[str, float]:
+    """Returns the bytes that one layer and micro-batch keep for backward, by tensor."""
     model = workload.model
     parallel = workload.parallel
     width = workload.width
@@ -150,7 +59,7 @@ def layer_activations(
     }
     if model.dropout or kernels.dropout:
         tensors["dropout masks"] = 2 * model.hidden / rows
-    return {name: size * tokens for name, size in tensors.items()}
+    return {name: size * workload.tokens for name, size in tensors.items()}
 
 
 def _attention(workload: Workload, kernels: Kernels, width: int) -> dict[str, float]:
@@ -235,7 +144,6 @@ class ActivationBytes(Struct, frozen=True):
 def layer_activation_bytes(
     workload: Workload,
     layer: int,
-    tokens: float,
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
@@ -245,7 +153,7 @@ def layer_activation_bytes(
     """
     model = workload.model
     train = workload.train
-    with_inputs = _with_inputs(workload, layer, tokens, kernels, mode)
+    with_inputs = _with_inputs(workload, layer, kernels, mode)
     away = inputs_of(model, layer, train, mode)
     return ActivationBytes(
         with_inputs.stored - away * input_bytes(workload), with_inputs.recomputing
@@ -255,7 +163,6 @@ def layer_activation_bytes(
 def _with_inputs(
     workload: Workload,
     layer: int,
-    tokens: float,
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
@@ -266,8 +173,9 @@ def _with_inputs(
     input. A layer that is being recomputed holds the gathered sequence.
     """
     model = workload.model
+    tokens = workload.tokens
     parallel = workload.parallel
-    tensors = layer_activations(workload, layer, tokens, kernels)
+    tensors = layer_activations(workload, layer, kernels)
     everything = sum(tensors.values())
     boundary = workload.boundary_bytes
     if mode == "none":
@@ -276,7 +184,7 @@ def _with_inputs(
         repeated = 0.0
         if model.mla is not None or layer_moe(model, layer) is not None:
             product = kernels.product_width or workload.width
-            repeated = repeated_modules(workload, layer, tokens, product, tensors)
+            repeated = repeated_modules(workload, layer, product, tensors)
         return ActivationBytes(
             everything - tensors.get("attention scores", 0.0) - repeated, repeated
         )
@@ -298,9 +206,7 @@ def _with_inputs(
     if kernels.selective == "alternate":
         return ActivationBytes((everything + boundary) / 2, everything - boundary)
     if kernels.selective == "ops":
-        stored = (
-            boundary + every_second_product(workload, layer, tokens) + tensors["attention output"]
-        )
+        stored = boundary + every_second_product(workload, layer) + tensors["attention output"]
         stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
         return ActivationBytes(stored, everything - stored)
     halves = 1 if moe is not None else 2  # the halves that are recomputed; experts keep everything
@@ -419,16 +325,14 @@ def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., Activ
 
     Its arguments are the kind (0: dense, 1: with experts) and the recomputation mode.
     """
-    model = workload.model
-    tokens = workload.tokens
-    kinds = sample_layers(model)
+    kinds = sample_layers(workload.model)
 
     @cache
     def of(kind: int, mode: str) -> ActivationBytes:
         """Returns the bytes of a layer of this kind."""
         layer = kinds[kind]
         assert layer is not None
-        return layer_activation_bytes(workload, layer, tokens, kernels, mode)
+        return layer_activation_bytes(workload, layer, kernels, mode)
 
     return of
 

@@ -22,7 +22,7 @@ from orchestrator.cost.software import Software, software_named
 from orchestrator.plan.document import Cluster, Model, Optim, Parallel
 from orchestrator.plan.trained import STATE_BLOCK
 
-from .activations import Kernels, trainer_kernels
+from .kernels import Kernels, trainer_kernels
 
 GIB = 1 << 30
 #: Bytes of an element of optimizer state by `Optim.state`; 8 bits have a scale of 4 bytes per

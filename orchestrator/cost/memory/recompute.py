@@ -20,7 +20,8 @@ from orchestrator.cost.workload import Workload
 from orchestrator.plan import document as doc
 from orchestrator.plan.document import Cluster, Train
 
-from .activations import Kernels, activations, backward_bytes, loss_bytes
+from .activations import activations, backward_bytes, loss_bytes
+from .kernels import Kernels
 from .rank_memory import buffers, rank_state_bytes
 from .recipe import ORCH, Recipe, kernels_of
 

@@ -11,7 +11,6 @@ from orchestrator.plan.layer import layer_moe
 def repeated_modules(
     workload: Workload,
     layer: int,
-    tokens: float,
     product: float,
     tensors: dict[str, float],
 ) -> float:
@@ -29,15 +28,15 @@ def repeated_modules(
     moe = layer_moe(model, layer)
     dropped = tensors["matmul inputs"]
     if model.mla is not None:
-        latents = 2 * (model.mla.q_lora_rank + model.mla.kv_lora_rank) * width * tokens
+        latents = 2 * (model.mla.q_lora_rank + model.mla.kv_lora_rank) * width * workload.tokens
         dropped += tensors["attention"] - latents
     if moe is not None:
         ffn = mlp_width(model, moe, train.seq_len, fullest(parallel))
-        dropped += ffn * product / parallel.tp * tokens
+        dropped += ffn * product / parallel.tp * workload.tokens
     return dropped
 
 
-def every_second_product(workload: Workload, layer: int, tokens: float) -> float:
+def every_second_product(workload: Workload, layer: int) -> float:
     """Returns the bytes of the outputs of the first, third, ... matrix product of a layer.
 
     These are the products of queries, of values, the MLP's first and, in a gated MLP, its last.
@@ -54,4 +53,4 @@ def every_second_product(workload: Workload, layer: int, tokens: float) -> float
     ffn = mlp_width(model, layer_moe(model, layer), train.seq_len, fullest(parallel))
     rows = workload.sequence_shards
     last = model.hidden / rows if model.mlp == "gated" else 0
-    return tokens * workload.width * ((heads + ffn) / tp + last)
+    return workload.tokens * workload.width * ((heads + ffn) / tp + last)

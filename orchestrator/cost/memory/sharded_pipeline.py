@@ -25,7 +25,8 @@ from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.flops import prediction_blocks
 
-from .activations import Kernels, bytes_of_layers, head_bytes
+from .activations import bytes_of_layers, head_bytes
+from .kernels import Kernels
 from .moments import Peak, whole_layer
 
 

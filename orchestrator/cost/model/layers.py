@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec import UNSET, Struct, structs
 
@@ -19,7 +20,13 @@ from orchestrator.config.schema import ModelSpec, MoeSpec
 from orchestrator.plan import flops
 from orchestrator.plan.document import Model, Moe, Train
 from orchestrator.plan.flops import prediction_blocks
-from orchestrator.plan.layer import layer_moe, layer_operations
+from orchestrator.plan.layer import (
+    LayerShape,
+    layer_moe,
+    layer_operations,
+    layer_shape,
+    operations_of,
+)
 
 
 def resolve(spec: ModelSpec) -> Model:
@@ -98,8 +105,13 @@ def sample_layers(model: Model) -> tuple[int | None, int | None]:
 
 def layer_params(model: Model, layer: int) -> LayerParams:
     """Returns the trainable parameters of decoder layer `layer` (0-based)."""
+    return _params_of(layer_shape(model, layer))
+
+
+@lru_cache(maxsize=256)
+def _params_of(shape: LayerShape) -> LayerParams:
     counts = Counter[str]()
-    for operation in layer_operations(model, layer):
+    for operation in operations_of(shape):
         share: str = operation.half
         if operation.cut == "whole":
             share = "replicated"

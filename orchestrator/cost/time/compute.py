@@ -156,7 +156,7 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     if moe is not None:
         gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
 
-    core, core_back = _core(workload, tokens, rate)
+    core, core_back = _core(workload, rate)
     ffn: Number = model.ffn_hidden
     if moe is not None:
         ffn = taken_choices(moe, train.seq_len) * moe.ffn_hidden * load + moe.shared_ffn_hidden
@@ -211,11 +211,12 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     )
 
 
-def _core(workload: Workload, tokens: float, rate: Rates) -> tuple[Number, Number]:
+def _core(workload: Workload, rate: Rates) -> tuple[Number, Number]:
     """Returns the (forward, backward) seconds of attention scores and weighted values."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
+    tokens = workload.tokens
     core_flops = (
         flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
     )

@@ -125,9 +125,7 @@ class Kept:
             self._layers[recompute] = [
                 NO_ACTIVATIONS
                 if layer is None
-                else activations.layer_activation_bytes(
-                    workload, layer, cost.tokens, self.kernels, recompute
-                )
+                else activations.layer_activation_bytes(workload, layer, self.kernels, recompute)
                 for layer in cost.kinds
             ]
         return self._layers[recompute]
