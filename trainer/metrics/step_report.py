@@ -40,6 +40,15 @@ class StepReports:
         self.plan = plan
         self.engine = engine
         self.reporter = reporter
+        train = plan.job.train
+        self._model_flops = model_flops_per_token(plan.model, train.seq_len)
+        self._hardware_flops = hardware_flops_per_token(
+            plan.model,
+            train.seq_len,
+            train.recompute,
+            train.recompute_layers,
+            bool(train.recompute_latents),
+        )
         self._reported = 0.0  # perf_counter at the end of the latest report
 
     def report(
@@ -85,20 +94,11 @@ class StepReports:
         """Returns (MFU, HFU): the share of the GPUs' peak that the model's FLOPs take, and that of
         all FLOPs, recomputed ones included. None for a GPU without a known peak."""
         plan = self.plan
-        train = plan.job.train
-        peak = plan.cluster.gpu.peak_flops.get(train.precision)
+        peak = plan.cluster.gpu.peak_flops.get(plan.job.train.precision)
         if not peak:
             return None, None
         per_flop = tokens / (seconds * plan.parallel.world_size * peak)
-        model_flops = model_flops_per_token(plan.model, train.seq_len)
-        hardware_flops = hardware_flops_per_token(
-            plan.model,
-            train.seq_len,
-            train.recompute,
-            train.recompute_layers,
-            bool(train.recompute_latents),
-        )
-        return per_flop * model_flops, per_flop * hardware_flops
+        return per_flop * self._model_flops, per_flop * self._hardware_flops
 
     def _expert_loads(self, result: StepResult) -> dict[str, ExpertLoad]:
         """Returns the loads of this rank's layers, if they were sampled and this rank reports
