@@ -226,6 +226,8 @@ def _child(work: _Work, pipe: int, parent: int) -> NoReturn:
             # The parent's timeout ends first, and names the late ranks.
             timeout=timedelta(seconds=_START_S + work.timeout),
         )
+        # Work that ends this group at once would close connections that a peer is still making.
+        dist.barrier()
         os.write(pipe, head)
         head = b""
         answer = _encode(work.fn(work.rank, *work.args))

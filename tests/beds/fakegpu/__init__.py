@@ -224,7 +224,6 @@ def _on_gpu(rank: int, function: Callable[..., Any], store: str, world: int, *ar
     import torch
     import torch.distributed as dist
 
-    dist.barrier()  # a peer that still connects would find this rank gone
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)  # bound to it, as in a run: groups are split from the world
