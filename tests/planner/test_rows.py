@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from orchestrator.accuracy.predict.cells import number_of
 from orchestrator.accuracy.predict.hardware import gpu_of, network_of
-from orchestrator.accuracy.predict.known_models import _compiled
+from orchestrator.accuracy.predict.known_models import listed_models
 from orchestrator.accuracy.predict.predict import predict
 from orchestrator.accuracy.predict.rows import Job, read_row
 from orchestrator.accuracy.predict.shapes import _size
@@ -116,7 +116,7 @@ def test_cells_win_over_the_name_and_another_width_is_another_model():
 
 def test_published_shapes_have_the_size_of_their_name():
     """Names round sizes, by 11 % at most."""
-    for family, sizes, shape in _compiled():
+    for family, sizes, shape in listed_models():
         named = [float(size) for size in sizes if size != "?"]
         assert min(abs(_size(shape) / size - 1) for size in named) < 0.11, family.pattern
 

@@ -94,53 +94,64 @@ def software_of(facts: Facts) -> tuple[Software, str]:
     framework = facts.framework.lower()
     name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
     if not name:
-        assumption = (
-            f"framework={facts.framework[:40]!r}: unknown, taken as PyTorch's kernels"
-            if framework
-            else ""
-        )
-        return SOFTWARE["eager"], assumption or "framework: taken as PyTorch's kernels"
+        assumption = "framework: taken as PyTorch's kernels"
+        if framework:
+            shown = repr(facts.framework[:40])
+            assumption = f"framework={shown}: unknown, taken as PyTorch's kernels"
+        return SOFTWARE["eager"], assumption
     description = f"{framework}; {facts.notes.lower()}"
     hopper = facts.gpu.startswith(_HOPPER)
     before_2023 = _before_2023(facts, description)
     base = name
-    assumption = ""
-    own_memory = dict[str, object]()
     if name == "deepspeed":
-        sharded = facts.zero == 3
-        # DeepSpeed has no models of its own.
-        base = ("deepspeed_2021" if sharded else "megatron_2021") if before_2023 else "transformers"
-        own_memory = {"memory": "deepspeed"} if before_2023 else {}
-    elif name == "megatron":
-        base = "megatron_2021" if before_2023 else "megatron"
+        base = _deepspeed_base(facts, before_2023)
+    elif name == "megatron" and before_2023:
+        base = "megatron_2021"
     elif name == "fsdp_triton" and hopper:
         base = "fsdp"  # The Triton kernel of 2023 ran on A100.
-    if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", description):
+    elif name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", description):
         base = "fsdp_compile"
-    software = SOFTWARE[base]
-    traits = own_memory
-    if name == "fsdp" and before_2023:
-        traits = {"attention": "unfused"}
+    assumption = ""
+    if base.endswith("_2021"):
+        assumption = "software of 2021: attention is not fused"
+    elif before_2023 and name in ("fsdp", "nemo"):
         assumption = "software of 2022: attention is not fused"
-    if name in ("nemo", "megatron") and base != "megatron_2021":
-        if before_2023:
-            traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}
-            assumption = "software of 2022: attention is not fused"
-        elif not hopper:
-            traits["attention"] = "flash"
+    software = SOFTWARE[base]
+    traits = _family_traits(name, facts, description, before_2023)
+    traits |= _stated(description, software, hopper)
+    return (structs.replace(software, **traits) if traits else software), assumption
+
+
+def _deepspeed_base(facts: Facts, before_2023: bool) -> str:
+    """Returns the software whose models a row of DeepSpeed trained; it has none of its own."""
+    if not before_2023:
+        return "transformers"
+    return "deepspeed_2021" if facts.zero == 3 else "megatron_2021"
+
+
+def _family_traits(
+    name: str, facts: Facts, description: str, before_2023: bool
+) -> dict[str, object]:
+    """Returns the traits of a family that follow from the age, GPU and source of the row."""
+    traits: dict[str, object] = {}
+    if name == "deepspeed" and before_2023:
+        traits["memory"] = "deepspeed"
+    if name == "fsdp" and before_2023:
+        traits["attention"] = "unfused"
+    if name == "nemo" and before_2023:
+        traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}
+    if name in ("nemo", "megatron") and not before_2023 and not facts.gpu.startswith(_HOPPER):
+        traits["attention"] = "flash"
     if name == "nemo" and not re.search(r"nemo|bridge|mlperf", description):
         traits["grad_bytes"] = None  # Megatron-Core by itself sums gradients in fp32.
         traits["tp_overlap"] = bool(_OWN_BENCHMARKS.match(facts.source.lower()))
-    if re.search(r"internevo|paddle", framework):
+    if re.search(r"internevo|paddle", facts.framework.lower()):
         traits["growing_buckets"] = False  # Both sum gradients with code of their own.
     if name == "megatron_deepspeed" and not before_2023:
         traits["attention"] = "flash"
-    if base.endswith("_2021") and not assumption:
-        assumption = "software of 2021: attention is not fused"
     if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in description:
         traits["attention"] = "unfused"  # Flash kernels need Ampere or later.
-    traits |= _stated(description, software, hopper)
-    return (structs.replace(software, **traits) if traits else software), assumption
+    return traits
 
 
 def _before_2023(facts: Facts, description: str) -> bool:

@@ -7,16 +7,19 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Struct
 
 from orchestrator.cluster.gpu_models import gpu_model
 from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
 
+from .data_files import records
+
 GIB = 1 << 30
 
 
-class GpuData(NamedTuple):
-    """Data-sheet values of a GPU; rates are without sparsity."""
+class GpuData(Struct, frozen=True):
+    """Data-sheet values of a GPU, from `gpus.csv`; rates are without sparsity."""
 
     memory_gib: float
     half_tflops: float  # TFLOP/s in bf16 and fp16.
@@ -32,56 +35,7 @@ class GpuData(NamedTuple):
 #: Name of a GPU -> values of its data sheet. The memory is what the driver shows. A GPU without
 #: 8-bit products has its 16-bit rate there.
 GPUS: dict[str, GpuData] = {
-    "P100": GpuData(16, 21.2, 21.2, 732, 80, 12.5),
-    "V100-16GB": GpuData(16, 125, 125, 900, 150, 25),
-    "V100-32GB": GpuData(32, 125, 125, 900, 150, 50),
-    "A100-40GB": GpuData(40, 312, 312, 1555, 300, 200),
-    "A100-40GB-PCIe": GpuData(40, 312, 312, 1555, 32, 100),
-    "A100-64GB": GpuData(64, 312, 312, 1640, 300, 100, 4),  # The GPU of Leonardo.
-    "A100-80GB": GpuData(80, 312, 312, 2039, 300, 200),
-    "A100-80GB-PCIe": GpuData(80, 312, 312, 1935, 32, 100),
-    "A800-80GB": GpuData(80, 312, 312, 2039, 200, 200),  # Its NVLink has 400 GB/s.
-    "A40": GpuData(45, 150, 150, 696, 32, 50),
-    "A30": GpuData(24, 165, 165, 933, 32, 50),
-    "A10G": GpuData(22.5, 70, 70, 600, 32, 12.5),
-    "A10": GpuData(22.5, 125, 125, 600, 32, 25),
-    "A6000": GpuData(47.5, 155, 155, 768, 32, 25),
-    "T4": GpuData(15, 65, 65, 320, 16, 12.5),
-    "RTX3090": GpuData(24, 71, 71, 936, 32, 12.5),
-    "RTX4090": GpuData(24, 165, 330, 1008, 32, 12.5),
-    "RTX5090": GpuData(32, 210, 419, 1792, 64, 12.5),
-    "RTX6000-Ada": GpuData(47.5, 182, 364, 960, 32, 25),
-    "L4": GpuData(22.5, 121, 242, 300, 32, 12.5),
-    "L40S": GpuData(45, 362, 733, 864, 32, 50),
-    "L40": GpuData(45, 181, 362, 864, 32, 50),
-    "H20": GpuData(95.6, 148, 296, 4000, 450, 400),
-    "H800": GpuData(79.6, 989, 1979, 3350, 200, 400),  # Its NVLink has 400 GB/s.
-    "H100-80GB": GpuData(79.6, 989, 1979, 3350, 450, 400),
-    # At 500 W its clock is 0.87 of that at 700 W.
-    "H100-96GB-HBM2e": GpuData(95, 860, 1721, 2400, 450, 400),
-    "H100-PCIe": GpuData(79.6, 756, 1513, 2000, 64, 100),
-    "H100-NVL": GpuData(93.6, 835, 1671, 3900, 300, 200),
-    "GH200": GpuData(95.6, 989, 1979, 4000, 450, 200, 4),
-    "H200": GpuData(140.4, 989, 1979, 4800, 450, 400),
-    "B200": GpuData(179, 2250, 4500, 8000, 900, 400, 8, 9000),
-    "GB200": GpuData(185, 2500, 5000, 8000, 900, 400, 4, 10000),
-    "B300": GpuData(268, 2250, 4500, 8000, 900, 800, 8, 13500),
-    "GB300": GpuData(277, 2500, 5000, 8000, 900, 800, 4, 15000),
-    "MI210": GpuData(64, 181, 181, 1638, 100, 100),
-    # The values are those of one of its two dies, each of which is a device.
-    "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),
-    "MI300X": GpuData(192, 1307, 2615, 5300, 448, 400),
-    "MI325X": GpuData(256, 1307, 2615, 6000, 448, 400),
-    "MI355X": GpuData(288, 2516, 5033, 8000, 538, 400, 8, 10066),
-    "Gaudi2": GpuData(96, 432, 865, 2450, 262, 300),
-    "Gaudi3": GpuData(128, 1835, 1835, 3700, 525, 600),
-    "Ascend910B": GpuData(64, 376, 376, 1600, 196, 200),
-    # The links of TPUs are those of the torus, all in one domain.
-    "TPUv3": GpuData(32, 123, 123, 900, 164, 164, 4),
-    "TPUv4": GpuData(32, 275, 275, 1228, 150, 150, 4),
-    "TPUv5e": GpuData(16, 197, 197, 819, 100, 100, 4),
-    "TPUv5p": GpuData(95, 459, 459, 2765, 300, 300, 4),
-    "TPUv6e": GpuData(32, 918, 918, 1640, 224, 224, 4),
+    cells["name"]: msgspec.convert(cells, GpuData, strict=False) for cells in records("gpus.csv")
 }
 #: GPUs whose nodes of four have no NVSwitch: a third of a GPU's links goes to each of the others
 #: (HGX A100 and H100 with four GPUs; the quad GH200 of Alps and JUPITER, arXiv 2408.11556, section
@@ -227,57 +181,89 @@ _FAST = re.compile(r"infiniband|\bib\b|[ehnx]dr\b|omni|slingshot|quantum|nvl ?\d
 @lru_cache(maxsize=1024)
 def network_of(interconnect: str, gpus_per_node: int) -> Network:
     """Reads the words of `interconnect` for a system whose nodes have `gpus_per_node` GPUs."""
-    shortened = interconnect[:200]
-    lower = shortened.lower()
-    domain = re.search(r"nvl ?(\d{2,3})\b", lower)
-    node = re.search(r"\((\d+) ?gpus?\)", lower)
-    per_node = int(node[1]) if node else 16 if "dgx-2" in lower else None
-    size = per_node or gpus_per_node
-    nics = int(_NICS.search(lower)[1]) if _NICS.search(lower) else None  # type: ignore[index]
-    by_class = _CLASSES.search(lower)
-    if by_class and nics is None:
-        nics = int(by_class[1])
-    # The rate of NVLink follows from its generation, not from these words.
-    external = re.sub(r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower)
-    gbit = None
-    if product_match := _SEVERAL.search(external):
-        nics = int(product_match[1])
-        gbit = nics * _gbit(product_match[2], product_match[3]) / size
-    elif bare_match := re.search(r"(\d+)\s*[x×]\s*(25|40|50|56|100|200|400|800)\b", external):
-        nics = int(bare_match[1])
-        gbit = nics * float(bare_match[2]) / size
-    elif rate_match := _ONE.search(external):
-        rate = _gbit(rate_match[1], rate_match[2])
-        unit = rate_match[4] or ""
-        if unit in ("nic", "port", "") and nics:
-            gbit = rate * nics / size
-        elif unit in ("node", "host", "server") or (
-            not unit and (rate > 800 or _WHOLE_NODE.search(lower))
-        ):
-            gbit = rate / size
-        else:
-            gbit = rate
-    else:
-        class_gbit = next(
-            (rate for class_name, rate in _CLASS.items() if class_name in external), None
-        )
-        if class_gbit and nics:
-            gbit = class_gbit * nics / size
-        elif class_gbit and "omni" in external:
-            gbit = class_gbit / size
-        elif class_gbit:
-            gbit = float(class_gbit)
-    linked = None
-    if re.search(r"no nv ?link|without nv ?link|\bpci-?e\d?\b", lower) and not re.search(
-        r"(?<!no )nvlink\d|nvswitch", lower
-    ):
-        linked = False
-    elif "nvlink" in lower or "nvswitch" in lower or domain:
-        linked = True
-    slow = bool(_SLOW.search(lower)) or (
-        gbit is not None and gbit < 100 and not _FAST.search(lower)
+    description = interconnect[:200].lower()
+    domain = re.search(r"nvl ?(\d{2,3})\b", description)
+    domain_gpus = int(domain[1]) if domain else None
+    per_node = _stated_node_size(description)
+    gbit, nics = _rate(description, _stated_nics(description), per_node or gpus_per_node)
+    is_low_rate = gbit is not None and gbit < 100 and not _FAST.search(description)
+    return Network(
+        gbit_per_gpu=gbit,
+        nics_per_node=nics,
+        nvlink=_stated_nvlink(description, domain_gpus),
+        domain_gpus=domain_gpus,
+        per_node=per_node,
+        slow=bool(_SLOW.search(description)) or is_low_rate,
     )
-    return Network(gbit, nics, linked, int(domain[1]) if domain else None, per_node, slow)
+
+
+def _stated_node_size(description: str) -> int | None:
+    """Returns the GPUs of a node, or None if the description does not state them."""
+    if match := re.search(r"\((\d+) ?gpus?\)", description):
+        return int(match[1])
+    return 16 if "dgx-2" in description else None
+
+
+def _stated_nics(description: str) -> int | None:
+    match = _NICS.search(description) or _CLASSES.search(description)
+    return int(match[1]) if match else None
+
+
+def _rate(
+    description: str, stated_nics: int | None, node_gpus: int
+) -> tuple[float | None, int | None]:
+    """Returns (Gb/s per GPU, NICs per node), each None if it is not stated. The NICs of a product
+    such as "8x 400 Gb/s" count before `stated_nics`."""
+    # The rate of NVLink follows from its generation, not from these words.
+    external = re.sub(r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", description)
+    if product := _SEVERAL.search(external):
+        nics = int(product[1])
+        return nics * _gbit(product[2], product[3]) / node_gpus, nics
+    if bare_product := re.search(r"(\d+)\s*[x×]\s*(25|40|50|56|100|200|400|800)\b", external):
+        nics = int(bare_product[1])
+        return nics * float(bare_product[2]) / node_gpus, nics
+    if rate := _ONE.search(external):
+        is_whole_node = bool(_WHOLE_NODE.search(description))
+        return _single_rate(rate, stated_nics, node_gpus, is_whole_node), stated_nics
+    return _class_rate(external, stated_nics, node_gpus), stated_nics
+
+
+def _single_rate(
+    match: re.Match[str], nics: int | None, node_gpus: int, is_whole_node: bool
+) -> float:
+    """Returns the Gb/s per GPU of a match of `_ONE`. `is_whole_node` says that a rate without "per"
+    is that of the node."""
+    gbit = _gbit(match[1], match[2])
+    unit = match[4] or ""
+    if unit in ("nic", "port", "") and nics:
+        return gbit * nics / node_gpus
+    if unit in ("node", "host", "server"):
+        return gbit / node_gpus
+    if not unit and (gbit > 800 or is_whole_node):
+        return gbit / node_gpus
+    return gbit
+
+
+def _class_rate(external: str, nics: int | None, node_gpus: int) -> float | None:
+    """Returns the Gb/s per GPU of a network that is named by its class, such as HDR; None without
+    such a name."""
+    gbit = next((rate for class_name, rate in _CLASS.items() if class_name in external), None)
+    if not gbit:
+        return None
+    if nics:
+        return gbit * nics / node_gpus
+    if "omni" in external:
+        return gbit / node_gpus
+    return float(gbit)
+
+
+def _stated_nvlink(description: str, domain_gpus: int | None) -> bool | None:
+    is_without = re.search(r"no nv ?link|without nv ?link|\bpci-?e\d?\b", description)
+    if is_without and not re.search(r"(?<!no )nvlink\d|nvswitch", description):
+        return False
+    if "nvlink" in description or "nvswitch" in description or domain_gpus is not None:
+        return True
+    return None
 
 
 def _gbit(number: str, letter: str) -> float:
@@ -293,59 +279,32 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
     `gpus_per_node` counts the GPUs of a whole node, of which a small job takes only some.
     """
     sheet = GPUS[gpu]
-    node_gpus = gpus_per_node
-    gpus_per_node = min(node_gpus, num_gpus)
+    used_gpus_per_node = min(gpus_per_node, num_gpus)
+    nodes = -(-num_gpus // used_gpus_per_node)
     is_direct = (
         gpu in _DIRECT
-        and node_gpus == 4
+        and gpus_per_node == 4
         and network.nvlink is not False
         and not network.domain_gpus
     )
-    nodes = -(-num_gpus // gpus_per_node)
-    domain_limit = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
-    # A job that does not fill whole domains takes an equal part of each: 512 GPUs are 64 GPUs in
-    # each of eight NVL72 racks.
-    nodes_per_domain = next(
-        (
-            nodes_of_part
-            for nodes_of_part in range(domain_limit, domain_limit // 2, -1)
-            if nodes % nodes_of_part == 0
-        ),
-        domain_limit,
-    )
-    half_flops = sheet.half_tflops * 1e12
-    peak_flops = {
-        "fp32": half_flops / 8,
-        "bf16": half_flops,
-        "fp16": half_flops,
-        "fp8": sheet.fp8_tflops * 1e12,
-    }
-    peak_flops["nvfp4"] = max(sheet.fp4_tflops, sheet.fp8_tflops) * 1e12
-    pcie_gb_per_s = (
-        min(sheet.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0)
-        if network.nvlink is False
-        else 0.0
-    )
-    link_bytes_per_s = (pcie_gb_per_s or sheet.link_gb_per_s) * 1e9
+    link_bytes_per_s = _link_bytes_per_s(sheet, network)
     if is_direct:  # Only the links between the job's own GPUs count.
-        link_bytes_per_s *= max(1, gpus_per_node - 1) / (node_gpus - 1)
-    nics = network.nics_per_node or gpus_per_node
+        link_bytes_per_s *= max(1, used_gpus_per_node - 1) / (gpus_per_node - 1)
+    domain_gpus = network.domain_gpus or used_gpus_per_node
+    nics = network.nics_per_node or used_gpus_per_node
     return Cluster(
         name=f"{gpu}x{num_gpus}",
         device="cuda",
         node_names=[str(index) for index in range(nodes)],
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=used_gpus_per_node,
         gpu=Gpu(
             name=gpu,
             memory_bytes=int(sheet.memory_gib * GIB),
-            peak_flops=peak_flops,
+            peak_flops=_peak_flops(sheet),
             hbm_bytes_per_s=sheet.hbm_gb_per_s * 1e9,
             source=SOURCE,
         ),
-        nvlink_domains=[
-            list(range(first_node, min(first_node + nodes_per_domain, nodes)))
-            for first_node in range(0, nodes, nodes_per_domain)
-        ],
+        nvlink_domains=_nvlink_domains(nodes, max(1, domain_gpus // used_gpus_per_node)),
         nvlink=Link(bytes_per_s=link_bytes_per_s, latency_s=3.4e-6, source=SOURCE),
         nics_per_node=nics,
         rails=nics,
@@ -361,3 +320,38 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
         ],
         direct_nvlink=True if is_direct else UNSET,
     )
+
+
+def _link_bytes_per_s(sheet: GpuData, network: Network) -> float:
+    """Returns the rate of a node's links: that of the data sheet, or at most that of PCIe in nodes
+    without NVLink."""
+    gb_per_s = sheet.link_gb_per_s
+    if network.nvlink is False:
+        pcie_gb_per_s = 64.0 if sheet.half_tflops > 700 else 32.0
+        gb_per_s = min(gb_per_s, pcie_gb_per_s)
+    return gb_per_s * 1e9
+
+
+def _peak_flops(sheet: GpuData) -> dict[str, float]:
+    half_flops = sheet.half_tflops * 1e12
+    return {
+        "fp32": half_flops / 8,
+        "bf16": half_flops,
+        "fp16": half_flops,
+        "fp8": sheet.fp8_tflops * 1e12,
+        "nvfp4": max(sheet.fp4_tflops, sheet.fp8_tflops) * 1e12,
+    }
+
+
+def _nvlink_domains(nodes: int, most_nodes: int) -> list[list[int]]:
+    """Returns the nodes of each NVLink domain, of at most `most_nodes` nodes.
+
+    A job that does not fill whole domains takes an equal part of each: 512 GPUs are 64 GPUs in each
+    of eight NVL72 racks.
+    """
+    sizes = range(most_nodes, most_nodes // 2, -1)
+    size = next((size for size in sizes if nodes % size == 0), most_nodes)
+    return [
+        list(range(first_node, min(first_node + size, nodes)))
+        for first_node in range(0, nodes, size)
+    ]

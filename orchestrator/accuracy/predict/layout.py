@@ -1,38 +1,22 @@
-"""Finds the degrees, schedule and batch of a row: what the row states, what follows from its other
+"""Finds the parallel layout of a row: what the row states, what follows from its other
 cells, and else what is usual."""
 
 from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
 
 from orchestrator.cost.model.layers import expert_params
-from orchestrator.cost.model.stages import balance_stages
 from orchestrator.cost.software import Software
 from orchestrator.plan.document import AXES, Model, Parallel
 
-from .batches import batch_of, tokens_that_fit
+from .batches import Batch, batch_of, tokens_that_fit
 from .cells import MOST, MOST_GPUS, Row, RowError
+from .pipeline import pipeline_of, stage_layers
 
-#: (pattern of words in `pp_schedule`, in lower case without separators, the schedule that they
-#: mean). The first match counts.
-_SCHEDULES: tuple[tuple[str, str], ...] = (
-    ("zbv|zeroblev|zerobubblev|vhalf|vmin", "zbv"),
-    ("zb2p|zbh2|zb2", "zb_h2"),
-    ("zb|zerobubble", "zb_h1"),
-    ("dualpipev", "dualpipev"),
-    ("dualpipe", "dualpipe"),
-    ("notstated", ""),
-    ("interleav|virtual|vpp|loop", "interleaved"),
-    ("1f1b|onef|pipedream|default", "1f1b"),
-    ("gpipe|afab|allforward|fillandrain|filldrain", "afab"),
-)
-#: Families whose recipes interleave pipeline stages by default.
-_INTERLEAVE = ("nemo", "megatron")
 #: Families that shard states over data parallelism if a row does not state a ZeRO stage.
 _SHARDED = ("fsdp", "torchtitan", "fsdp_triton", "maxtext", "eager", "deepspeed_2021")
 _STATE_BYTES = 18  # Bytes per parameter of weights, gradients and optimizer state.
@@ -62,53 +46,77 @@ def layout_of(
     """Returns the row's parallelism. `memory_bytes` is the memory of one GPU. Raises RowError for
     numbers that no job can have."""
     zero = stated_zero(row)
-    degrees = _degrees(row, model, software, zero, memory_bytes, per_node)
+    degrees = _degrees(row, model, software, zero, memory=memory_bytes, per_node=per_node)
     tp, cp, pp, replicas, gpus = degrees
     if zero is None:
         zero = _usual_zero(row, model, software, degrees, memory_bytes)
-    if re.search(
-        r"off-?load", f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}".lower()
-    ):
+    memory_words = f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}"
+    if re.search(r"off-?load", memory_words.lower()):
         row.say("offloading is not modelled")
-    ep, etp, fold_cp = _experts(row, model, degrees, zero)
-    fully_recomputed = row.text("recompute").lower().startswith("full")
-    token_limit = tokens_that_fit(model, tp, cp, ep, replicas, zero, memory_bytes, fully_recomputed)
-    micro_batch_size, global_batch, micro_batches = batch_of(
-        row, model, pp, replicas, token_limit, software.memory not in ("fsdp", "orch")
+    experts = _experts(row, model, degrees, zero)
+    batch = _batch(
+        row, model, software, degrees, zero=zero, ep=experts.ep, memory_bytes=memory_bytes
     )
-    schedule, vpp = _schedule(row, model, software, pp)
-    if schedule.startswith("dualpipe") and (pp % 2 or micro_batches % 2):
-        row.say("pp_schedule=1f1b: dualpipe wants even numbers")
-        schedule = "1f1b"
-        vpp = 1
+    pipeline = pipeline_of(row, model, software, pp, batch.micro_batches)
     return Parallel(
         tp=tp,
         cp=cp,
-        ep=ep,
+        ep=experts.ep,
         pp=pp,
-        dp=replicas // ep,
+        dp=replicas // experts.ep,
         zero=zero,  # type: ignore[arg-type]
-        vpp=vpp,
+        vpp=pipeline.vpp,
         sp=_sequence_parallel(row, software, tp),
         world_size=gpus,
         order=list(AXES),
-        schedule=schedule,
-        stage_layers=_stage_layers(model, pp * vpp, software),
-        micro_batch_size=micro_batch_size,
-        micro_batches=micro_batches,
-        accumulation=micro_batches,
-        global_batch_samples=global_batch,
-        global_batch_tokens=global_batch * model.max_seq_len,
+        schedule=pipeline.schedule,
+        stage_layers=stage_layers(model, pp * pipeline.vpp, software),
+        micro_batch_size=batch.micro_batch_size,
+        micro_batches=batch.micro_batches,
+        accumulation=batch.micro_batches,
+        global_batch_samples=batch.global_batch,
+        global_batch_tokens=batch.global_batch * model.max_seq_len,
         bucket_bytes=_bucket_bytes(model, software, zero, tp, replicas),
-        cp_method=(
-            "ulysses"
-            if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row))
-            else "zigzag"
-        ),
+        cp_method=_cp_method(row, cp),
         zero_group=_zero_group(row, zero, replicas * cp, per_node),
-        etp=etp,
-        fold_cp=fold_cp,
+        etp=experts.etp,
+        fold_cp=experts.fold_cp,
     )
+
+
+def _batch(
+    row: Row,
+    model: Model,
+    software: Software,
+    degrees: Degrees,
+    zero: int,
+    ep: int,
+    memory_bytes: int,
+) -> Batch:
+    token_limit = tokens_that_fit(
+        model,
+        tp=degrees.tp,
+        cp=degrees.cp,
+        ep=ep,
+        replicas=degrees.replicas,
+        zero=zero,
+        memory_bytes=memory_bytes,
+        full=row.text("recompute").lower().startswith("full"),
+    )
+    return batch_of(
+        row,
+        model,
+        pp=degrees.pp,
+        replicas=degrees.replicas,
+        most_tokens=token_limit,
+        accumulates=software.memory not in ("fsdp", "orch"),
+    )
+
+
+def _cp_method(row: Row, cp: int) -> str:
+    if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row)):
+        return "ulysses"
+    return "zigzag"
 
 
 def _bucket_bytes(model: Model, software: Software, zero: int, tp: int, replicas: int) -> int:
@@ -162,6 +170,47 @@ def zero_of(cell: str) -> int | None:
 def _degrees(
     row: Row, model: Model, software: Software, zero: int | None, memory: int, per_node: int
 ) -> Degrees:
+    """Returns degrees that multiply to the number of GPUs. Raises RowError for more GPUs than are
+    plausible."""
+    tp, cp, pp, dp, gpus = _stated_degrees(row, per_node)
+    if tp is None and pp is None:
+        tp, pp = _usual_split(
+            row, model, software, zero, memory=memory, per_node=per_node, gpus=gpus
+        )
+        row.say(f"tp={tp}, pp={pp}")
+    tp = tp or 1
+    pp = pp or 1
+    if gpus is None:
+        if dp is None:
+            dp = _usual_replicas(model, tp * pp, memory, per_node)
+        gpus = tp * cp * pp * dp
+        row.say(f"num_gpus={gpus}")
+    stated_pp = pp
+    if pp > model.layers:
+        counts = range(1, model.layers + 1)
+        pp = max(count for count in counts if gpus % (tp * cp * count) == 0 or count == 1)
+    degrees = _divided(row, tp=tp, cp=cp, pp=pp, dp=dp, gpus=gpus)
+    if degrees.gpus > MOST_GPUS:
+        raise RowError(
+            f"num_gpus={degrees.gpus:,} is above {MOST_GPUS:,}: tp {tp} x pp {pp} x cp {cp}"
+            f" x dp {degrees.replicas}"
+        )
+    if pp != stated_pp:
+        row.say(f"pp={pp} of {stated_pp}: the model has {model.layers} layers")
+    return degrees
+
+
+class StatedDegrees(NamedTuple):
+    """The degrees that a row states, or that follow from its other cells."""
+
+    tp: int | None
+    cp: int
+    pp: int | None
+    dp: int | None
+    gpus: int | None
+
+
+def _stated_degrees(row: Row, per_node: int) -> StatedDegrees:
     tp, cp, pp, dp = (row.degree(name) for name in ("tp", "cp", "pp", "dp"))
     gpus = row.whole("num_gpus")
     nodes = row.whole("nodes")
@@ -181,38 +230,22 @@ def _degrees(
             tp = tp or remaining_degree
             pp = pp or remaining_degree
             row.say(f"tp={tp}, pp={pp}: from num_gpus and dp")
-    if tp is None and pp is None:
-        tp, pp = _usual_split(row, model, software, zero, memory, per_node, gpus)
-        row.say(f"tp={tp}, pp={pp}")
-    tp = tp or 1
-    pp = pp or 1
-    if gpus is None:
-        if dp is None:
-            dp = _usual_replicas(model, tp * pp, memory, per_node)
-        gpus = tp * cp * pp * dp
-        row.say(f"num_gpus={gpus}")
-    requested_degrees = tp, cp, pp
-    if pp > model.layers:
-        pp = max(
-            count
-            for count in range(1, model.layers + 1)
-            if gpus % (tp * cp * count) == 0 or count == 1
-        )
-    if tp * cp * pp > gpus:
-        gpus = tp * cp * pp * (dp or 1)
+    return StatedDegrees(tp, cp, pp, dp, gpus)
+
+
+def _divided(row: Row, tp: int, cp: int, pp: int, dp: int | None, gpus: int) -> Degrees:
+    """Returns degrees whose product is the number of GPUs; if the row's numbers contradict each
+    other, the number of GPUs changes."""
+    ranks = tp * cp * pp
+    if ranks > gpus:
+        gpus = ranks * (dp or 1)
         row.say(f"num_gpus={gpus}: tp {tp} x pp {pp} x cp {cp} need as many")
-    replicas = max(1, round(gpus / (tp * cp * pp)))
-    if replicas * tp * cp * pp != gpus:
+    replicas = max(1, round(gpus / ranks))
+    if replicas * ranks != gpus:
         if dp is not None and dp % cp == 0 and dp * tp * pp == gpus:
             replicas = dp // cp
-        gpus = replicas * tp * cp * pp
+        gpus = replicas * ranks
         row.say(f"num_gpus={gpus}: tp {tp} x pp {pp} x cp {cp} does not divide what the row says")
-    if gpus > MOST_GPUS:
-        raise RowError(
-            f"num_gpus={gpus:,} is above {MOST_GPUS:,}: tp {tp} x pp {pp} x cp {cp} x dp {replicas}"
-        )
-    if requested_degrees != (tp, cp, pp):
-        row.say(f"pp={pp} of {requested_degrees[2]}: the model has {model.layers} layers")
     return Degrees(tp, cp, pp, replicas, gpus)
 
 
@@ -309,8 +342,10 @@ def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
     if stated > model.moe.experts:
         row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
         stated = model.moe.experts
-    match = re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower())
-    for etp in [max(1, math.gcd(tp, int(match[1])))] if match else [tp, 1]:
+    possible_etps = [tp, 1]
+    if match := re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower()):
+        possible_etps = [max(1, math.gcd(tp, int(match[1])))]
+    for etp in possible_etps:
         reduced_etp = etp if etp < tp else UNSET
         folded_tp = tp // etp
         if stated % folded_tp == 0 and replicas % (stated // folded_tp) == 0:
@@ -329,96 +364,6 @@ def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
     return Experts(ep, reduced_etp, UNSET)
 
 
-def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str, int]:
-    """Returns (name of the plan's schedule, virtual stages per rank)."""
-    stated_schedule = re.sub(r"[\s_\-]+", "", row.text("pp_schedule").lower())
-    vpp = row.degree("vpp")
-    if pp == 1:
-        return "1f1b", 1
-    name = next((name for pattern, name in _SCHEDULES if re.search(pattern, stated_schedule)), None)
-    if stated_schedule and name is None and stated_schedule != "none":
-        row.say(f"pp_schedule={stated_schedule[:20]!r}: unknown")
-    if (
-        name == "1f1b"
-        and vpp is None
-        and software.name == "nemo"
-        and "lora" not in row.text("task").lower()
-    ):
-        # NeMo's recipes interleave by default; tables of runs without interleaving write vpp 1.
-        name = "interleaved"
-    if name in ("zb_h1", "zb_h2", "1f1b", "dualpipe") and "notstated" not in stated_schedule:
-        if vpp is not None and vpp > 1:
-            row.say(
-                f"pp_schedule={name}: vpp={vpp} is not of it"
-                if name != "1f1b"
-                else "pp_schedule=interleaved"
-            )
-        if name != "1f1b" or vpp in (None, 1):
-            return name, 1
-    if name in ("zbv", "dualpipev"):
-        if model.layers >= 2 * pp:
-            return name, 2
-        row.say("pp_schedule=zb_h1: too few layers for two stages a rank")
-        return "zb_h1", 1
-    if name == "afab":
-        return "afab", min(vpp or 1, max(1, model.layers // pp))
-    if vpp is not None:
-        stage_limit = max(1, (model.layers + 2) // pp)
-        if vpp > stage_limit:
-            row.say(f"vpp={stage_limit} of {vpp}: the model has {model.layers} layers")
-            vpp = stage_limit
-        if vpp == 1 and name == "interleaved":
-            row.say("pp_schedule=1f1b: one stage a rank")
-        return ("interleaved" if vpp > 1 else "1f1b"), vpp
-    if name == "interleaved" or (name is None and software.name in _INTERLEAVE):
-        vpp = _most_stages(model.layers, pp)
-        if software.memory in ("fsdp", "orch"):
-            vpp = min(2, model.layers // pp)  # PyTorch's pipelines have two stages per rank.
-        elif name is None:
-            vpp = max((stages for stages in range(2, 13) if vpp % stages == 0), default=vpp)
-        schedule = "interleaved" if vpp > 1 else "1f1b"
-        row.say(f"vpp={vpp}" if name else f"pp_schedule={schedule}, vpp={vpp}")
-        return schedule, vpp
-    row.say("pp_schedule=1f1b")
-    return "1f1b", 1
-
-
-def _most_stages(layers: int, pp: int) -> int:
-    """Returns the number of virtual stages per rank if each has one layer. If the layers do not
-    divide evenly, the embedding and the head count as layers."""
-    if layers % pp == 0:
-        return layers // pp
-    if (layers + 2) % pp == 0:
-        return (layers + 2) // pp
-    return 1
-
-
-@lru_cache(maxsize=4096)
-def _even(layers: int, stages: int) -> tuple[int, ...] | None:
-    """Returns the layers of each stage of an even split, or None if there is none.
-
-    As in the frameworks, the embedding and the head, or the head alone, count as layers if only
-    then the layers divide evenly.
-    """
-    if layers % stages == 0:
-        return (layers // stages,) * stages
-    if stages > 1 and (layers + 2) % stages == 0:
-        layers_per_stage = (layers + 2) // stages
-        return (layers_per_stage - 1, *(layers_per_stage,) * (stages - 2), layers_per_stage - 1)
-    if (layers + 1) % stages == 0:
-        layers_per_stage = (layers + 1) // stages
-        return (*(layers_per_stage,) * (stages - 1), layers_per_stage - 1)
-    return None
-
-
-def _stage_layers(model: Model, stages: int, software: Software) -> list[int]:
-    """Returns the number of decoder layers of each stage, split as evenly as frameworks do it.
-    Nanotron balances the cost of the head against the layers."""
-    balanced = software.name == "nanotron" and stages <= model.layers
-    even = None if balanced else _even(model.layers, stages)
-    return list(even or balance_stages(model, stages, model.max_seq_len))
-
-
 def _sequence_parallel(row: Row, software: Software, tp: int) -> bool:
     cell = row.text("sp").lower()
     if tp == 1:
@@ -433,5 +378,6 @@ def _sequence_parallel(row: Row, software: Software, tp: int) -> bool:
         "deepspeed_2021",
         "fsdp_triton",
     )
-    row.say(f"sp={int(enabled)}" if not cell else f"sp={int(enabled)}: {cell[:20]!r} is not read")
+    reason = f": {cell[:20]!r} is not read" if cell else ""
+    row.say(f"sp={int(enabled)}{reason}")
     return enabled

@@ -4,7 +4,7 @@ order."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orchestrator.cost.context import CostContext
 from orchestrator.cost.dual import Number, duals, log_gradient, value_of
@@ -50,18 +50,15 @@ class Prediction(NamedTuple):
     mem_sd: float = 0.0
 
     def cells(self) -> list[str]:
-        step = (
-            interval(self.step_time_s, self.step_sd)
-            if self.step_time_s and self.step_sd
-            else (None, None)
-        )
-        peak = (
-            interval(self.peak_mem_gib, self.mem_sd)
-            if self.peak_mem_gib and self.mem_sd
-            else (None, None)
-        )
+        """Returns the cells under `COLUMNS`."""
+        step = _interval(self.step_time_s, self.step_sd)
+        peak = _interval(self.peak_mem_gib, self.mem_sd)
         cells = (*self[:6], *step, *peak)
         return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in cells]
+
+
+def _interval(value: float | None, sd: float) -> tuple[float | None, float | None]:
+    return interval(value, sd) if value and sd else (None, None)
 
 
 def predict(
@@ -74,36 +71,42 @@ def predict(
     for number, cells in enumerate(rows, 1):
         name = row_id(cells) or str(number)
         try:
-            job = read_row(cells)
-            yield _one(name, job, paths, profile, numbers)
+            yield _prediction(name, read_row(cells), paths, profile, numbers)
         except RowError as error:
-            yield Prediction(name, None, None, None, f"error: row {number}: {error}", "")
+            yield _refusal(name, f"error: row {number}: {error}")
 
 
-def _one(
+def _refusal(name: str, status: str) -> Prediction:
+    return Prediction(
+        id=name,
+        step_time_s=None,
+        tokens_per_s_per_gpu=None,
+        peak_mem_gib=None,
+        status=status,
+        assumed="",
+    )
+
+
+def _prediction(
     name: str,
     job: Job,
     paths: dict[int, PathCache],
     profile: Profile,
     numbers: Mapping[str, Number],
 ) -> Prediction:
-    parallel = job.parallel
     memory = job_memory(job)
     step = step_of(job, memory.train, paths)(numbers)
     step_s = value_of(step)
-    sd = relative_sd(log_gradient(step), profile)
-    tokens_per_s_per_gpu = parallel.global_batch_tokens / step_s / parallel.world_size
-    assumed = "; ".join([*job.assumed, *memory.assumed])
-    status = "ok" if memory.fits else "oom"
+    tokens_per_s = job.parallel.global_batch_tokens / step_s
     return Prediction(
-        name,
-        step_s,
-        tokens_per_s_per_gpu,
-        memory.peak_bytes / GIB,
-        status,
-        assumed,
-        sd,
-        memory.worst.sd,
+        id=name,
+        step_time_s=step_s,
+        tokens_per_s_per_gpu=tokens_per_s / job.parallel.world_size,
+        peak_mem_gib=memory.peak_bytes / GIB,
+        status="ok" if memory.fits else "oom",
+        assumed="; ".join([*job.assumed, *memory.assumed]),
+        step_sd=relative_sd(log_gradient(step), profile),
+        mem_sd=memory.worst.sd,
     )
 
 
@@ -132,6 +135,14 @@ def context_of(
         if len(paths) >= MOST_CLUSTERS:
             paths.clear()
         path_cache = paths[id(job.cluster)] = PathCache(job.cluster)
-    settings: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
-    settings |= {"task": job.task, "slow_fabric": job.slow_fabric}
-    return CostContext(job.cluster, job.model, job.train, path_cache, **settings)
+    return CostContext(
+        job.cluster,
+        job.model,
+        job.train,
+        path_cache,
+        matmul=job.matmul,
+        software=job.software,
+        profile=profile,
+        task=job.task,
+        slow_fabric=job.slow_fabric,
+    )

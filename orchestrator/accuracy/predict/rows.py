@@ -48,25 +48,10 @@ def read_row(cells: Mapping[str, str]) -> Job:
     row = Row(cells)
     model = model_of(row)
     gpu, network, per_node = _hardware(row)
-    matmul, precision = _precision(row, gpu)
-    if matmul == "fp8_tensor" and model.mla and row.text("precision").lower() == "fp8":
-        # DeepSeek-V3 was trained with scales per block (arXiv 2412.19437, section 3.3).
-        matmul = "fp8_block"
-    seq_len = model.max_seq_len
-    facts = Facts(
-        row.text("framework") or _framework_of(row),
-        row.text("notes"),
-        gpu,
-        precision == "fp16",
-        model.mlp == "gated",
-        seq_len,
-        stated_zero(row),
-        row.text("source"),
-    )
-    software, assumption = software_of(facts)
-    if assumption:
-        row.say(assumption)
-    parallel = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
+    matmul, precision = _precision(row, gpu, model)
+    software = _software(row, model, gpu, precision)
+    memory_bytes = int(GPUS[gpu].memory_gib * (1 << 30))
+    parallel = layout_of(row, model, software, memory_bytes, per_node)
     gpus = parallel.world_size
     if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
         row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
@@ -75,7 +60,7 @@ def read_row(cells: Mapping[str, str]) -> Job:
         software = structs.replace(software, selective=selective)
     train = Train(
         steps=1,
-        seq_len=seq_len,
+        seq_len=model.max_seq_len,
         seed=0,
         precision=precision,
         grad_dtype=precision if software.grad_bytes == 2 else "fp32",
@@ -84,20 +69,37 @@ def read_row(cells: Mapping[str, str]) -> Job:
         log_every_steps=1,
     )
     return Job(
-        cluster_of(gpu, gpus, per_node, network),
-        model,
-        parallel,
-        train,
-        matmul,
-        software,
-        _task(row),
-        row.text("mem_kind"),
-        recompute,
-        share,
-        network.slow and gpus > per_node,
-        group_of(cells),
-        row.assumed,
+        cluster=cluster_of(gpu, gpus, per_node, network),
+        model=model,
+        parallel=parallel,
+        train=train,
+        matmul=matmul,
+        software=software,
+        task=_task(row),
+        mem_kind=row.text("mem_kind"),
+        recompute=recompute,
+        recompute_share=share,
+        slow_fabric=network.slow and gpus > per_node,
+        group=group_of(cells),
+        assumed=row.assumed,
     )
+
+
+def _software(row: Row, model: Model, gpu: str, precision: Precision) -> Software:
+    facts = Facts(
+        framework=row.text("framework") or _framework_of(row),
+        notes=row.text("notes"),
+        gpu=gpu,
+        fp16=precision == "fp16",
+        gated=model.mlp == "gated",
+        seq_len=model.max_seq_len,
+        zero=stated_zero(row),
+        source=row.text("source"),
+    )
+    software, assumption = software_of(facts)
+    if assumption:
+        row.say(assumption)
+    return software
 
 
 def _framework_of(row: Row) -> str:
@@ -130,10 +132,10 @@ def _hardware(row: Row) -> tuple[str, Network, int]:
     stated_gpu = row.text("gpu")
     interconnect = row.text("interconnect")
     name, is_known = gpu_of(stated_gpu or _gpu_of_network(interconnect))
-    if not is_known or not stated_gpu:
-        row.say(
-            f"gpu={name}" if not stated_gpu else f"gpu={name}: {stated_gpu[:30]!r} is not known"
-        )
+    if not stated_gpu:
+        row.say(f"gpu={name}")
+    elif not is_known:
+        row.say(f"gpu={name}: {stated_gpu[:30]!r} is not known")
     per_node, nodes, gpus = (row.whole(name) for name in ("gpus_per_node", "nodes", "num_gpus"))
     if per_node is None and nodes and gpus and gpus % nodes == 0:
         per_node = gpus // nodes
@@ -173,12 +175,15 @@ _WIDE: tuple[tuple[str, Precision], ...] = (
 )
 
 
-def _precision(row: Row, gpu: str) -> tuple[Matmul, Precision]:
+def _precision(row: Row, gpu: str, model: Model) -> tuple[Matmul, Precision]:
     """Returns (precision of the matrix products, if it is narrower, precision of the tensors)."""
     stated_precision = row.text("precision")
     matmul, tensor_precision, assumption = _precision_words(stated_precision.lower(), gpu)
     if assumption:
         row.say(assumption)
+    if matmul == "fp8_tensor" and model.mla and stated_precision.lower() == "fp8":
+        # DeepSeek-V3 was trained with scales per block (arXiv 2412.19437, section 3.3).
+        matmul = "fp8_block"
     return matmul, tensor_precision
 
 
@@ -210,11 +215,9 @@ def _precision_words(stated_precision: str, gpu: str) -> tuple[Matmul, Precision
     for pattern, tensor_precision in _WIDE:
         if re.search(pattern, stated_precision):
             return "", tensor_precision, ""
-    assumption = f"precision={usual_precision}" + (
-        f": {stated_precision[:20]!r} is not read"
-        if stated_precision and stated_precision not in ("amp", "mixed", "16")
-        else ""
-    )
+    assumption = f"precision={usual_precision}"
+    if stated_precision not in ("", "amp", "mixed", "16"):
+        assumption += f": {stated_precision[:20]!r} is not read"
     return "", usual_precision, assumption
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import log
+from operator import mul
 from typing import Any, NamedTuple
 
 from orchestrator.plan.interval import SIGMAS
@@ -90,6 +91,13 @@ class Miss(NamedTuple):
     z: float | None  # ln(predicted / measured) / standard deviation. None without an interval.
 
 
+class Point(NamedTuple):
+    """The step of one layout, in seconds."""
+
+    measured_s: float
+    predicted_s: float
+
+
 ALL = "all"
 MEAN = "mean of groups"
 
@@ -97,7 +105,7 @@ MEAN = "mean of groups"
 def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) -> Score:
     time: dict[str, list[Miss]] = defaultdict(list)
     memory: dict[str, list[Miss]] = defaultdict(list)
-    sweeps: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]]
+    sweeps: dict[tuple[str, ...], dict[tuple[str, ...], list[Point]]]
     sweeps = defaultdict(lambda: defaultdict(list))
     fits: dict[tuple[str, str], int] = defaultdict(int)
     for row, prediction in zip(rows, predictions, strict=True):
@@ -108,10 +116,9 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
         peak = _number(row, "peak_mem_gib")
         if measured:
             time[group].append(miss(prediction.step_time_s, measured, prediction.step_sd))
-            sweep, layout = (
-                tuple(row.get(name, "") for name in names) for names in (SWEEP, LAYOUT)
-            )
-            sweeps[group, *sweep][layout].append((measured, prediction.step_time_s))
+            sweep = tuple(row.get(name, "") for name in SWEEP)
+            layout = tuple(row.get(name, "") for name in LAYOUT)
+            sweeps[group, *sweep][layout].append(Point(measured, prediction.step_time_s))
         if peak:
             memory[group].append(miss(prediction.peak_mem_gib, peak, prediction.mem_sd))
         if row.get("status") in ("ok", "oom"):
@@ -146,7 +153,8 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
 def measured_in(row: Mapping[str, str], name: str) -> float | None:
     """Returns the number in a measured cell, or None if it is blank. Raises RowError for a number
     that is not plausible."""
-    value, (minimum, maximum, expectation) = number_of(name, row.get(name) or ""), MEASURED[name]
+    value = number_of(name, row.get(name) or "")
+    minimum, maximum, expectation = MEASURED[name]
     if value is not None and not minimum <= value <= maximum:
         raise RowError(f"{name}={value:g}: {expectation} from {minimum:g} to {maximum:g}")
     return value
@@ -177,66 +185,64 @@ def _summary(group: str, misses: Sequence[Miss]) -> Errors:
     absolute_errors = sorted(abs(miss.error) for miss in misses)
     p90 = absolute_errors[min(len(absolute_errors) - 1, int(0.9 * len(absolute_errors)))]
     bias = sum(miss.error for miss in misses) / len(misses)
-    inside_shares = [
-        _mean([abs(miss.z) <= sigmas for miss in misses if miss.z is not None])
-        for sigmas in (1.0, SIGMAS)
-    ]
+    deviations = [abs(miss.z) for miss in misses if miss.z is not None]
     return Errors(
-        group, len(misses), sum(absolute_errors) / len(absolute_errors), p90, bias, *inside_shares
+        group=group,
+        rows=len(misses),
+        mean=sum(absolute_errors) / len(absolute_errors),
+        p90=p90,
+        bias=bias,
+        inside68=_mean([z <= 1.0 for z in deviations]),
+        inside95=_mean([z <= SIGMAS for z in deviations]),
     )
 
 
-def _orders(
-    sweeps: Mapping[tuple[str, ...], Mapping[tuple[str, ...], list[tuple[float, float]]]],
-) -> list[Order]:
-    by_group: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
-    for key, layouts in sweeps.items():
-        points = [
-            (
-                _mean([measured_s for measured_s, _ in runs]),
-                _mean([predicted_s for _, predicted_s in runs]),
-            )
-            for runs in layouts.values()
-        ]
+def _orders(sweeps: Mapping[tuple[str, ...], Mapping[tuple[str, ...], list[Point]]]) -> list[Order]:
+    """Returns the order of each group, then the mean of groups. `sweeps` maps a group and a sweep
+    to the runs of each of its layouts."""
+    by_group: dict[str, list[list[Point]]] = defaultdict(list)
+    for (group, *_), layouts in sweeps.items():
+        points = [_mean_point(runs) for runs in layouts.values()]
         if len(points) >= 3 and len({measured for measured, _ in points}) > 1:
-            by_group[key[0]].append(points)
-    orders = []
-    for group, group_sweeps in sorted(by_group.items()):
-        ranks = [spearman(points) for points in group_sweeps]
-        regrets = [regret(points) for points in group_sweeps]
-        orders.append(
-            Order(
-                group,
-                len(group_sweeps),
-                sum(map(len, group_sweeps)),
-                _mean(ranks),
-                _mean(regrets),
-                max(regrets),
-            )
-        )
-    if orders:
-        mean_spearman, mean_regret = (
-            _mean([getattr(group_order, name) for group_order in orders])
-            for name in ("spearman", "regret")
-        )
-        layout_count = sum(group_order.layouts for group_order in orders)
-        worst = max(group_order.worst for group_order in orders)
-        orders.append(Order(MEAN, len(orders), layout_count, mean_spearman, mean_regret, worst))
-    return orders
+            by_group[group].append(points)
+    orders = [_order(group, group_sweeps) for group, group_sweeps in sorted(by_group.items())]
+    if not orders:
+        return []
+    mean_order = Order(
+        group=MEAN,
+        sweeps=len(orders),
+        layouts=sum(order.layouts for order in orders),
+        spearman=_mean([order.spearman for order in orders]),
+        regret=_mean([order.regret for order in orders]),
+        worst=max(order.worst for order in orders),
+    )
+    return [*orders, mean_order]
+
+
+def _mean_point(runs: Sequence[Point]) -> Point:
+    return Point(_mean([run.measured_s for run in runs]), _mean([run.predicted_s for run in runs]))
+
+
+def _order(group: str, sweeps: Sequence[Sequence[Point]]) -> Order:
+    regrets = [regret(points) for points in sweeps]
+    return Order(
+        group=group,
+        sweeps=len(sweeps),
+        layouts=sum(map(len, sweeps)),
+        spearman=_mean([spearman(points) for points in sweeps]),
+        regret=_mean(regrets),
+        worst=max(regrets),
+    )
 
 
 def spearman(points: Sequence[tuple[float, float]]) -> float:
     """Returns the rank correlation, with ties at their mean rank; 0 if one side is constant."""
-    measured_ranks, predicted_ranks = (_ranks([point[side] for point in points]) for side in (0, 1))
     mean_rank = (len(points) + 1) / 2
-    covariance = sum(
-        (measured_rank - mean_rank) * (predicted_rank - mean_rank)
-        for measured_rank, predicted_rank in zip(measured_ranks, predicted_ranks, strict=True)
-    )
-    variance_product = sum(
-        (measured_rank - mean_rank) ** 2 for measured_rank in measured_ranks
-    ) * sum((predicted_rank - mean_rank) ** 2 for predicted_rank in predicted_ranks)
-    return covariance / variance_product**0.5 if variance_product else 0.0
+    measured = [rank - mean_rank for rank in _ranks([point[0] for point in points])]
+    predicted = [rank - mean_rank for rank in _ranks([point[1] for point in points])]
+    covariance = sum(map(mul, measured, predicted))
+    variances = sum(rank**2 for rank in measured) * sum(rank**2 for rank in predicted)
+    return covariance / variances**0.5 if variances else 0.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

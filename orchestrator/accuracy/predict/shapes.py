@@ -38,8 +38,16 @@ LADDER = (
 Position = Literal["rope", "learned", "none"]
 LARGEST = 3000.0  # Billions of parameters; no published model has as many.
 MOST_BILLIONS = 1e5
+_GATED_LAYER: dict[str, Any] = {"norm": "rms", "mlp": "gated", "activation": "silu", "bias": False}
+_PLAIN_LAYER: dict[str, Any] = {"norm": "layer", "mlp": "plain", "activation": "gelu", "bias": True}
 #: A family's usual MLP is assumed if its number of parameters is this close to the stated one.
 _CLOSE = 0.1
+
+
+class Kind(NamedTuple):
+    gated: bool  # True for a gated MLP with RMSNorm, False for a plain one with LayerNorm.
+    tied: bool  # True if the head is the token table.
+    position: Position
 
 
 class Cells(NamedTuple):
@@ -104,51 +112,45 @@ def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
     assumptions: list[str] = []
     published = _known(cells)
     billions = cells.billions or size_in(cells.name)
-    layers, hidden = _depth_and_width(cells, published, billions, assumptions)
-    usual = max(1, hidden // (128 if hidden >= 2048 else 64))
-    heads = _given(cells.heads, published.heads if published else None, usual, "heads", assumptions)
-    kv_heads = min(
-        heads,
-        _given(
-            cells.kv_heads,
-            published.kv_heads if published else None,
-            heads,
-            "kv_heads",
-            assumptions,
-        ),
-    )
-    seq_len = _seq_len(cells, published, assumptions)
-    vocab = _given(
-        cells.vocab,
-        published.vocab if published else None,
-        _usual_vocab(cells.name),
-        "vocab",
-        assumptions,
-    )
-    moe = _moe(cells, published, hidden, assumptions)
-    ffn = cells.ffn_hidden or (published.ffn_hidden if published else None)
-    if published and published.moe and published.moe.first_dense_layers:
-        ffn = published.ffn_hidden  # Tables write the width of an expert in this column.
-    values: dict[str, Any] = dict(
-        name=cells.name or "model", layers=layers, hidden=hidden, heads=heads
-    )
-    values |= dict(
-        kv_heads=kv_heads,
-        vocab=vocab,
-        max_seq_len=seq_len,
-        moe=moe,
-        head_dim=max(1, hidden // heads),
-    )
+    values = _dimensions(cells, published, billions, assumptions)
+    moe = _moe(cells, published, values["hidden"], assumptions)
+    values["moe"] = moe
     if published:
-        values |= dict(head_dim=published.head_dim or max(1, hidden // heads), mla=published.mla)
-        model = _build(
-            values, ffn or published.ffn_hidden, published.gated, published.tied, published.position
-        )
-    else:
-        model = _nearest(values, ffn, cells, billions)
-        if ffn is None and moe is None:
-            assumptions.append(f"ffn_hidden={model.ffn_hidden}")
+        ffn = cells.ffn_hidden or published.ffn_hidden
+        if published.moe and published.moe.first_dense_layers:
+            ffn = published.ffn_hidden  # Tables write the width of an expert in this column.
+        values["mla"] = published.mla
+        kind = Kind(published.gated, published.tied, published.position)
+        return _build(values, ffn, kind), tuple(assumptions)
+    model = _nearest(values, cells, billions)
+    if cells.ffn_hidden is None and moe is None:
+        assumptions.append(f"ffn_hidden={model.ffn_hidden}")
     return model, tuple(assumptions)
+
+
+def _dimensions(
+    cells: Cells, published: Shape | None, billions: float | None, assumptions: list[str]
+) -> dict[str, Any]:
+    """Returns the fields of `Model` that every kind of layer has, except the width of its MLP."""
+    layers, hidden = _depth_and_width(cells, published, billions, assumptions)
+
+    def stated(column: str, default: int) -> int:
+        """Returns the cell, or else the published value, or else `default`."""
+        listed = getattr(published, column) if published else None
+        return _given(getattr(cells, column), listed, default, column, assumptions)
+
+    heads = stated("heads", max(1, hidden // (128 if hidden >= 2048 else 64)))
+    head_dim = published.head_dim if published else 0
+    return {
+        "name": cells.name or "model",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": min(heads, stated("kv_heads", heads)),
+        "max_seq_len": stated("seq_len", 2048 if PLAIN.search(canonical(cells.name)) else 4096),
+        "vocab": stated("vocab", _usual_vocab(cells.name)),
+        "head_dim": head_dim or max(1, hidden // heads),
+    }
 
 
 def _known(cells: Cells) -> Shape | None:
@@ -164,18 +166,20 @@ def _known(cells: Cells) -> Shape | None:
 @lru_cache(maxsize=256)
 def _size(shape: Shape) -> float:
     """Returns the billions of parameters of a published shape."""
-    head_dim = shape.head_dim or shape.hidden // shape.heads
-    values: dict[str, Any] = dict(
-        name="", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, moe=shape.moe
-    )
-    values |= dict(
-        kv_heads=shape.kv_heads, vocab=shape.vocab, max_seq_len=shape.seq_len, head_dim=head_dim
-    )
-    return _build(values | {"mla": shape.mla}, *_kind(shape)).parameters / 1e9
-
-
-def _kind(shape: Shape) -> tuple[int, bool, bool, Position]:
-    return shape.ffn_hidden, shape.gated, shape.tied, shape.position
+    values = {
+        "name": "",
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "max_seq_len": shape.seq_len,
+        "vocab": shape.vocab,
+        "head_dim": shape.head_dim or shape.hidden // shape.heads,
+        "moe": shape.moe,
+        "mla": shape.mla,
+    }
+    kind = Kind(shape.gated, shape.tied, shape.position)
+    return _build(values, shape.ffn_hidden, kind).parameters / 1e9
 
 
 def _given(
@@ -191,6 +195,7 @@ def _given(
 def _depth_and_width(
     cells: Cells, published: Shape | None, billions: float | None, assumptions: list[str]
 ) -> tuple[int, int]:
+    """Returns (layers, hidden size). Raises RowError if nothing implies them."""
     layers = cells.layers or (published.layers if published else None)
     hidden = cells.hidden or (published.hidden if published else None)
     if layers is None or hidden is None:
@@ -206,15 +211,22 @@ def _depth_and_width(
         # A model has about 12 layers hidden^2 parameters, and the token table.
         blocks = max(billions * 1e9 / 2, billions * 1e9 - table) / 12
         if hidden is None:
-            exact = math.sqrt(blocks / (layers or usual_layers))
-            step = 128 if exact < 2560 else 512 if exact < 8192 else 1024
-            hidden = step * max(1, round(exact / step))
+            hidden = _rounded_width(math.sqrt(blocks / (layers or usual_layers)))
         layers = layers or min(1024, max(1, round(blocks / hidden**2)))
     if cells.layers is None:
         assumptions.append(f"layers={layers}")
     if cells.hidden is None:
         assumptions.append(f"hidden={hidden}")
     return layers, hidden
+
+
+def _rounded_width(exact: float) -> int:
+    step = 1024
+    if exact < 2560:
+        step = 128
+    elif exact < 8192:
+        step = 512
+    return step * max(1, round(exact / step))
 
 
 def _usual_size(layers: int | None, hidden: int | None) -> float | None:
@@ -224,13 +236,6 @@ def _usual_size(layers: int | None, hidden: int | None) -> float | None:
         rung = min(LADDER, key=lambda rung: abs(math.log(rung[2] / hidden)))
         return rung[0] * (hidden / rung[2]) ** 2  # The same depth is assumed.
     return min(LADDER, key=lambda rung: abs(math.log(rung[1] / layers)))[0] if layers else None
-
-
-def _seq_len(cells: Cells, published: Shape | None, assumptions: list[str]) -> int:
-    usual = 2048 if PLAIN.search(canonical(cells.name)) else 4096
-    return _given(
-        cells.seq_len, published.seq_len if published else None, usual, "seq_len", assumptions
-    )
 
 
 def _usual_vocab(name: str) -> int:
@@ -246,9 +251,9 @@ def _moe(cells: Cells, published: Shape | None, hidden: int, assumptions: list[s
         return None
     if cells.experts is None:
         assumptions.append(f"experts={experts}")
-    top_k = _given(
-        cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", assumptions
-    )
+    listed_top_k = listed.top_k if listed else None
+    usual_top_k = 2 if experts <= 16 else 8
+    top_k = _given(cells.topk, listed_top_k, usual_top_k, "topk", assumptions)
     if top_k > experts:
         assumptions.append(f"topk={experts} of {top_k}: as many as experts")
         top_k = experts
@@ -256,48 +261,29 @@ def _moe(cells: Cells, published: Shape | None, hidden: int, assumptions: list[s
     if width is None:
         width = cells.ffn_hidden or 4 * hidden
         assumptions.append(f"moe_ffn={width}")
-    shared, dense = (listed.shared_ffn_hidden, listed.first_dense_layers) if listed else (0, 0)
-    if cells.layers is not None and dense >= cells.layers:
+    dense_layers = listed.first_dense_layers if listed else 0
+    if cells.layers is not None and dense_layers >= cells.layers:
         return None  # The model is cut down to its dense layers.
     return Moe(
         experts=experts,
         top_k=top_k,
         ffn_hidden=width,
-        shared_ffn_hidden=shared,
-        first_dense_layers=dense,
+        shared_ffn_hidden=listed.shared_ffn_hidden if listed else 0,
+        first_dense_layers=dense_layers,
     )
 
 
-def _nearest(
-    values: dict[str, Any], ffn: int | None, cells: Cells, billions: float | None
-) -> Model:
+def _nearest(values: dict[str, Any], cells: Cells, billions: float | None) -> Model:
     """Returns the model with a gated or a plain MLP and a tied or an untied head: those that its
     name implies, or those whose size is nearest to the stated one."""
     hidden = values["hidden"]
-    canonical_name = canonical(cells.name)
-    usual = {"gated": 256 * max(1, round(8 * hidden / 3 / 256)), "plain": 4 * hidden}
-    likely_kind = (
-        "gated" if GATED.search(canonical_name) else "plain" if PLAIN.search(canonical_name) else ""
-    )
-    if not likely_kind:  # Shared keys and odd widths came with gated MLPs.
-        gated = (
-            values["moe"] is not None
-            or values["kv_heads"] < values["heads"]
-            or ffn not in (None, 4 * hidden)
-        )
-        likely_kind = "gated" if gated else "plain"
-    kinds = (likely_kind, "plain" if likely_kind == "gated" else "gated")
+    usual_ffn = {True: 256 * max(1, round(8 * hidden / 3 / 256)), False: 4 * hidden}
+    likely = _is_probably_gated(values, cells)
     candidates = []
-    for kind in kinds:
-        for tied in (kind == "plain", kind == "gated"):
-            position: Position = (
-                "rope"
-                if kind == "gated"
-                else "learned"
-                if values["max_seq_len"] <= 1 << 17
-                else "none"
-            )
-            candidates.append(_build(values, ffn or usual[kind], kind == "gated", tied, position))
+    for gated in (likely, not likely):
+        for tied in (not gated, gated):
+            kind = Kind(gated, tied, _usual_position(gated, values["max_seq_len"]))
+            candidates.append(_build(values, cells.ffn_hidden or usual_ffn[gated], kind))
     if not billions:
         return candidates[0]
     usual_kind = min(candidates[:2], key=lambda model: abs(model.parameters / 1e9 - billions))
@@ -306,18 +292,33 @@ def _nearest(
     return min(candidates, key=lambda model: abs(model.parameters / 1e9 - billions))
 
 
-def _build(values: dict[str, Any], ffn: int, gated: bool, tied: bool, position: Position) -> Model:
+def _is_probably_gated(values: dict[str, Any], cells: Cells) -> bool:
+    name = canonical(cells.name)
+    if GATED.search(name):
+        return True
+    if PLAIN.search(name):
+        return False
+    # Shared keys and odd widths came with gated MLPs.
+    has_shared_keys = values["kv_heads"] < values["heads"]
+    has_odd_width = cells.ffn_hidden not in (None, 4 * values["hidden"])
+    return values["moe"] is not None or has_shared_keys or has_odd_width
+
+
+def _usual_position(gated: bool, seq_len: int) -> Position:
+    if gated:
+        return "rope"
+    return "learned" if seq_len <= 1 << 17 else "none"
+
+
+def _build(values: dict[str, Any], ffn: int, kind: Kind) -> Model:
     model = Model(
         **values,
-        norm="rms" if gated else "layer",
-        mlp="gated" if gated else "plain",
-        activation="silu" if gated else "gelu",
-        bias=not gated,
+        **(_GATED_LAYER if kind.gated else _PLAIN_LAYER),
         ffn_hidden=ffn,
         norm_eps=1e-5,
-        position=position,
+        position=kind.position,
         rope_theta=1e4,
-        tied_embeddings=tied,
+        tied_embeddings=kind.tied,
         causal=not re.search(r"bert\b|bert-", canonical(values["name"])),
         parameters=0,
         source="table",
