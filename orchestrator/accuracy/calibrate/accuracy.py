@@ -12,7 +12,7 @@ from orchestrator.cost.numpy_import import np
 from orchestrator.cost.profile import NOISE, Profile, between_sd
 from orchestrator.cost.time.fabric import Floats
 
-from .fit import by_source, leave_one_source_out, linearised
+from .fit import Observation, by_source, leave_one_source_out, linearised
 from .observations import observations
 from .table import Tell, error
 from .update import MOST_MISS, ROW_NOISE
@@ -42,57 +42,76 @@ def accuracy(
     fitted to this table: each source is then predicted by a fit to the other sources.
     """
     observed_steps = observations(rows)
-    if not observed_steps:
-        return score(rows, predictions)
     fitted_score = score(rows, predictions)
-    if seen and len({one.source for one in observed_steps}) > 1:
-        between = np.diag([between_sd(name) ** 2 for name in profile.values])
-        unseen = {
-            left_out.source: _unseen(
-                left_out.at,
-                left_out.residuals,
-                left_out.jacobian,
-                left_out.fitted.covariance + between,
-            )
-            for left_out in leave_one_source_out(observed_steps, profile.values, tell=tell)
-        }
+    if not observed_steps:
+        return fitted_score
+    seen = seen and len({step.source for step in observed_steps}) > 1
+    if seen:
+        unseen = _left_out_sources(observed_steps, profile, tell)
     else:
-        seen = False
-        residuals, jacobian = linearised(observed_steps, profile.values)
-        unseen = {
-            source: _unseen(indices, residuals[indices], jacobian[indices], profile.uncertainty)
-            for source, indices in by_source(observed_steps).items()
-        }
+        unseen = _other_sources(observed_steps, profile)
     unseen_predictions = list(predictions)
-    for group in unseen.values():
-        for index, miss, sd in zip(group.at, group.residuals, group.sd, strict=True):
-            one = observed_steps[index]
-            predicted = one.measured_s * float(np.exp(miss))
-            unseen_predictions[one.row] = unseen_predictions[one.row]._replace(
-                step_time_s=predicted, step_sd=float(sd)
+    for source in unseen.values():
+        for index, miss, sd in zip(source.at, source.residuals, source.sd, strict=True):
+            step = observed_steps[index]
+            unseen_predictions[step.row] = unseen_predictions[step.row]._replace(
+                step_time_s=step.measured_s * float(np.exp(miss)), step_sd=float(sd)
             )
     unseen_score = score(rows, unseen_predictions)
-    fitted_means = {one.group: one.mean for one in fitted_score.time} if seen else {}
-    means_after_one = {source: one.after_one for source, one in unseen.items()}
-    time_errors = [
-        one._replace(fitted=fitted_means.get(one.group), after_one=means_after_one.get(one.group))
-        for one in unseen_score.time
+    fitted_means = {errors.group: errors.mean for errors in fitted_score.time} if seen else {}
+    return unseen_score._replace(time=_with_means(unseen_score.time, fitted_means, unseen))
+
+
+def _left_out_sources(
+    observed_steps: Sequence[Observation], profile: Profile, tell: Tell
+) -> dict[str, Unseen]:
+    """Returns each source as a fit to the other sources predicts it."""
+    between = np.diag([between_sd(name) ** 2 for name in profile.values])
+    unseen = {}
+    for left_out in leave_one_source_out(observed_steps, profile.values, tell=tell):
+        uncertainty = left_out.fitted.covariance + between
+        unseen[left_out.source] = _unseen(
+            left_out.at, left_out.residuals, left_out.jacobian, uncertainty
+        )
+    return unseen
+
+
+def _other_sources(observed_steps: Sequence[Observation], profile: Profile) -> dict[str, Unseen]:
+    """Returns each source as the profile, which was fitted to other tables, predicts it."""
+    residuals, jacobian = linearised(observed_steps, profile.values)
+    return {
+        source: _unseen(indices, residuals[indices], jacobian[indices], profile.uncertainty)
+        for source, indices in by_source(observed_steps).items()
+    }
+
+
+def _with_means(
+    time_errors: Sequence[Errors], fitted_means: Mapping[str, float], unseen: Mapping[str, Unseen]
+) -> list[Errors]:
+    """Returns the errors of step times with the means of the fit that has seen the rows, and with
+    those after one row of a source was measured."""
+    updated_errors = [
+        errors._replace(
+            fitted=fitted_means.get(errors.group),
+            after_one=unseen[errors.group].after_one if errors.group in unseen else None,
+        )
+        for errors in time_errors
     ]
-    groups = [one for one in time_errors if one.group not in (ALL, MEAN)]
+    groups = [errors for errors in updated_errors if errors.group not in (ALL, MEAN)]
     overall = [
-        one._replace(after_one=_mean_of_rows(groups)) for one in time_errors if one.group == ALL
+        errors._replace(after_one=_mean_of_rows(groups))
+        for errors in updated_errors
+        if errors.group == ALL
     ]
-    return unseen_score._replace(time=[*groups, *overall, mean_of_groups(groups)])
+    return [*groups, *overall, mean_of_groups(groups)]
 
 
 def _mean_of_rows(groups: Sequence[Errors]) -> float | None:
     updated_groups = [group for group in groups if group.after_one is not None]
     rows = sum(group.rows for group in updated_groups)
-    return (
-        sum(group.rows * (group.after_one or 0.0) for group in updated_groups) / rows
-        if rows
-        else None
-    )
+    if not rows:
+        return None
+    return sum(group.rows * (group.after_one or 0.0) for group in updated_groups) / rows
 
 
 def _unseen(indices: list[int], residuals: Floats, jacobian: Floats, uncertainty: Floats) -> Unseen:

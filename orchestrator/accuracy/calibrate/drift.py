@@ -54,13 +54,14 @@ SUBJECTS = {
     "nodes": "jitter of each doubling of the nodes adds",
     "family.": "the whole step with this software ({}) takes",
 }
-UNITS = {"of peak": "of the peak", "of HBM": "of HBM's rate", "of memory": "of the memory's rate"}
-UNITS |= {
+#: Unit of a parameter -> the words after its value.
+UNITS = {
+    "of peak": "of the peak",
+    "of HBM": "of HBM's rate",
+    "of memory": "of the memory's rate",
     "of bytes": "times their bytes",
     "of attention": "times attention's time",
     "of the step": "times the rest",
-}
-UNITS |= {
     "of forward": "of forward's time",
     "of the product": "times its product",
     "s/byte over HBM's": "times HBM's",
@@ -127,7 +128,14 @@ def _attribution(
             f"{subject} {_short(updated_value)} {UNITS.get(unit, unit)},"
             f" {_short(assumed_value)} was assumed"
         )
-    return Attribution(name, assumed_value, updated_value, unit, share, sentence)
+    return Attribution(
+        parameter=name,
+        assumed=assumed_value,
+        found=updated_value,
+        unit=unit,
+        share=share,
+        text=sentence,
+    )
 
 
 def _short(value: float) -> str:

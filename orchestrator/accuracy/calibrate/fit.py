@@ -69,27 +69,44 @@ def fit(
     `fixed` maps parameters to values that they keep, such as 1e-9 for a term that is left out.
     `first` holds the observations linearised at `start`, if the caller has them already.
     """
-    mean = np.log([fixed.get(one.name, one.value) for one in PRIOR])
-    precision = np.array([1e-6 if one.name in fixed else one.sd for one in PRIOR]) ** -2.0
-    rows_by_source = Counter(one.source for one in observations)
-    weights = (
-        np.array([min(1.0, MOST_ROWS / rows_by_source[one.source]) for one in observations])
-        / NOISE**2
-    )
-    theta = np.log([fixed.get(name, start[name]) for name in NAMES]) if start else mean.copy()
+    prior = _prior(fixed)
+    weights = _weights(observations)
+    theta = prior.mean.copy()
+    if start:
+        theta = np.log([fixed.get(name, start[name]) for name in NAMES])
     residuals, jacobian = first or linearised(observations, _values(theta))
-    normal = np.diag(precision)
+    normal = np.diag(prior.precision)
     for _ in range(ITERATIONS):
         robust = weights * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-12))
-        normal = (jacobian.T * robust) @ jacobian + np.diag(precision)
-        gradient = jacobian.T @ (robust * residuals) + precision * (theta - mean)
-        step = -np.linalg.solve(normal, gradient)
+        normal = (jacobian.T * robust) @ jacobian + np.diag(prior.precision)
+        from_prior = prior.precision * (theta - prior.mean)
+        step = -np.linalg.solve(normal, jacobian.T @ (robust * residuals) + from_prior)
         theta = theta + np.clip(step, -0.5, 0.5)
         residuals, jacobian = linearised(observations, _values(theta))
         if np.abs(step).max() < 1e-3:
             break
     covariance = np.asarray(np.linalg.inv(normal), dtype=np.float64)
     return Fitted(_values(theta), covariance, residuals)
+
+
+class _Prior(NamedTuple):
+    mean: Floats  # Logarithms of the parameters.
+    precision: Floats  # Inverse variances of these.
+
+
+def _prior(fixed: Mapping[str, float]) -> _Prior:
+    mean = np.log([fixed.get(parameter.name, parameter.value) for parameter in PRIOR])
+    sd = [1e-6 if parameter.name in fixed else parameter.sd for parameter in PRIOR]
+    return _Prior(mean, np.array(sd) ** -2.0)
+
+
+def _weights(observations: Sequence[Observation]) -> Floats:
+    """Returns the inverse variance of each observation, less for sources of many rows."""
+    rows_by_source = Counter(observation.source for observation in observations)
+    shares = [
+        min(1.0, MOST_ROWS / rows_by_source[observation.source]) for observation in observations
+    ]
+    return np.array(shares) / NOISE**2
 
 
 def _values(theta: Floats) -> dict[str, float]:

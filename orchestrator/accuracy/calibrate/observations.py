@@ -63,7 +63,13 @@ def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
     if measured is None:
         raise RowError("step_time_s is empty: nothing was measured")
     name = row_id(cells) or "1"
-    residuals, jacobian = linearised([_observation(name, cells, measured, {})], profile.values)
+    observation = _observation(name, cells, measured, {})
+    residuals, jacobian = linearised([observation], profile.values)
     return site_profile(
-        profile, update(profile, residuals, jacobian), "row", name, "", profile.name
+        profile,
+        update(profile, residuals, jacobian),
+        kind="row",
+        source=name,
+        date="",
+        name=profile.name,
     )

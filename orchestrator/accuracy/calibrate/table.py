@@ -37,6 +37,30 @@ def fit_table(
     refused: list[str] = []
     observed_steps = observations(_limited(rows), refused)
     observed_steps, prior_residuals = _plausible(observed_steps, refused)
+    _require_usable(observed_steps, refused)
+    tell(0, 1, f"{len(observed_steps)} rows")
+    fitted = fit(observed_steps)
+    errors = {
+        "prior": error(prior_residuals),
+        "fitted": error(fitted.residuals),
+        "left_out": error(_unseen_residuals(observed_steps, fitted.values, tell)),
+    }
+    left_out = [
+        _left_out(source, {kind: values[indices] for kind, values in errors.items()})
+        for source, indices in by_source(observed_steps).items()
+    ]
+    fitted_on = FittedOn(
+        what="table",
+        sha256=sha256,
+        date=date,
+        rows={source_error.source: source_error.rows for source_error in left_out},
+    )
+    profile = make_profile(name, fitted.values, fitted.covariance, fitted_on, left_out)
+    return TableFit(profile, refused)
+
+
+def _require_usable(observed_steps: list[Observation], refused: list[str]) -> None:
+    """Raises an OrchError unless two rows can be fitted, and as many as are refused."""
     if len(observed_steps) < 2:
         reason = f": {refused[0]}" if refused else ""
         raise OrchError(f"no rows with a step_time_s to fit{reason}", Exit.CONFIG)
@@ -46,36 +70,26 @@ def fit_table(
             f" {refused[0]}",
             Exit.CONFIG,
         )
-    tell(0, 1, f"{len(observed_steps)} rows")
-    fitted = fit(observed_steps)
-    unseen_residuals = np.empty(len(observed_steps))
-    sources = by_source(observed_steps)
-    if len(sources) > 1:
-        for unseen_source in leave_one_source_out(observed_steps, fitted.values, tell=tell):
-            unseen_residuals[unseen_source.at] = unseen_source.residuals
-    else:
-        unseen_residuals[:] = np.nan
-    errors = {
-        "prior": error(prior_residuals),
-        "fitted": error(fitted.residuals),
-        "left_out": error(unseen_residuals),
-    }
-    left_out = []
-    for source, indices in sources.items():
-        means = {kind: float(values[indices].mean()) for kind, values in errors.items()}
-        rounded_means = {kind: round(mean, 4) for kind, mean in means.items() if np.isfinite(mean)}
-        left_out.append(
-            LeftOut(source=source, rows=len(indices), **({"left_out": -1.0} | rounded_means))
-        )
-    fitted_on = FittedOn(
-        what="table",
-        sha256=sha256,
-        date=date,
-        rows={source_error.source: source_error.rows for source_error in left_out},
-    )
-    return TableFit(
-        make_profile(name, fitted.values, fitted.covariance, fitted_on, left_out), refused
-    )
+
+
+def _unseen_residuals(
+    observed_steps: list[Observation], start: Mapping[str, float], tell: Tell
+) -> Floats:
+    """Returns the residuals of each source in a fit to the others; not a number if there is a
+    single source."""
+    residuals = np.full(len(observed_steps), np.nan)
+    if len(by_source(observed_steps)) > 1:
+        for unseen_source in leave_one_source_out(observed_steps, start, tell=tell):
+            residuals[unseen_source.at] = unseen_source.residuals
+    return residuals
+
+
+def _left_out(source: str, errors: Mapping[str, Floats]) -> LeftOut:
+    """Returns the mean errors of the rows of a source."""
+    means = {kind: float(values.mean()) for kind, values in errors.items()}
+    rounded_means = {kind: round(mean, 4) for kind, mean in means.items() if np.isfinite(mean)}
+    rows = len(errors["fitted"])
+    return LeftOut(source=source, rows=rows, **({"left_out": -1.0} | rounded_means))
 
 
 def error(residuals: Floats) -> Floats:
@@ -106,11 +120,10 @@ def _plausible(
             plausible_indices.append(index)
             continue
         factor = float(np.exp(abs(miss)))
-        discrepancy = (
-            f"{factor:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds a step?"
-        )
+        direction = "less" if miss > 0 else "more"
         refused.append(
-            f"row {observation.name}: step_time_s={observation.measured_s:g} is {discrepancy}"
+            f"row {observation.name}: step_time_s={observation.measured_s:g} is {factor:,.0f} times"
+            f" {direction} than predicted; seconds a step?"
         )
     return [observed_steps[index] for index in plausible_indices], residuals[plausible_indices]
 

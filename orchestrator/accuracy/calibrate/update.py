@@ -9,7 +9,7 @@ section 4). Every prediction that depends on a moved parameter moves with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from orchestrator.cluster.measured import Record
@@ -29,6 +29,7 @@ MOST_MISS = 0.3
 RUN_NOISE = 0.03
 RATE_NOISE = 0.08
 LINK_NOISE = 0.15
+LATENCY_NOISE = 0.5  # Standard deviation of the logarithm of a link's latency.
 #: Standard deviation of the spread of experts' loads, which keeps changing while a router learns.
 LOAD_NOISE = 0.15
 #: Rate of NVLink's collectives inside a step over their rate alone (accuracy.md section 2;
@@ -145,51 +146,67 @@ def update_with_bench(profile: Profile, data_sheet_cluster: Cluster, record: Rec
     `data_sheet_cluster` has the rates of the data sheets. A kernel that is measured alone counts as
     the same kernel in a step, but NVLink is slower in a step (`IN_STEP`).
     """
-    observed_rates = list(_observed(data_sheet_cluster, record))
+    observed_rates = [
+        rate for rate in _observed_rates(data_sheet_cluster, record) if rate.value > 0
+    ]
     jacobian = np.zeros((len(observed_rates), len(NAMES)))
-    for row, (name, _, _) in enumerate(observed_rates):
-        jacobian[row, INDEX[name]] = 1.0
-    misses = np.array([np.log(profile.values[name] / value) for name, value, _ in observed_rates])
-    return _posterior(
-        profile, misses, jacobian, np.array([noise for _, _, noise in observed_rates])
-    )
+    for row, rate in enumerate(observed_rates):
+        jacobian[row, INDEX[rate.parameter]] = 1.0
+    misses = [np.log(profile.values[rate.parameter] / rate.value) for rate in observed_rates]
+    noise = np.array([rate.noise for rate in observed_rates])
+    return _posterior(profile, np.array(misses), jacobian, noise)
 
 
-def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]]:
-    """Returns (parameter, its value, noise) for every rate that was measured."""
+class ObservedRate(NamedTuple):
+    parameter: str
+    value: float  # The value of the parameter that explains the measured rate.
+    noise: float = RATE_NOISE  # Standard deviation of its logarithm.
+
+
+def _observed_rates(cluster: Cluster, record: Record) -> Iterator[ObservedRate]:
+    """Yields an observation for every rate that was measured."""
     gpu = cluster.gpu
     measured = record.measured
-    generation = generation_of(cluster.gpu.name, cluster.device)
-    cpu = generation == "cpu"
-    observed_rates = [
-        ("hbm.cpu" if cpu else "hbm", measured.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)
-    ]
+    generation = generation_of(gpu.name, cluster.device)
+    is_cpu = generation == "cpu"
+    memory_rate = measured.memory_bytes_per_s / gpu.hbm_bytes_per_s
+    yield ObservedRate("hbm.cpu" if is_cpu else "hbm", memory_rate)
     precision = next(
         (name for name in ("bf16", "fp16", "fp32") if name in measured.matmul_flops), None
     )
-    flash_name = f"attention.flash.{generation}"
-    attention_name = (
-        "attention.cpu" if cpu else flash_name if flash_name in INDEX else f"attention.{generation}"
-    )
     rates = [
-        ("gemm.cpu" if cpu else f"gemm.{generation}.16", measured.matmul_flops),
-        (attention_name, measured.attention_flops),
+        ("gemm.cpu" if is_cpu else f"gemm.{generation}.16", measured.matmul_flops),
+        (_attention_parameter(generation), measured.attention_flops),
     ]
     for name, flops in rates:
         if precision in flops and precision in gpu.peak_flops and name in INDEX:
-            observed_rates.append((name, flops[precision] / gpu.peak_flops[precision], RATE_NOISE))
-    if cpu:
-        observed_rates.append(("host.cpu", measured.launch_s, RATE_NOISE))
+            yield ObservedRate(name, flops[precision] / gpu.peak_flops[precision])
+    if is_cpu:
+        yield ObservedRate("host.cpu", measured.launch_s)
+    yield from _observed_links(cluster, record, is_cpu)
+
+
+def _attention_parameter(generation: str) -> str:
+    flash_name = f"attention.flash.{generation}"
+    return flash_name if flash_name in INDEX else f"attention.{generation}"
+
+
+def _observed_links(cluster: Cluster, record: Record, is_cpu: bool) -> Iterator[ObservedRate]:
     links = {NVLINK: cluster.nvlink} | {level.name: level for level in cluster.levels}
     for tier, fit in record.links.items():
-        name = "link.cpu" if cpu else "nvlink" if tier == NVLINK else "nic"
-        if (link := links.get(tier)) is None:
+        link = links.get(tier)
+        if link is None:
             continue
-        share = IN_STEP if name == "nvlink" else 1.0
-        observed_rates.append((name, share * fit.bytes_per_s / link.bytes_per_s, LINK_NOISE))
-        if not cpu and tier != NVLINK and fit.latency_s > 0:
-            observed_rates.append(("latency", fit.latency_s / link.latency_s, 0.5))
-    return [observed_rate for observed_rate in observed_rates if observed_rate[1] > 0]
+        share = fit.bytes_per_s / link.bytes_per_s
+        if is_cpu:
+            yield ObservedRate("link.cpu", share, LINK_NOISE)
+        elif tier == NVLINK:
+            in_step_bytes_per_s = IN_STEP * fit.bytes_per_s
+            yield ObservedRate("nvlink", in_step_bytes_per_s / link.bytes_per_s, LINK_NOISE)
+        else:
+            yield ObservedRate("nic", share, LINK_NOISE)
+            if fit.latency_s > 0:
+                yield ObservedRate("latency", fit.latency_s / link.latency_s, LATENCY_NOISE)
 
 
 def site_profile(
@@ -199,13 +216,16 @@ def site_profile(
 
     `kind` and `source` say what was measured, such as a run and its id; `name` is the cluster's.
     """
-    base_fit = base.fitted_on
-    is_site_profile = bool(base_fit.base)
+    first_base = base.label
+    earlier_runs: list[str] = []
+    if base.fitted_on.base:  # The base is itself a site profile.
+        first_base = base.fitted_on.base
+        earlier_runs = base.fitted_on.runs
     fitted_on = FittedOn(
         what=kind,
         date=date,
-        base=base_fit.base if is_site_profile else base.label,
-        runs=[*(base_fit.runs if is_site_profile else []), source],
+        base=first_base,
+        runs=[*earlier_runs, source],
     )
     return make_profile(name, change.values(base), change.covariance, fitted_on)
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from orchestrator.cost.model.layers import expert_params
 from orchestrator.cost.software import Software
-from orchestrator.plan.document import AXES, Model, Parallel
+from orchestrator.plan.document import AXES, CpMethod, Model, Parallel
 
 from .batches import Batch, batch_of, tokens_that_fit
 from .cells import MOST, MOST_GPUS, Row, RowError
@@ -113,7 +113,7 @@ def _batch(
     )
 
 
-def _cp_method(row: Row, cp: int) -> str:
+def _cp_method(row: Row, cp: int) -> CpMethod:
     if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row)):
         return "ulysses"
     return "zigzag"

@@ -74,25 +74,23 @@ def _section(section: Section) -> str:
 def _list(rows: Sequence[Row]) -> str:
     lines = ["| | theirs | ours | difference | at most |", "|---|---|---|---|---|"]
     for row in rows:
-        theirs = (
-            "-"
-            if row.theirs is None
-            else f"{BOUND[row.bound]}{number(row.theirs)} {row.unit}".strip()
-        )
+        theirs = "-"
+        if row.theirs is not None:
+            theirs = f"{BOUND[row.bound]}{number(row.theirs)} {row.unit}".strip()
         ours = f"{_ours(row)} {row.unit}".strip()
+        if not row.holds:
+            ours = f"**{ours}**"
         difference = "-" if row.off is None else f"{row.off:+.1%}"
-        tolerance = (
-            ""
-            if row.within is None
-            else f"{row.within:.2g}"
-            if row.within < 1e-3
-            else f"{row.within:.1%}"
-        )
         lines.append(
-            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'}"
-            f" | {difference} | {tolerance} |"
+            f"| {row.what} | {theirs} | {ours} | {difference} | {_tolerance(row.within)} |"
         )
     return "\n".join(lines)
+
+
+def _tolerance(within: float | None) -> str:
+    if within is None:
+        return ""
+    return f"{within:.2g}" if within < 1e-3 else f"{within:.1%}"
 
 
 BOUND = {"": "", "more": "more than ", "less": "less than "}

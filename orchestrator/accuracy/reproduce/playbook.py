@@ -33,53 +33,62 @@ def sections(plans: Plans) -> Iterator[Section]:
     yield _zero_bars(plans)
     yield _tensor_parallel(plans)
     yield _pipeline(plans)
-    yield Section(
+    yield _bubble()
+    yield _interleaving()
+    yield _all_reduce(plans)
+
+
+def _bubble() -> Section:
+    rows = [
+        Row(
+            f"{stages} stages",
+            simulate(build("1f1b", stages, micro_batches)).bubble_ratio,
+            (stages - 1) / micro_batches,
+            column=column,
+            within=1e-6,
+        )
+        for stages in (2, 4, 8, 16, 32)
+        for column, micro_batches in (("m = p - 1", stages - 1), ("m = 32", 32))
+    ]
+    return Section(
         "The bubble at few and at many micro-batches: idle over busy time",
         f"{pub.PLAYBOOK}, pipeline parallelism; Narayanan et al. (arXiv 2104.04473): (p - 1) / m",
-        [
-            Row(
-                f"{p} stages",
-                simulate(build("1f1b", p, m)).bubble_ratio,
-                (p - 1) / m,
-                "",
-                name,
-                1e-6,
-            )
-            for p in (2, 4, 8, 16, 32)
-            for name, m in (("m = p - 1", p - 1), ("m = 32", 32))
-        ],
+        rows,
         "1F1B, simulated with equal stages and a backward of twice the forward.",
     )
-    yield Section(
+
+
+def _interleaving() -> Section:
+    rows = []
+    for micro_batches in (8, 16, 32, 64):
+        for vpp in (1, 2, 4, 8):
+            schedule = "interleaved" if vpp > 1 else "1f1b"
+            rows.append(
+                Row(
+                    f"{micro_batches} micro-batches",
+                    simulate(build(schedule, 8, micro_batches, vpp)).bubble_ratio,
+                    7 / (vpp * micro_batches),
+                    column=f"v = {vpp}",
+                    within=1e-6,
+                )
+            )
+    return Section(
         "Interleaving: idle over busy time with 8 stages",
         f"{pub.PLAYBOOK}, interleaving stages; Narayanan et al. (arXiv 2104.04473): (p - 1) /"
         " (v m)",
-        [
-            Row(
-                f"{m} micro-batches",
-                simulate(build("interleaved" if v > 1 else "1f1b", 8, m, v)).bubble_ratio,
-                7 / (v * m),
-                "",
-                f"v = {v}",
-                1e-6,
-            )
-            for m in (8, 16, 32, 64)
-            for v in (1, 2, 4, 8)
-        ],
+        rows,
         "Interleaved 1F1B, simulated.",
     )
-    yield _all_reduce(plans)
 
 
 def _states(plans: Plans) -> Section:
     rows = []
-    for index, dtype in enumerate(("bf16", "fp32")):
+    for index, (dtype, column, tolerance) in enumerate(
+        (("bf16", "without fp32 gradients", 0.005), ("fp32", "with fp32 gradients", None))
+    ):
         plan = plans.plan(f"cluster=h100x8 model=gpt2 train.grad_dtype={dtype}", **_one_node(1024))
-        memory = plan.memory
-        bytes_per_parameter = (
-            memory.params + memory.grads + memory.optimizer
-        ) / plan.model.parameters
-        name = ("without fp32 gradients", "with fp32 gradients")[index]
+        states = plan.memory.params + plan.memory.grads + plan.memory.optimizer
+        bytes_per_parameter = states / plan.model.parameters
         for billions, published_gb in pub.PLAYBOOK_STATES.items():
             rows.append(
                 Row(
@@ -87,8 +96,8 @@ def _states(plans: Plans) -> Section:
                     billions * bytes_per_parameter,
                     published_gb[index],
                     "GB",
-                    name,
-                    0.005 if index == 0 else None,
+                    column,
+                    within=tolerance,
                 )
             )
     return Section(
@@ -132,7 +141,7 @@ def _by_sequence_length(plans: Plans) -> Section:
                         model.parameters * bytes_per_parameter / GIB,
                         "GiB",
                         f"{seq_len}",
-                        0.005,
+                        within=0.005,
                     )
                 )
             unfused_activations = plans.plan(
@@ -145,7 +154,7 @@ def _by_sequence_length(plans: Plans) -> Section:
                     formula_gib,
                     "GiB",
                     f"{seq_len}",
-                    0.12,
+                    within=0.12,
                 )
             )
             rows.append(
@@ -179,26 +188,22 @@ def _zero_bars(plans: Plans) -> Section:
             parallel={"tp": 1, "pp": 1, "dp": 64, "zero": zero, "micro_batch_size": 1},
             train={"seq_len": 4096, "global_batch_samples": 64, "recompute": "none"},
         )
-        psi = plan.model.parameters / GIB
         memory = plan.memory
-        ranks = 64
-        formula_gib = (
-            2 * psi / (ranks if zero > 2 else 1),
-            2 * psi / (ranks if zero > 1 else 1),
-            12 * psi / (ranks if zero else 1),
-        )
-        for category, expected_gib in zip(
-            ("params", "grads", "optimizer"), formula_gib, strict=True
+        psi = plan.model.parameters / GIB
+        for category, bytes_per_parameter, sharded_from in (
+            ("params", 2, 3),
+            ("grads", 2, 2),
+            ("optimizer", 12, 1),
         ):
-            tolerance = 0.005 if zero < 3 else None
+            ranks = 64 if zero >= sharded_from else 1
             rows.append(
                 Row(
                     f"ZeRO-{zero}",
                     getattr(memory, category) / GIB,
-                    expected_gib,
+                    bytes_per_parameter * psi / ranks,
                     "GiB",
                     category,
-                    tolerance,
+                    within=0.005 if zero < 3 else None,
                 )
             )
         rows.append(Row(f"ZeRO-{zero}", memory.activations / GIB, None, "GiB", "activations"))
@@ -291,8 +296,7 @@ def _most_sequences(plans: Plans, tp: int, sp: bool) -> int:
 
 
 def _pipeline(plans: Plans) -> Section:
-    def tokens_per_s_per_gpu(**degrees: int) -> float:
-        nodes = max(1, degrees.get("pp", 1) * degrees.get("tp", 1) // 8)
+    def tokens_per_s_per_gpu(axis: str, ranks: int) -> float:
         plan = plans.plan(
             "cluster=h100x64 model=llama3_70b cost.software=nanotron",
             parallel={
@@ -302,17 +306,18 @@ def _pipeline(plans: Plans) -> Section:
                 "zero": 0,
                 "micro_batch_size": 1,
                 "allow_tp_across_nvlink": True,
-            }
-            | degrees,
+                axis: ranks,
+            },
             train={"seq_len": 4096, "global_batch_samples": 32, "recompute": "none"},
-            nodes=nodes,
+            nodes=ranks // 8,
         )
         return plan.tokens_per_s_per_gpu
 
-    pipeline_loss, tensor_loss = (
-        100 * (1 - tokens_per_s_per_gpu(**{axis: 16}) / tokens_per_s_per_gpu(**{axis: 8}))
-        for axis in ("pp", "tp")
-    )
+    def loss(axis: str) -> float:
+        return 100 * (1 - tokens_per_s_per_gpu(axis, 16) / tokens_per_s_per_gpu(axis, 8))
+
+    pipeline_loss = loss("pp")
+    tensor_loss = loss("tp")
     tp_loss = 100 * (1 - pub.PLAYBOOK_TP[16][1] / pub.PLAYBOOK_TP[8][1])
     return Section(
         "From one node to two: throughput lost, %",
@@ -342,7 +347,7 @@ def _all_reduce(plans: Plans) -> Section:
                     published_gb_per_s,
                     "GB/s",
                     name,
-                    0.25,
+                    within=0.25,
                 )
             )
         if nodes in pub.PLAYBOOK_ALL_REDUCE:
@@ -378,11 +383,5 @@ def bus_bandwidth(plans: Plans, nodes: int, size: int) -> float:
     path = Fabric(cluster).path(np.arange(gpus).reshape(1, gpus), "ring")
     values = shipped().values
     links = Links(nvlink=1.0, nic=values["nic"], latency=values["latency"], launch_s=0.0)
-    return (
-        2
-        * (gpus - 1)
-        / gpus
-        * size
-        / value_of(collective.seconds("all_reduce", size, gpus, path, links))
-        / 1e9
-    )
+    seconds = value_of(collective.seconds("all_reduce", size, gpus, path, links))
+    return 2 * (gpus - 1) / gpus * size / seconds / 1e9

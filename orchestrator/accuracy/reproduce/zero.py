@@ -19,49 +19,9 @@ MEGATRON, ZERO, ZERO_3 = (
 
 
 def sections(plans: Plans) -> Iterator[Section]:
-    bytes_per_parameter = _state_bytes(plans)
-    yield Section(
-        "ZeRO's memory: GB of model states a GPU",
-        f"{pub.ZERO}, table 1",
-        [
-            Row(
-                f"{size}, {gpus} GPUs",
-                float(size[:-1]) * (1000 if size[-1] == "T" else 1) * state_bytes,
-                published,
-                "GB",
-                name,
-                0.006 if published > 1 else 0.03,  # The paper prints two digits.
-            )
-            for size, by_ranks in pub.ZERO_STATES.items()
-            for gpus, published_by_stage in by_ranks.items()
-            for name, published, state_bytes in zip(
-                STAGES, published_by_stage, bytes_per_parameter[gpus][1:], strict=True
-            )
-        ],
-        "Parameters, gradients and optimizer state of a plan with dp = N_d, fp16 weights and"
-        " gradients, per parameter of the model, times the paper's number of parameters.",
-        "The paper truncates some digits.",
-    )
-    yield Section(
-        "The largest model by stage: billions of parameters on GPUs of 32 GB, 64 replicas",
-        f"{pub.ZERO}, table 2, theoretical",
-        [
-            Row(
-                f"model parallelism {mp}, {64 * mp} GPUs",
-                32 * mp / state_bytes,
-                published,
-                "B",
-                name,
-                0.03,
-            )
-            for mp, published_by_stage in pub.ZERO_LARGEST.items()
-            for name, published, state_bytes in zip(
-                ("baseline", *STAGES), published_by_stage, bytes_per_parameter[64], strict=True
-            )
-        ],
-        "32 GB times model parallelism over the bytes a parameter of the table above.",
-        "The paper writes 1T for 1,024 and 2T for 2,048 billion.",
-    )
+    state_bytes = _state_bytes(plans)
+    yield _states(state_bytes)
+    yield _largest_in_theory(state_bytes[64])
     yield Section(
         "The largest model that runs: billions of parameters",
         f"{pub.ZERO}, table 2, measured",
@@ -80,6 +40,61 @@ def sections(plans: Plans) -> Iterator[Section]:
     yield _traffic(plans)
     yield _throughput(plans)
     yield _bert(plans)
+
+
+def _states(state_bytes: dict[int, list[float]]) -> Section:
+    rows = []
+    for size, published_by_ranks in pub.ZERO_STATES.items():
+        billions = float(size[:-1]) * (1000 if size[-1] == "T" else 1)
+        for gpus, published_by_stage in published_by_ranks.items():
+            for stage, published, bytes_per_parameter in zip(
+                STAGES, published_by_stage, state_bytes[gpus][1:], strict=True
+            ):
+                rows.append(
+                    Row(
+                        f"{size}, {gpus} GPUs",
+                        billions * bytes_per_parameter,
+                        published,
+                        "GB",
+                        stage,
+                        within=0.006 if published > 1 else 0.03,  # The paper prints two digits.
+                    )
+                )
+    return Section(
+        "ZeRO's memory: GB of model states a GPU",
+        f"{pub.ZERO}, table 1",
+        rows,
+        "Parameters, gradients and optimizer state of a plan with dp = N_d, fp16 weights and"
+        " gradients, per parameter of the model, times the paper's number of parameters.",
+        "The paper truncates some digits.",
+    )
+
+
+def _largest_in_theory(bytes_per_parameter: list[float]) -> Section:
+    """Compares the largest models by stage. `bytes_per_parameter` are those of states with ZeRO-0
+    to ZeRO-3 on 64 replicas."""
+    rows = []
+    for mp, published_by_stage in pub.ZERO_LARGEST.items():
+        for stage, published, state_bytes in zip(
+            ("baseline", *STAGES), published_by_stage, bytes_per_parameter, strict=True
+        ):
+            rows.append(
+                Row(
+                    f"model parallelism {mp}, {64 * mp} GPUs",
+                    32 * mp / state_bytes,
+                    published,
+                    "B",
+                    stage,
+                    within=0.03,
+                )
+            )
+    return Section(
+        "The largest model by stage: billions of parameters on GPUs of 32 GB, 64 replicas",
+        f"{pub.ZERO}, table 2, theoretical",
+        rows,
+        "32 GB times model parallelism over the bytes a parameter of the table above.",
+        "The paper writes 1T for 1,024 and 2T for 2,048 billion.",
+    )
 
 
 def _state_bytes(plans: Plans) -> dict[int, list[float]]:
@@ -103,7 +118,13 @@ def _state_bytes(plans: Plans) -> dict[int, list[float]]:
 def _largest(plans: Plans, mp: int, zero: int) -> float:
     """Returns the size, in billions of parameters, of the deepest model that fits with 64 replicas
     of `mp` V100 each."""
-    hidden, heads = (1920, 16) if mp == 1 and zero == 0 else (4096, 32) if mp == 1 else (8192, 64)
+    if mp > 1:
+        shape = (8192, 64)
+    elif zero:
+        shape = (4096, 32)
+    else:
+        shape = (1920, 16)
+    hidden, heads = shape
 
     def fits(layers: int) -> Plan | None:
         plan = plans.plan(
