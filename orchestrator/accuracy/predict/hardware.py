@@ -159,6 +159,7 @@ _CLASSES = re.compile(
 )
 #: Matches networks whose rate is that of the node if it is stated without "per".
 _WHOLE_NODE = re.compile(r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I)
+#: Name of a class of networks -> Gb/s of one NIC. The first name that occurs counts.
 _CLASS = {
     "edr": 100,
     "hdr100": 100,
@@ -168,8 +169,9 @@ _CLASS = {
     "xdr": 800,
     "fdr": 56,
     "slingshot-10": 100,
+    "slingshot": 200,
+    "omni": 100,
 }
-_CLASS |= {"slingshot": 200, "omni": 100}
 _SLOW = re.compile(
     r"\befa\b|roce|ethernet|gigabit|\d\s*g(?:b?e|ige)\b|tcp|cloud|not"
     r" stated|unknown|\baws\b|\bgcp\b|azure|\boci\b",

@@ -34,24 +34,20 @@ def job_memory(job: Job) -> JobMemory:
     kind, is_stated = measured_kind(job.mem_kind, recipe)
     if job.mem_kind and not is_stated:
         assumed.append(f"peak_mem_gib: {kind}")
-    cluster = job.cluster
-    model = job.model
-    parallel = job.parallel
-    offloaded = False
+    offloads = False
     if job.recompute is None:
-        train, assumption, offloaded = _least(job, recipe)
+        train, assumption, offloads = _least_recomputation(job, recipe)
         assumed.append(assumption)
     else:
         train = recomputed(
             job.train,
             job.recompute,
             job.recompute_share,
-            job.software.selective == "alternate",
-            model.layers,
+            whole_layers=job.software.selective == "alternate",
+            layers=job.model.layers,
         )
-    accounts = memory_by_pp_rank(Workload(model, parallel, train), cluster, recipe, job.matmul)
-    worst = max(accounts, key=lambda account: account.total)
-    if offloaded:
+    worst = _fullest_rank(job, train, recipe)
+    if offloads:
         offloaded_bytes = min(worst.activations, worst.total - worst.capacity)
         worst = structs.replace(
             worst,
@@ -61,43 +57,45 @@ def job_memory(job: Job) -> JobMemory:
     return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
 
 
+def _fullest_rank(job: Job, train: Train, recipe: Recipe) -> Memory:
+    """Returns the memory of the fullest pipeline rank."""
+    workload = Workload(job.model, job.parallel, train)
+    accounts = memory_by_pp_rank(workload, job.cluster, recipe, job.matmul)
+    return max(accounts, key=lambda account: account.total)
+
+
 #: GPUs that reach the memory of their CPU fast enough for activations: recipes offload activations
 #: there instead of recomputing them.
 _OFFLOADS = ("GB200", "GB300", "GH200")
 
 
-def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
-    """Returns (`train` with full recomputation in as few layers as it takes to fit, the assumption,
-    True if activations are offloaded)."""
+class LeastRecomputation(NamedTuple):
+    train: Train
+    assumption: str
+    offloads: bool  # True if activations are in the memory of the CPU.
 
-    def fullest_rank(train: Train) -> Memory:
-        accounts = memory_by_pp_rank(
-            Workload(job.model, job.parallel, train), job.cluster, recipe, job.matmul
-        )
-        return max(accounts, key=lambda account: account.total)
 
-    not_recomputed = structs.replace(job.train, recompute="none")
-    memory_without = fullest_rank(not_recomputed)
-    if memory_without.total <= memory_without.capacity:
-        return not_recomputed, "recompute=none: fits", False
+def _least_recomputation(job: Job, recipe: Recipe) -> LeastRecomputation:
+    """Returns full recomputation in as few layers as it takes to fit."""
+    none = structs.replace(job.train, recompute="none")
+    memory_without = _fullest_rank(job, none, recipe)
+    overflow = memory_without.total - memory_without.capacity
+    if overflow <= 0:
+        return LeastRecomputation(none, "recompute=none: fits", False)
     if job.cluster.gpu.name.startswith(_OFFLOADS) and job.software.name in ("nemo", "megatron"):
-        return not_recomputed, "recompute=none: activations in the CPU's memory", True
+        return LeastRecomputation(none, "recompute=none: activations in the CPU's memory", True)
     layers = job.model.layers
-    memory_with_full = fullest_rank(structs.replace(job.train, recompute="full"))
-    count = min(
-        layers,
-        -(
-            -layers
-            * (memory_without.total - memory_without.capacity)
-            // max(1, memory_without.total - memory_with_full.total)
-        ),
-    )
+    memory_with_full = _fullest_rank(job, structs.replace(job.train, recompute="full"), recipe)
+    most_saved = max(1, memory_without.total - memory_with_full.total)
+    count = min(layers, -(-layers * overflow // most_saved))
     step = max(1, layers // 16)
     # The fullest rank may hold more than its share of the layers that are not recomputed.
     while True:
-        train = recomputed(job.train, "full", count / layers, False, layers)
-        if count >= layers or fullest_rank(train).total <= memory_with_full.capacity:
-            return train, f"recompute=full in {count / layers:.0%} of the layers: the least", False
+        share = count / layers
+        train = recomputed(job.train, "full", share, whole_layers=False, layers=layers)
+        if count >= layers or _fullest_rank(job, train, recipe).total <= memory_with_full.capacity:
+            assumption = f"recompute=full in {share:.0%} of the layers: the least"
+            return LeastRecomputation(train, assumption, False)
         count = min(layers, count + step)
 
 
