@@ -1,5 +1,5 @@
-"""Finds the parallel layout of a row: what the row states, what follows from its other
-cells, and else what is usual."""
+"""Finds the parallel layout of a row: what the row states, what follows from its other cells, and
+else what is usual."""
 
 from __future__ import annotations
 
