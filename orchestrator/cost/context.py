@@ -115,15 +115,13 @@ class CostContext:
 
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
         """Returns the compute of a step in this layout, at the context's rates or `rate`."""
-        per_node = self.cluster.gpus_per_node
-        compute = None if rate else self.compute(parallel)
         return step_work(
             self.workload(parallel, train),
             rate or self.rate,
-            per_node,
-            compute,
-            self.cluster,
-            self.state,
+            self.cluster.gpus_per_node,
+            compute=None if rate else self.compute(parallel),
+            cluster=self.cluster,
+            state=self.state,
         )
 
     def compute(self, parallel: Parallel) -> Compute:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from orchestrator.cost.time.expert_exchange import phases
 from orchestrator.cost.time.fabric import Path
+from orchestrator.cost.time.step_bound import lower_bound_s
 from orchestrator.cost.time.step_time import StepCost, Work
 from orchestrator.cost.time.traffic import PathKey, Traffic
 from orchestrator.plan.cluster import NVLINK, SELF
@@ -66,10 +67,10 @@ class Candidate:
         """Seconds per step. This may simulate a pipeline, so it is computed only if needed."""
         return value_of(self.cost.step_s)
 
-    @property
+    @cached_property
     def lower_bound_s(self) -> float:
         """Lower bound of `step_s`, without simulation."""
-        return self.cost.lower_bound_s
+        return lower_bound_s(self.cost)
 
     def worst_level(self, axis: Axis) -> str:
         """Returns the outermost level that groups of the axis cross.

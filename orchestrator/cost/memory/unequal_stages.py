@@ -70,7 +70,8 @@ def _counted(name: str, p: int, m: int, v: int, rank: int, held: tuple[int, ...]
     After a few rounds of micro-batches, further ones add no new points, unless all come before the
     first backward.
     """
-    m = m if name == "afab" else min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
+    if name != "afab":
+        m = min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
     return _points(SCHEDULES[name].order(rank, p, m, v), held, p * v)
 
 
