@@ -23,11 +23,11 @@ from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 
-from .activations import activations, backward_bytes, kept_of_one_stage, loss_bytes
+from .activations import activations, kept_of_one_stage
 from .moments import Peak, peak_of_one_stage, whole_layer
 from .offloaded_inputs import offloaded_inputs
 from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
-from .sharded_pipeline import Temporaries, kept_of_rank, peak_of_sharded_rank
+from .sharded_pipeline import Temporaries, peak_of_sharded_rank
 
 
 class StateBytes(Struct, frozen=True):
@@ -203,10 +203,7 @@ def _unsharded_params(model: Model, parallel: Parallel) -> float:
 
 
 def memory_by_pp_rank(
-    workload: Workload,
-    cluster: Cluster,
-    recipe: Recipe = ORCH,
-    matmul: str = "",
+    workload: Workload, cluster: Cluster, recipe: Recipe = ORCH, matmul: str = ""
 ) -> list[Memory]:
     """Returns the memory of one GPU of each pipeline rank.
 
@@ -214,20 +211,17 @@ def memory_by_pp_rank(
     `Job.matmul`. `total` is the bytes that the process takes of the card; for this project's
     trainer, without holes between tensors. `capacity` is the bytes that it can take.
     """
-    model = workload.model
     parallel = workload.parallel
-    kernels = kernels_of(recipe, cluster, model, parallel, matmul)
-    temporaries = Temporaries(loss_bytes(workload, kernels), backward_bytes(workload, kernels))
+    kernels = kernels_of(recipe, cluster, workload.model, parallel, matmul)
+    temporaries = Temporaries.of(workload, kernels)
     one_stage = kept_of_one_stage(workload, kernels) if is_one_stage(parallel, recipe) else None
     peak_activations = activations(workload, kernels) if one_stage is None else [one_stage.most]
-    sharded = is_sharded_pipeline(parallel, recipe)
     lasting = lasting_buffers(workload, cluster.device, recipe)
-    zero = 0.0 if sharded else zero_buffers(workload, recipe)
-    last = len(parallel.stage_layers) - 1
+    zero = zero_buffers(workload, recipe)
     accounts = []
     for pp_rank, (parameters, activation_bytes, stages, offloaded) in enumerate(
         zip(
-            rank_parameters(model, parallel),
+            rank_parameters(workload.model, parallel),
             peak_activations,
             rank_stages(parallel),
             offloaded_inputs(workload),
@@ -239,33 +233,32 @@ def memory_by_pp_rank(
         if one_stage is not None:
             backward = temporaries.layer + (zero if parallel.zero == 2 else 0.0)
             peak = peak_of_one_stage(workload, one_stage, states.grads, temporaries.loss, backward)
-        elif sharded:
+        elif is_sharded_pipeline(parallel, recipe):
             whole_step_buffers += sum(parameters) * workload.width  # gathered weights
-            rank_activations = kept_of_rank(workload, kernels, pp_rank, activation_bytes)
-            ends = (0 in stages, last in stages)
-            peak = peak_of_sharded_rank(workload, rank_activations, temporaries, states.grads, ends)
+            peak = peak_of_sharded_rank(
+                workload, kernels, pp_rank, activation_bytes, temporaries, grads=states.grads
+            )
         else:
             whole_step_buffers += zero
-            loss = temporaries.loss if last in stages else 0.0
-            peak = Peak(buffers=max(loss, temporaries.layer), apart=0.0)
-        sizes = {
-            "params": states.params,
-            "grads": states.grads,
-            "optimizer": states.optimizer,
-            "activations": activation_bytes,
-            "buffers": whole_step_buffers + peak.buffers,
-        }
-        account = _rounded_account(sizes, peak.apart, recipe)
-        account |= _outside_account(workload.train, states, offloaded)
+            peak = _peak_of_sums(parallel, stages, temporaries)
+        peak = peak._replace(buffers=whole_step_buffers + peak.buffers)
         accounts.append(
             Memory(
-                **account,
+                **_device_account(states, activation_bytes, peak, recipe),
+                **_outside_account(workload.train, states, offloaded),
                 capacity=recipe.capacity(cluster),
                 worst_rank=pp_rank,
                 sd=recipe.account_sd(cluster),
             )
         )
     return accounts
+
+
+def _peak_of_sums(parallel: Parallel, stages: Sequence[int], temporaries: Temporaries) -> Peak:
+    """Returns the peak of a rank with `stages` whose bytes of all moments are added."""
+    has_loss = len(parallel.stage_layers) - 1 in stages
+    loss = temporaries.loss if has_loss else 0.0
+    return Peak(buffers=max(loss, temporaries.layer), apart=0.0)
 
 
 def _states_of_rank(
@@ -279,16 +272,25 @@ def _states_of_rank(
     )
 
 
-def _rounded_account(sizes: dict[str, float], apart: float, recipe: Recipe) -> dict[str, int]:
-    """Returns the categories of a rank's `Memory` with their total, in whole bytes.
+def _device_account(
+    states: StateBytes, activation_bytes: float, peak: Peak, recipe: Recipe
+) -> dict[str, int]:
+    """Returns the categories of a rank's `Memory` on the device with their total, in whole bytes.
 
-    The buffers contain what the process takes of the card beyond the tensors of `sizes`.
+    The buffers contain what the process takes of the card beyond its tensors.
     """
+    sizes = {
+        "params": states.params,
+        "grads": states.grads,
+        "optimizer": states.optimizer,
+        "activations": activation_bytes,
+        "buffers": peak.buffers,
+    }
     tensors = sum(sizes.values())
-    buffers = sizes["buffers"] + (recipe.process_bytes(tensors) - tensors)
-    account = {name: round(size) for name, size in (sizes | {"buffers": buffers}).items()}
-    total = sum(account.values()) - round(apart)
-    return account | {"apart": round(apart), "total": total}
+    sizes["buffers"] += recipe.process_bytes(tensors) - tensors
+    account = {name: round(size) for name, size in sizes.items()}
+    apart = round(peak.apart)
+    return account | {"apart": apart, "total": sum(account.values()) - apart}
 
 
 def _outside_account(

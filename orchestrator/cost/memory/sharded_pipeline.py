@@ -25,7 +25,7 @@ from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.flops import prediction_blocks
 
-from .activations import bytes_of_layers, head_bytes
+from .activations import backward_bytes, bytes_of_layers, head_bytes, loss_bytes
 from .kernels import Kernels
 from .moments import Peak, whole_layer
 
@@ -48,6 +48,11 @@ class Temporaries(NamedTuple):
     loss: float
     layer: float  # gradients inside a layer
 
+    @classmethod
+    def of(cls, workload: Workload, kernels: Kernels) -> Temporaries:
+        """Returns the temporaries of a layout."""
+        return cls(loss_bytes(workload, kernels), backward_bytes(workload, kernels))
+
 
 class Moment(NamedTuple):
     """Bytes at one moment of a backward."""
@@ -57,7 +62,7 @@ class Moment(NamedTuple):
     summed: float = 0.0  # bytes that are held of the gradients that the first backward sums
 
 
-def kept_of_rank(
+def _activations_of_rank(
     workload: Workload, kernels: Kernels, rank: int, peak_bytes: float
 ) -> RankActivations:
     """Returns the activation bytes of a pipeline rank without a split backward.
@@ -88,16 +93,21 @@ def kept_of_rank(
 
 def peak_of_sharded_rank(
     workload: Workload,
-    rank: RankActivations,
+    kernels: Kernels,
+    pp_rank: int,
+    peak_bytes: float,
     temporaries: Temporaries,
     grads: float,
-    ends: tuple[bool, bool],
 ) -> Peak:
-    """Returns the highest moment of a rank.
+    """Returns the highest moment of a pipeline rank without a split backward.
 
-    `grads` is the bytes of gradients between steps. `ends` tells whether the rank has the model's
-    (first stage, last stage).
+    `peak_bytes` is the rank's result of `activations`, and `grads` the bytes of gradients between
+    steps.
     """
+    parallel = workload.parallel
+    rank = _activations_of_rank(workload, kernels, pp_rank, peak_bytes)
+    stages = rank_stages(parallel)[pp_rank]
+    ends = (0 in stages, len(parallel.stage_layers) - 1 in stages)
     highest = -1.0
     peak = Peak(0.0, 0.0)
     for moment in _moments(workload, rank, temporaries, ends):
@@ -119,7 +129,10 @@ def _moments(
     temporaries: Temporaries,
     ends: tuple[bool, bool],
 ) -> Iterator[Moment]:
-    """Yields the moments of a backward in order: at the loss, head, last two layers, embedding."""
+    """Yields the moments of a backward in order: at the loss, head, last two layers, embedding.
+
+    `ends` tells whether the rank has the model's (first stage, last stage).
+    """
     first, last = ends
     if last:
         yield Moment(rank.peak, temporaries.loss)
@@ -169,7 +182,10 @@ def _head_moment(workload: Workload, rank: RankActivations) -> Moment:
 def _layer_moments(
     workload: Workload, rank: RankActivations, temporary: float, head: HeadGradients
 ) -> Iterator[Moment]:
-    """Yields the moments of the last two layers. `temporary` is the bytes of `Temporaries.layer`."""
+    """Yields the moments of the last two layers.
+
+    `temporary` is the bytes of `Temporaries.layer`.
+    """
     model = workload.model
     parallel = workload.parallel
     weight = workload.width
