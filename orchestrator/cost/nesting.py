@@ -115,8 +115,8 @@ def candidates(
             order,
             Paths(path_cache, order, sizes, wraps, cuts),
             work,
-            path_cache.nodes,
-            exchanging_moe is None or path_cache.by_domain(order, parallel, exchanging_moe),
+            nodes=path_cache.nodes,
+            legal=exchanging_moe is None or path_cache.by_domain(order, parallel, exchanging_moe),
         )
         for order in ([tuple(only)] if only else orders(sizes))
     ]
@@ -135,10 +135,12 @@ def axis_placement(
         for rank in traffic:
             by_level: dict[str, float] = {}
             for message in rank:
-                if message.axis == axis:
-                    for path in _phases(candidate, message):
-                        for level, share in path.share.items():
-                            by_level[level] = by_level.get(level, 0.0) + message.sent_bytes * share
+                if message.axis != axis:
+                    continue
+                sent_bytes = message.sent_bytes
+                for path in _phases(candidate, message):
+                    for level, share in path.share.items():
+                        by_level[level] = by_level.get(level, 0.0) + sent_bytes * share
             busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
         placements[axis] = AxisPlacement(
             worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest

@@ -92,8 +92,8 @@ def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -
             deferred[slot] += kind is Kind.I
     full_counts, deferred_counts, active, split = zip(*moments, strict=True)
     return Points(
-        np.array(full_counts, float),
-        np.array(deferred_counts, float),
-        np.array(active),
-        np.array(split, float),
+        full=np.array(full_counts, float),
+        deferred=np.array(deferred_counts, float),
+        active=np.array(active),
+        split=np.array(split, float),
     )

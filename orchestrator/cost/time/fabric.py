@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from orchestrator.cost.numpy_import import np
 from orchestrator.plan.cluster import NVLINK, SELF
-from orchestrator.plan.document import Cluster
+from orchestrator.plan.document import Cluster, Link, SwitchLevel
 
 #: ring: collectives, whose members on one node share the traffic over all their NICs; chain:
 #: point-to-point to the next member, over the GPU's own NIC; exchange: all-to-all.
@@ -64,11 +64,10 @@ class Fabric:
         for tier, members in enumerate(blocks):
             for index, nodes in enumerate(members):
                 self.block[tier, nodes] = index
-        links = [(cluster.nvlink.bytes_per_s, cluster.nvlink.latency_s)]
-        links += [(level.bytes_per_s, level.latency_s) for level in cluster.levels]
+        links: list[Link | SwitchLevel] = [cluster.nvlink, *cluster.levels]
         #: Bytes/s of one GPU's share of a path whose ends meet on each tier.
-        self.rate: Floats = np.array([rate for rate, _ in links])
-        self.latency = np.array([latency for _, latency in links])
+        self.rate: Floats = np.array([link.bytes_per_s for link in links])
+        self.latency = np.array([link.latency_s for link in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         # GPUs below each block.
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]
@@ -105,9 +104,10 @@ class Fabric:
             # This is a set because np.unique would import numpy.ma, which takes longer than all of
             # an ordinary plan.
             alike = (runs == runs[:, :1]).all() and len(set(runs[:, 0].tolist())) == len(runs)
-            if not alike or (self.gpus[tier][blocks] != size * self.gpus_per_node).any():
+            gpus = size * self.gpus_per_node
+            if not alike or (self.gpus[tier][blocks] != gpus).any():
                 break
-            equivalents.append(size * self.gpus_per_node)
+            equivalents.append(gpus)
         return equivalents
 
     def standing_for_all(self, members: Ints, window: int) -> Ints:
@@ -280,7 +280,8 @@ class Fabric:
         within = np.stack(
             [_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))]
         )
-        return np.diff(within, axis=0, prepend=0.0) / (node.shape[1] - 1)
+        shares: Floats = np.diff(within, axis=0, prepend=0.0) / (node.shape[1] - 1)
+        return shares
 
     def _gpu_bandwidth(self, level: Ints) -> Floats:
         """Returns the bytes/s of a GPU that sends alone: a whole NIC, or all of its NICs."""

@@ -90,9 +90,7 @@ def _way_back_s(cost: StepCost, ends: Sequence[float]) -> float:
     held = rank_stages(par)
     rank = max(range(par.pp), key=lambda rank: min(held[rank]))
     half = [value_of(backward) / 2 for _, backward in cost.stages]
+    ahead = sum(half[: min(held[rank])])
     deferred_weights = weights_at_end(par.schedule, par.pp, par.micro_batches, par.vpp, rank)
-    return (
-        ends[rank]
-        + sum(half[: min(held[rank])])
-        - deferred_weights * max(half[stage] for stage in held[rank])
-    )
+    longest_weights = max(half[stage] for stage in held[rank])
+    return ends[rank] + ahead - deferred_weights * longest_weights

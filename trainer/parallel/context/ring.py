@@ -110,9 +110,9 @@ class _Ring(torch.autograd.Function):
             visible_block, sight = ring.sees(step, q, labels, rotating, documents)
             if visible_block is not None:
                 rows = visible_block.queries
-                keys_and_values = rotating[0][:, :, :, visible_block.keys]
+                keys, values = rotating[0][:, :, :, visible_block.keys]
                 partial = block.forward(
-                    q[:, :, rows], *keys_and_values, scale, visible_block.causal, sight=sight
+                    q[:, :, rows], keys, values, scale, visible_block.causal, sight=sight
                 )
                 if step == 0:  # the rank's own keys, which all its queries see
                     out = partial[0].to(dtype)
@@ -144,11 +144,12 @@ class _Ring(torch.autograd.Function):
             visible_block, sight = ring.sees(step, q, labels, rotating, ctx.documents)
             if visible_block is not None:
                 rows = visible_block.queries
-                keys_and_values = rotating[0][:, :, :, visible_block.keys]
+                keys, values = rotating[0][:, :, :, visible_block.keys]
                 dq_block, *dkv_block = block.backward(
                     grad[:, :, rows],
                     q[:, :, rows],
-                    *keys_and_values,
+                    keys,
+                    values,
                     out[:, :, rows],
                     lse=lse[:, :, rows].contiguous(),
                     scale=ctx.scale,
@@ -161,8 +162,7 @@ class _Ring(torch.autograd.Function):
                 dq = dq_block.to(dtype)
                 dkv = torch.stack([grads.to(dtype) for grads in dkv_block])
             elif visible_block is not None:
-                dq[:, :, rows] += dq_block
-                _add_grads(dkv, visible_block.keys, *dkv_block)
+                _add_grads(dq, dkv, visible_block, dq_block, dkv_block)
             wait_for_grads = ring.rotate([dkv])
             rotating = next_keys()
         (dkv,) = wait_for_grads()
@@ -170,10 +170,15 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _add_grads(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
-    """Adds the gradients of `keys` to those of all keys and values, [2, b, h, s, d]."""
-    dkv[0][:, :, keys] += dk
-    dkv[1][:, :, keys] += dv
+def _add_grads(
+    dq: Tensor, dkv: Tensor, visible_block: Visible, dq_block: Tensor, dkv_block: list[Tensor]
+) -> None:
+    """Adds the gradients of a block to those of all queries [b, h, s, d], and of all keys and
+    values [2, b, h, s, d]."""
+    dk_block, dv_block = dkv_block
+    dq[:, :, visible_block.queries] += dq_block
+    dkv[0][:, :, visible_block.keys] += dk_block
+    dkv[1][:, :, visible_block.keys] += dv_block
 
 
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:
