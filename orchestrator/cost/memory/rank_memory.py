@@ -124,9 +124,8 @@ def param_state_bytes(
         return StateBytes(0.0, 0.0, 0.0, disk=state + weight + gradient_share)
     if offload.optimizer:  # gradients stay on the device
         return StateBytes(weight, gradient_share, 0.0, disk=state)
-    if train.precision == "bf16":
-        weight += recipe.more_bf16
-    return StateBytes(weight, gradient_share, state)
+    more_bf16 = recipe.more_bf16 if train.precision == "bf16" else 0.0
+    return StateBytes(weight + more_bf16, gradient_share, state)
 
 
 def gradient_bytes(train: Train, recipe: Recipe) -> float:
