@@ -148,6 +148,7 @@ def _tensor_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]
     tp = parallel.tp
     if tp == 1:
         return
+    # A bidirectional schedule has two copies of the model, which share the micro-batches.
     copies = copies_of(parallel)
     m = parallel.micro_batches
     dense = rank.layers - rank.moe
