@@ -76,9 +76,14 @@ class CostContext:
         """Returns the rates at these values of the profile's parameters."""
         name = self.model.moe and spread_name(self.model.moe)
         spread = values[name] / self.assumed[name] if name else 1.0
-        options: dict[str, Any] = {"expert_spread": spread, **self.job}
         return rates(
-            self.cluster, values, self.train.precision, self.software, self.matmul, **options
+            self.cluster,
+            values,
+            self.train.precision,
+            self.software,
+            self.matmul,
+            expert_spread=spread,
+            **self.job,
         )
 
     def balanced(self, parallel: Parallel) -> Parallel:
@@ -95,13 +100,19 @@ class CostContext:
 
     def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
         """Returns the context of the same job on another cluster."""
-        options: dict[str, Any] = {
-            "matmul": self.matmul,
-            "software": self.software,
-            "profile": self.profile,
-        }
-        options |= {"imbalance": self.imbalance, "assumed": self.assumed, "state": self.state}
-        return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
+        return CostContext(
+            cluster,
+            self.model,
+            self.train,
+            path_cache,
+            matmul=self.matmul,
+            software=self.software,
+            profile=self.profile,
+            imbalance=self.imbalance,
+            assumed=self.assumed,
+            state=self.state,
+            **self.job,
+        )
 
     def training(self, train: Train) -> CostContext:
         """Returns the context of the same job with its training keys resolved."""
@@ -115,15 +126,13 @@ class CostContext:
 
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
         """Returns the compute of a step in this layout, at the context's rates or `rate`."""
-        per_node = self.cluster.gpus_per_node
-        compute = None if rate else self.compute(parallel)
         return step_work(
             self.workload(parallel, train),
             rate or self.rate,
-            per_node,
-            compute,
-            self.cluster,
-            self.state,
+            self.cluster.gpus_per_node,
+            compute=None if rate else self.compute(parallel),
+            cluster=self.cluster,
+            state=self.state,
         )
 
     def compute(self, parallel: Parallel) -> Compute:

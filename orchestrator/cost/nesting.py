@@ -13,6 +13,7 @@ from functools import cached_property
 
 from orchestrator.cost.time.expert_exchange import phases
 from orchestrator.cost.time.fabric import Path
+from orchestrator.cost.time.step_bound import lower_bound_s
 from orchestrator.cost.time.step_time import StepCost, Work
 from orchestrator.cost.time.traffic import PathKey, Traffic
 from orchestrator.plan.cluster import NVLINK, SELF
@@ -66,10 +67,10 @@ class Candidate:
         """Seconds per step. This may simulate a pipeline, so it is computed only if needed."""
         return value_of(self.cost.step_s)
 
-    @property
+    @cached_property
     def lower_bound_s(self) -> float:
         """Lower bound of `step_s`, without simulation."""
-        return self.cost.lower_bound_s
+        return lower_bound_s(self.cost)
 
     def worst_level(self, axis: Axis) -> str:
         """Returns the outermost level that groups of the axis cross.
@@ -114,8 +115,8 @@ def candidates(
             order,
             Paths(path_cache, order, sizes, wraps, cuts),
             work,
-            path_cache.nodes,
-            exchanging_moe is None or path_cache.by_domain(order, parallel, exchanging_moe),
+            nodes=path_cache.nodes,
+            legal=exchanging_moe is None or path_cache.by_domain(order, parallel, exchanging_moe),
         )
         for order in ([tuple(only)] if only else orders(sizes))
     ]
@@ -134,10 +135,12 @@ def axis_placement(
         for rank in traffic:
             by_level: dict[str, float] = {}
             for message in rank:
-                if message.axis == axis:
-                    for path in _phases(candidate, message):
-                        for level, share in path.share.items():
-                            by_level[level] = by_level.get(level, 0.0) + message.sent_bytes * share
+                if message.axis != axis:
+                    continue
+                sent_bytes = message.sent_bytes
+                for path in _phases(candidate, message):
+                    for level, share in path.share.items():
+                        by_level[level] = by_level.get(level, 0.0) + sent_bytes * share
             busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
         placements[axis] = AxisPlacement(
             worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import exp
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import UNSET, structs
 
@@ -38,18 +38,17 @@ def context_of(
 
     Another profile or cluster replaces the plan's, if given.
     """
-    software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
-    plan_profile = profile or with_values(plan.time.parameters)
-    options: dict[str, Any] = {
-        "matmul": plan.job.matmul,
-        "software": software,
-        "profile": plan_profile,
-    }
-    options |= {
-        "assumed": with_values(plan.time.parameters).values,
-        "state": plan.job.optim.state or "",
-    }
-    return CostContext(cluster or plan.cluster, plan.model, plan.job.train, **options)
+    plan_profile = with_values(plan.time.parameters)
+    return CostContext(
+        cluster or plan.cluster,
+        plan.model,
+        plan.job.train,
+        matmul=plan.job.matmul,
+        software=SOFTWARE.get(plan.time.software, SOFTWARE["orch"]),
+        profile=profile or plan_profile,
+        assumed=plan_profile.values,
+        state=plan.job.optim.state or "",
+    )
 
 
 def jacobian(
@@ -57,8 +56,8 @@ def jacobian(
 ) -> NDArray[np.float64]:
     """Returns d ln(step) / d ln(parameter) of a costed layout, float [parameters]."""
     rate = context.rates(duals(context.profile.values))
-    step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
-    return log_gradient(step)
+    work = context.work(parallel, train, rate)
+    return log_gradient(StepCost(work, candidate.paths).step_s)
 
 
 def step_of(
@@ -72,7 +71,8 @@ def step_of(
 
     def step_s(values: Mapping[str, Number]) -> Number:
         """Returns the seconds per step at these values of the parameters."""
-        return StepCost(cost_context.work(par, train, cost_context.rates(values)), paths).step_s
+        work = cost_context.work(par, train, cost_context.rates(values))
+        return StepCost(work, paths).step_s
 
     return step_s
 
@@ -104,12 +104,20 @@ def expert_load(plan: Plan) -> ExpertLoad | None:
     factor = fullest(par)
     name = spread_name(moe)
     context = context_of(plan)
-    margin = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
+    variance = float(context.profile.uncertainty[INDEX[name], INDEX[name]])
+    margin = SIGMAS * variance**0.5
     limit = min(ep, moe.experts / moe.top_k)
     low, high = (min(limit, 1.0 + (factor - 1.0) * exp(sign * margin)) for sign in (-1, 1))
     even = structs.replace(plan, parallel=structs.replace(par, expert_imbalance=UNSET))
-    costs = value_of(cost_of(plan, context).step_s) - value_of(cost_of(even, context).step_s)
-    return ExpertLoad(factor, low, high, name.rpartition(".")[2], costs)
+    uneven_s = value_of(cost_of(plan, context).step_s)
+    even_s = value_of(cost_of(even, context).step_s)
+    return ExpertLoad(
+        factor=factor,
+        low=low,
+        high=high,
+        balanced_by=name.rpartition(".")[2],
+        costs_s=uneven_s - even_s,
+    )
 
 
 def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:

@@ -316,6 +316,6 @@ PRIOR: tuple[Parameter, ...] = (
     Parameter("nodes", 0.006, 0.5, "of the step", "jitter: for each doubling of the nodes"),
     *_share(_FAMILY, "family", 0.08, "of the step", "what is left of a family's software"),
 )
-NAMES: tuple[str, ...] = tuple(one.name for one in PRIOR)
-PRIOR_VALUES: dict[str, float] = {one.name: one.value for one in PRIOR}
+NAMES: tuple[str, ...] = tuple(parameter.name for parameter in PRIOR)
+PRIOR_VALUES: dict[str, float] = {parameter.name: parameter.value for parameter in PRIOR}
 INDEX: dict[str, int] = {name: index for index, name in enumerate(NAMES)}

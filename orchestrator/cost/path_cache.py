@@ -24,12 +24,13 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
     `orchestrator.plan.ranks.groups`.
     """
     outer_first = list(reversed(order))
-    grid = np.arange(np.prod([degrees[axis] for axis in outer_first], dtype=int))
-    grid = grid.reshape([degrees[axis] for axis in outer_first])
+    shape = [degrees[axis] for axis in outer_first]
+    grid = np.arange(math.prod(shape)).reshape(shape)
     fixed = [axis for axis in outer_first if axis not in varying]
-    last = list(reversed(list(varying)))
+    last = list(reversed(varying))
     moved = grid.transpose([outer_first.index(axis) for axis in [*fixed, *last]])
-    return moved.reshape(-1, int(np.prod([degrees[axis] for axis in varying], dtype=int)))
+    members = math.prod(degrees[axis] for axis in varying)
+    return moved.reshape(-1, members)
 
 
 def mirrored(members: Ints, pp: int) -> Ints:
@@ -121,9 +122,7 @@ class PathCache:
     ) -> Path:
         """Returns the path of a pattern over all groups of `key`, with axes nested in `order`."""
         varying, pattern = key
-        shape = tuple(
-            (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
-        )
+        shape = _shape(order, sizes, varying)
         if not shape:
             return NO_PATH
         is_mirrored = "pp" in varying and len(varying) > 1  # two stages hold the same layers
@@ -131,9 +130,7 @@ class PathCache:
         slot = (shape, pattern, is_mirrored, wrap, math.prod(sizes.values()), cuts)
         if slot not in self._seen:
             members, communication = communicating(order, sizes, key, cuts)
-            members = self.fabric.standing_for_all(
-                members, max(stride * size for stride, size in shape)
-            )
+            members = self.fabric.standing_for_all(members, _window(shape))
             self._seen[slot] = self.fabric.path(members, communication, wrap)
         return self._seen[slot]
 
@@ -152,15 +149,11 @@ class PathCache:
         sizes = degrees(parallel)
         varying = axes(parallel)
         cuts = Cuts.of(parallel)
-        shape = tuple(
-            (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
-        )
+        shape = _shape(order, sizes, varying)
         slot = (shape, cuts.etp, parallel.world_size)
         if slot not in self._goes:
             members, _ = communicating(order, sizes, (varying, "exchange"), cuts)
-            members = self.fabric.standing_for_all(
-                members, max(stride * size for stride, size in shape)
-            )
+            members = self.fabric.standing_for_all(members, _window(shape))
             domains = self.fabric.block[0][np.sort(members, axis=1) // self.fabric.gpus_per_node]
             self._goes[slot] = hierarchy.problem_of(moe, domains.tolist()) is None
         return self._goes[slot]
@@ -204,6 +197,19 @@ class Paths(Mapping[PathKey, Path]):
 
     def __len__(self) -> int:
         return len(self.wanted)
+
+
+Shape = tuple[tuple[int, int], ...]  # (stride, size) of each axis with several ranks
+
+
+def _shape(order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]) -> Shape:
+    """Returns the shape of the groups in which the `varying` axes vary."""
+    return tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
+
+
+def _window(shape: Shape) -> int:
+    """Returns the number of neighbouring ranks among which each group of a shape lies."""
+    return max(stride * size for stride, size in shape)
 
 
 def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:

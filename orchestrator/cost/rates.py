@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -32,6 +33,14 @@ class Links(Struct, frozen=True):
     nic: Number
     latency: Number  # factor of the hops' latencies
     launch_s: Number  # further seconds per operation
+
+
+class AxisLinks(NamedTuple):
+    """The links of each kind of parallelism."""
+
+    tensor: Links
+    tensor_outside: Links  # tensor parallelism across NVLink domains
+    ring: Links
 
 
 class Rates(Struct, frozen=True):
@@ -78,14 +87,6 @@ class Rates(Struct, frozen=True):
     expert_spread: Number = 1.0
 
 
-def _fp64_of(peak_flops: Mapping[str, float]) -> str:
-    """Returns the override that gives a GPU a rate for fp64: half that of its widest precision.
-
-    All GPUs compute in fp64, but few entries have a rate for it.
-    """
-    return f"cluster.gpu.peak_tflops.fp64={min(peak_flops.values()) / 2e12:g}"
-
-
 def rates(
     cluster: Cluster,
     values: Mapping[str, Number],
@@ -101,81 +102,153 @@ def rates(
     `values` are those of the parameters by name. Raises OrchError (65) for a precision in which the
     GPU does not compute.
     """
-    gpu = cluster.gpu
-    measured = cluster.measured
-    peak = gpu.peak_flops.get(precision)
-    if peak is None:
-        pinned = ", ".join(gpu.peak_flops)
-        rate = (
-            f"; to verify in fp64, {_fp64_of(gpu.peak_flops)} train.grad_dtype=fp64"
-            if precision == "fp64"
-            else ""
-        )
-        raise OrchError(
-            f"train.precision {precision}: GPU {gpu.name} computes in {pinned}{rate}", Exit.CONFIG
-        )
-    generation = generation_of(gpu.name, cluster.device)
     if cluster.device == "cpu":
-        values = _on_a_cpu(values, measured)
-    reached = measured.matmul_flops.get(precision) if measured else None
-    gemm16: Number = 1.0 / reached if reached else 1.0 / (peak * _gemm(values, generation, "16"))
-    narrow = matmul and cluster.device != "cpu"  # on a CPU, wide products emulate narrow ones
-    gemm = _narrow_gemm(cluster, values, generation, matmul) if narrow else gemm16
-    reached = measured.attention_flops.get(precision) if measured else None
-    attention: Number = (
-        1.0 / reached if reached else 1.0 / (peak * _attention(values, generation, software))
-    )
-    if task != "pretrain":
-        attention = attention * values["attention.packed"]
-    memory = gpu.hbm_bytes_per_s
-    byte_s: Number = (
-        1.0 / measured.memory_bytes_per_s if measured else 1.0 / (memory * values["hbm"])
-    )
-    one_by_one = software.elementwise != "fused" or software.dp_overlap in ("early", "zero_2021")
-    unfused = software.attention == "unfused"
-    wave = values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
+        values = _on_a_cpu(values, cluster.measured)
+    links = _links(values, cluster)
+    weight_gradients = values["lora"] if task == "lora" else 1.0
+    slow_fabric_s = values["latency.slow"] if slow_fabric else 0.0
+    full_recompute = values["recompute.jax"] if software.dp_overlap == "jax" else 1.0
     return Rates(
-        peak=peak,
-        gemm_s=gemm,
-        gemm16_s=gemm16,
-        gemm_byte_s=values["gemm_bytes"] / memory,
-        wave_s=wave * (2.0 * WAVE.get(generation, 4e6)) * gemm,
-        head=values["head"],
-        attention_s=attention,
-        byte_s=byte_s,
-        scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2 if unfused else 0.0,
-        elementwise=values[f"elementwise.{software.elementwise}"],
-        cast_bytes=values[f"cast.{matmul}"] if matmul else 0.0,
-        accumulate_bytes=values[f"accumulate.{software.accumulate}"],
-        logits_bytes=values["logits"],
-        permute=values["moe.permute"],
-        host_dense_s=values["host.modules" if software.elementwise == "modules" else "host.dense"],
-        host_moe_s=values["host.moe" if software.host == "eager" else "host.moe_modern"],
-        host_gap_s=values["host.gap"] if one_by_one else 0.0,
+        peak=_peak_flops(cluster, precision),
+        **_products(cluster, values, precision, matmul),
+        attention_s=_attention_s(cluster, values, precision, software, task),
+        **_memory_bound(cluster, values, precision, software),
+        **_host(values, software),
         recompute_ops=values["recompute.ops"],
-        optimizer_bytes=values["optimizer"],
-        step_host_s=values["host.step"],
-        weight_gradients=values["lora"] if task == "lora" else 1.0,
+        weight_gradients=weight_gradients,
         cp_attention=values["attention.cp"],
-        **_links(values, cluster),
-        tp_exposed=values["tp.exposed_overlap" if software.tp_overlap else "tp.exposed"],
-        pp_exposed=values["pp.exposed_overlap" if software.pp_overlap else "pp.exposed"],
-        cp_exposed=values["cp.exposed"],
-        ep_exposed=values["ep.exposed_overlap" if software.ep_overlap else "ep.exposed"],
-        dp_exposed=values[f"dp.{software.dp_overlap}"],
-        dp_sharded=values["dp.fsdp_megatron"],
-        slow_fabric_s=values["latency.slow"] if slow_fabric else 0.0,
+        tensor=links.tensor,
+        tensor_outside=links.tensor_outside,
+        ring=links.ring,
+        **_exposed(values, software),
+        slow_fabric_s=slow_fabric_s,
         nodes=values["nodes"],
         family=values[f"family.{software.name}"],
-        full_recompute=values["recompute.jax"] if software.dp_overlap == "jax" else 1.0,
+        full_recompute=full_recompute,
         expert_spread=expert_spread,
     )
+
+
+def _peak_flops(cluster: Cluster, precision: str) -> float:
+    """Returns the data-sheet FLOP/s of the GPU in this precision.
+
+    Raises OrchError (65) if it does not compute in it.
+    """
+    gpu = cluster.gpu
+    peak = gpu.peak_flops.get(precision)
+    if peak is not None:
+        return peak
+    pinned = ", ".join(gpu.peak_flops)
+    rate = (
+        f"; to verify in fp64, {_fp64_of(gpu.peak_flops)} train.grad_dtype=fp64"
+        if precision == "fp64"
+        else ""
+    )
+    raise OrchError(
+        f"train.precision {precision}: GPU {gpu.name} computes in {pinned}{rate}", Exit.CONFIG
+    )
+
+
+def _fp64_of(peak_flops: Mapping[str, float]) -> str:
+    """Returns the override that gives a GPU a rate for fp64: half that of its widest precision.
+
+    All GPUs compute in fp64, but few entries have a rate for it.
+    """
+    return f"cluster.gpu.peak_tflops.fp64={min(peak_flops.values()) / 2e12:g}"
+
+
+def _products(
+    cluster: Cluster,
+    values: Mapping[str, Number],
+    precision: str,
+    matmul: Matmul,
+) -> dict[str, Number]:
+    """Returns the fields of `Rates` about matrix products."""
+    measured = cluster.measured
+    generation = generation_of(cluster.gpu.name, cluster.device)
+    reached = measured.matmul_flops.get(precision) if measured else None
+    share = _gemm(values, generation, "16")
+    gemm16: Number = 1.0 / (reached or _peak_flops(cluster, precision) * share)
+    narrow = matmul and cluster.device != "cpu"  # on a CPU, wide products emulate narrow ones
+    gemm = _narrow_gemm(cluster, values, generation, matmul) if narrow else gemm16
+    wave = values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
+    return {
+        "gemm_s": gemm,
+        "gemm16_s": gemm16,
+        "gemm_byte_s": values["gemm_bytes"] / cluster.gpu.hbm_bytes_per_s,
+        "wave_s": wave * (2.0 * WAVE.get(generation, 4e6)) * gemm,
+        "head": values["head"],
+        "cast_bytes": values[f"cast.{matmul}"] if matmul else 0.0,
+    }
+
+
+def _attention_s(
+    cluster: Cluster,
+    values: Mapping[str, Number],
+    precision: str,
+    software: Software,
+    task: str,
+) -> Number:
+    """Returns the seconds per FLOP of the attention core."""
+    measured = cluster.measured
+    generation = generation_of(cluster.gpu.name, cluster.device)
+    reached = measured.attention_flops.get(precision) if measured else None
+    share = _attention(values, generation, software)
+    attention: Number = 1.0 / (reached or _peak_flops(cluster, precision) * share)
+    return attention if task == "pretrain" else attention * values["attention.packed"]
+
+
+def _memory_bound(
+    cluster: Cluster, values: Mapping[str, Number], precision: str, software: Software
+) -> dict[str, Number]:
+    """Returns the fields of `Rates` about kernels that are bound by memory."""
+    reached: Number = cluster.gpu.hbm_bytes_per_s * values["hbm"]
+    if cluster.measured:
+        reached = cluster.measured.memory_bytes_per_s
+    unfused = software.attention == "unfused"
+    return {
+        "byte_s": 1.0 / reached,
+        "scores_bytes": values["attention.scores"] * DTYPE_BYTES[precision] / 2 if unfused else 0.0,
+        "elementwise": values[f"elementwise.{software.elementwise}"],
+        "accumulate_bytes": values[f"accumulate.{software.accumulate}"],
+        "logits_bytes": values["logits"],
+        "permute": values["moe.permute"],
+        "optimizer_bytes": values["optimizer"],
+    }
+
+
+def _host(values: Mapping[str, Number], software: Software) -> dict[str, Number]:
+    """Returns the fields of `Rates` about the CPU that launches kernels."""
+    dense = "host.modules" if software.elementwise == "modules" else "host.dense"
+    moe = "host.moe" if software.host == "eager" else "host.moe_modern"
+    one_by_one = software.elementwise != "fused" or software.dp_overlap in ("early", "zero_2021")
+    return {
+        "host_dense_s": values[dense],
+        "host_moe_s": values[moe],
+        "host_gap_s": values["host.gap"] if one_by_one else 0.0,
+        "step_host_s": values["host.step"],
+    }
+
+
+def _exposed(values: Mapping[str, Number], software: Software) -> dict[str, Number]:
+    """Returns the fields of `Rates` about communication that nothing hides."""
+    tensor = "tp.exposed_overlap" if software.tp_overlap else "tp.exposed"
+    pipeline = "pp.exposed_overlap" if software.pp_overlap else "pp.exposed"
+    experts = "ep.exposed_overlap" if software.ep_overlap else "ep.exposed"
+    return {
+        "tp_exposed": values[tensor],
+        "pp_exposed": values[pipeline],
+        "cp_exposed": values["cp.exposed"],
+        "ep_exposed": values[experts],
+        "dp_exposed": values[f"dp.{software.dp_overlap}"],
+        "dp_sharded": values["dp.fsdp_megatron"],
+    }
 
 
 def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mapping[str, Number]:
     """Returns the parameters for ranks on processors: no overlap, and a call per operator."""
     launch: Number = measured.launch_s if measured else values["host.cpu"]
-    unit_names: tuple[str, ...] = (
+    unit_names = (
         "head",
         "elementwise.fused",
         "elementwise.eager",
@@ -183,8 +256,6 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
         "tp.exposed",
         "tp.exposed_overlap",
         "pp.exposed",
-    )
-    unit_names += (
         "pp.exposed_overlap",
         "cp.exposed",
         "ep.exposed",
@@ -198,9 +269,9 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
         "nodes": 0.0,
         "gemm_bytes": 1.0,
         "gemm_wave": 0.0,
-    }
-    cpu_values |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {
-        "host.step": 2 * launch
+        "host.dense": 3 * CPU_LAUNCHES * launch,
+        "host.modules": 3 * CPU_LAUNCHES * launch,
+        "host.step": 2 * launch,
     }
     return {**values, **cpu_values}
 
@@ -251,17 +322,17 @@ def _attention(values: Mapping[str, Number], generation: str, software: Software
     )
 
 
-def _links(values: Mapping[str, Number], cluster: Cluster) -> dict[str, Links]:
+def _links(values: Mapping[str, Number], cluster: Cluster) -> AxisLinks:
     """Returns the links of tensor parallelism, inside and outside a domain, and of rings."""
     # These rates were measured with collectives, under the load of all ranks.
     if cluster.measured or cluster.device == "cpu":
         share: Number = 1.0 if cluster.measured else values["link.cpu"]
         links = Links(share, share, 1.0, 0.0)
-        return {"tensor": links, "tensor_outside": links, "ring": links}
-    tensor = Links(values["nvlink"], values["nic"], values["latency"], values["tp.launch"])
-    outside = Links(values["nvlink"], values["nic.tp"], values["latency"], values["tp.launch"])
-    return {
-        "tensor": tensor,
-        "tensor_outside": outside,
-        "ring": Links(values["nvlink"], values["nic"], values["latency"], 0.0),
-    }
+        return AxisLinks(links, links, links)
+    nvlink = values["nvlink"]
+    latency = values["latency"]
+    return AxisLinks(
+        tensor=Links(nvlink, values["nic"], latency, values["tp.launch"]),
+        tensor_outside=Links(nvlink, values["nic.tp"], latency, values["tp.launch"]),
+        ring=Links(nvlink, values["nic"], latency, 0.0),
+    )

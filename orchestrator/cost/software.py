@@ -155,7 +155,7 @@ _LISTED = (
         name="eager", accumulate="separate", memory="pytorch", known=False
     ),  # unknown software
 )
-SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
+SOFTWARE: dict[str, Software] = {software.name: software for software in _LISTED}
 
 
 def software_named(name: str) -> Software:

@@ -160,8 +160,8 @@ def _(patch):
 def _(patch):
     original = block.backward
 
-    def backward(grad, q, k, v, out, lse, scale, causal, *conditions):
-        dq, dk, dv = original(grad, q, k, v, out, lse, scale, causal, *conditions)
+    def backward(*args, causal, **options):
+        dq, dk, dv = original(*args, causal=causal, **options)
         return (dq, dk, dv) if causal else (dq, torch.zeros_like(dk), torch.zeros_like(dv))
 
     patch.setattr(block, "backward", backward)

@@ -250,8 +250,8 @@ def _(patch):
     original = block.forward
     patch.setattr(block, "accumulation_dtype", lambda dtype: dtype)
 
-    def forward(*args):
-        out, lse = original(*args)
+    def forward(*args, **options):
+        out, lse = original(*args, **options)
         return out, lse.to(out.dtype)
 
     patch.setattr(block, "forward", forward)
@@ -616,7 +616,7 @@ def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
             return wait
 
         ring.start_rotate = noting_rotate
-        block.forward = lambda *args: seen.append("block") or forward(*args)
+        block.forward = lambda *args, **options: seen.append("block") or forward(*args, **options)
         part = torch.randn(1, 8, 2, 8)
         core(part, part, part, torch.arange(8)[None], None)
         return seen

@@ -253,13 +253,13 @@ def packed_attention() -> dict[str, Any]:
     def blocks() -> None:
         rows = [x.detach()[:, 1024:].transpose(1, 2) for x in (grad, q, k, v)]
         sight = block.inside(documents, (range(1024, 2048),), (range(1024),))
-        out, lse = block.forward(*rows[1:], 0.125, False, *sight)
+        out, lse = block.forward(*rows[1:], 0.125, False, sight)
         assert (out.shape, lse.shape, lse.dtype) == (
             rows[1].shape,
             rows[1].shape[:3],
             torch.float32,
         )
-        parts = block.backward(*rows, out, lse, 0.125, False, *sight)
+        parts = block.backward(*rows, out, lse, 0.125, False, sight)
         assert [part.shape for part in parts] == [x.shape for x in rows[1:]]
 
     for name, run in {"alone": alone, "blocks": blocks}.items():

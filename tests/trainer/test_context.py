@@ -133,12 +133,12 @@ def computed_pairs(rank: int, method: str, size: int, length: int) -> int:
     found = 0
 
     def counting(original, at: int):
-        def count(*args):
+        def count(*args, **options):
             nonlocal found
             (*_, queries, _), (*_, keys, _) = args[at].shape, args[at + 1].shape
-            causal = args[4] if at == 0 else args[7]
+            causal = args[4] if at == 0 else options["causal"]
             found += queries * (queries + 1) // 2 if causal else queries * keys
-            return original(*args)
+            return original(*args, **options)
 
         return count
 
@@ -224,8 +224,8 @@ def test_a_block_computes_with_grouped_heads_and_does_not_repeat_them(
     q, k, v, grad = (torch.randn(shape, dtype=torch.float64, generator=make) for shape in shapes)
     sight = seen_by(way, queries, keys, heads)
     with LargestTensor() as largest:
-        out, lse = block.forward(q, k, v, 0.3, False, *sight)
-        found = block.backward(grad, q, k, v, out, lse, 0.3, False, *sight)
+        out, lse = block.forward(q, k, v, 0.3, False, sight)
+        found = block.backward(grad, q, k, v, out, lse, 0.3, False, sight)
     repeated = 2 * heads * keys * DIM
     assert largest.elements <= max(2 * kv_heads * keys * DIM, 2 * heads * queries * keys) < repeated
     full = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -122,12 +122,12 @@ def test_blocks_of_documents_have_the_same_output_and_gradients_as_a_mask():
         block.inside(documents, queries, keys),
         block.between(labels[:, :, 8:], labels[:, :, :8], q, None),
     ]
-    found = [block.forward(q, k, v, 0.3, False, *sight) for sight in sights]
+    found = [block.forward(q, k, v, 0.3, False, sight) for sight in sights]
     assert found[0][1].isinf().any() and not found[0][1].isinf().all()
-    own = block.forward(q, q, q, 0.3, True, *block.inside(documents, queries, queries))
+    own = block.forward(q, q, q, 0.3, True, block.inside(documents, queries, queries))
     out, lse = block.join(*own, *found[1])
     results = [
-        block.backward(grad, q, k, v, out, lse.contiguous(), 0.3, False, *sight) for sight in sights
+        block.backward(grad, q, k, v, out, lse.contiguous(), 0.3, False, sight) for sight in sights
     ]
     for one, other in zip((*found[0], *results[0]), (*found[1], *results[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

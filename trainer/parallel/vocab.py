@@ -68,9 +68,7 @@ class VocabParallelLoss:
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.group is None and self.valid == logits.shape[-1] and self.passes is None:
             return _WholeCrossEntropy.apply(logits, targets)
-        return _CrossEntropy.apply(
-            logits, targets, self.start, self.valid, self.group, self.counter, self.passes
-        )
+        return _CrossEntropy.apply(logits, targets, self)
 
 
 def _log_sums(logits: Tensor) -> Tensor:
@@ -138,29 +136,27 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         targets: Tensor,
-        start: int,
-        valid: int,
-        group: dist.ProcessGroup | None,
-        counter: CommCounter,
-        passes: Passes | None,
+        shard: VocabParallelLoss,
     ) -> Tensor:
+        valid = shard.valid
         flat = logits.flatten(0, -2)
         target = targets.flatten()
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        column = target - start
+        column = target - shard.start
         in_shard = (column >= 0) & (column < valid)  # IGNORED is negative, and in no shard
         column = column.masked_fill(~in_shard, 0)
         statistics = flat.new_zeros(1, 2, target.numel(), dtype=dtype)
-        _write_log_sums(statistics[0, 0], flat, valid, passes)
+        _write_log_sums(statistics[0, 0], flat, valid, shard.passes)
         if valid:
             target_logit = flat.gather(1, column[:, None]).squeeze(1).to(dtype)
             statistics[0, 1] = target_logit.masked_fill(~in_shard, 0.0)
-        log_sums, target_logits = all_gather(statistics, group, AXIS, counter).unbind(1)
+        gathered = all_gather(statistics, shard.group, AXIS, shard.counter)
+        log_sums, target_logits = gathered.unbind(1)
         total = torch.logsumexp(log_sums, dim=0)
         counted = target != IGNORED
         ctx.save_for_backward(logits, total, column, in_shard, counted)
         ctx.valid = valid
-        ctx.passes = passes
+        ctx.passes = shard.passes
         return (total - target_logits.sum(0)).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
@@ -173,7 +169,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.passes is not None:
             target = column.masked_fill(~in_shard, -1)
             out = ctx.passes[1](flat, total, target, scale[:, 0], ctx.valid)
-            return out.view_as(logits), None, None, None, None, None, None
+            return out.view_as(logits), None, None
         out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
         for rows in _chunks(flat) if ctx.valid else ():
             out_rows = out[rows, : ctx.valid]
@@ -185,7 +181,7 @@ class _CrossEntropy(torch.autograd.Function):
             softmax.scatter_add_(1, column[rows, None], scale[rows] * onehot)
             if softmax is not out_rows:
                 out_rows.copy_(softmax)
-        return out.view_as(logits), None, None, None, None, None, None
+        return out.view_as(logits), None, None
 
 
 def _write_log_sums(out: Tensor, logits: Tensor, valid: int, passes: Passes | None) -> None:

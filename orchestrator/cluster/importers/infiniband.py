@@ -90,7 +90,7 @@ def parse_ibnetdiscover(content: str) -> Topology:
         for name, content in label.items()
         if name[0] == "H" and not _NO_HOST.search(content)
     }
-    return _tiers(label, links, _hosts(adapters, systems))
+    return _topology(label, links, _hosts(adapters, systems))
 
 
 def _hosts(adapters: dict[str, str], systems: dict[str, str]) -> dict[str, str]:
@@ -131,18 +131,36 @@ def _device(description: str) -> str:
     return tokens[1] if len(tokens) > 1 and _DEVICE.match(tokens[1]) else ""
 
 
-def _tiers(
+def _topology(
     label: dict[str, str], links: dict[str, list[tuple[str, float]]], hosts: dict[str, str]
 ) -> Topology:
+    """Returns the tiers of the switches between `hosts`, which maps adapters to their nodes."""
     height = _heights(links, hosts)
     if not height:
         return FLAT
-    top = max(height.values())
-    if top > MAX_DEPTH:
-        raise bad(WHERE, f"a chain of {top} switches is not a fabric")
     adapters = Counter(
         host for name, host in hosts.items() if any(end in height for end, _ in links[name])
     )
+    tiers = _tiers(label, links, hosts, height, adapters)
+    machines = {host: Machine(nics=count) for host, count in adapters.items()}
+    return Topology("tree", tiers, machines=machines)
+
+
+def _tiers(
+    label: dict[str, str],
+    links: dict[str, list[tuple[str, float]]],
+    hosts: dict[str, str],
+    height: dict[str, int],
+    adapters: Counter[str],
+) -> tuple[Tier, ...]:
+    """Returns the tiers of a fabric, innermost first, up to the one whose block has all nodes.
+
+    `height` is the result of `_heights`, and `adapters` the number of each node's adapters. Raises
+    OrchError (65) if the fabric is too high.
+    """
+    top = max(height.values())
+    if top > MAX_DEPTH:
+        raise bad(WHERE, f"a chain of {top} switches is not a fabric")
     leaves = [switch for switch, hops in height.items() if hops == 0]
     parent: dict[str, str] = {}
     _join_leaves(parent, links, leaves, hosts)
@@ -162,9 +180,7 @@ def _tiers(
             levels.append((_named(groups, parent, label, leaves), 0.0, 0.0))
         if len(groups) == 1:
             break
-    tiers = tuple(Tier(tier_name(level, depth), *figures) for level, figures in enumerate(levels))
-    machines = {host: Machine(nics=count) for host, count in adapters.items()}
-    return Topology("tree", tiers, machines=machines)
+    return tuple(Tier(tier_name(level, depth), *figures) for level, figures in enumerate(levels))
 
 
 def _join_switches(

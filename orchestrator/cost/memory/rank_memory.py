@@ -6,6 +6,8 @@ C2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct, structs
 
 from orchestrator.cost.model.layers import DTYPE_BYTES, expert_params, parameter_count
@@ -21,11 +23,11 @@ from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 
-from .activations import activations, backward_bytes, kept_of_one_stage, loss_bytes
-from .moments import peak_of_one_stage, whole_layer
+from .activations import activations, kept_of_one_stage
+from .moments import Peak, peak_of_one_stage, whole_layer
 from .offloaded_inputs import offloaded_inputs
 from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
-from .sharded_pipeline import Temporaries, kept_of_rank, peak_of_sharded_rank
+from .sharded_pipeline import Temporaries, peak_of_sharded_rank
 
 
 class StateBytes(Struct, frozen=True):
@@ -59,25 +61,26 @@ def rank_state_bytes(
     shard over cp * dp, all other weights over cp * ep * dp; if a pipeline holds the model twice,
     over both copies.
     """
-    params = grads = optimizer = host = disk = 0.0
+    params = 0.0
+    grads = 0.0
+    optimizer = 0.0
+    host = 0.0
+    disk = 0.0
     copies = copies_of(parallel)
-    for count, replicas in (
-        (dense, parallel.cp * parallel.ep * parallel.dp),
-        (experts, expert_mesh(parallel).edp),
-    ):
-        per_parameter = param_state_bytes(copies * replicas, parallel, train, recipe)
+    dense_replicas = copies * parallel.cp * parallel.ep * parallel.dp
+    expert_replicas = copies * expert_mesh(parallel).edp
+    for count, replicas in ((dense, dense_replicas), (experts, expert_replicas)):
+        per_parameter = param_state_bytes(replicas, parallel, train, recipe)
         params += count * per_parameter.params
         grads += count * per_parameter.grads
         optimizer += count * per_parameter.optimizer
-        host = host + count * per_parameter.host
-        disk = disk + count * per_parameter.disk
+        host += count * per_parameter.host
+        disk += count * per_parameter.disk
     if recipe.wide_vectors:
         wide = structs.replace(recipe, moment=None)
-        replicas = copies * parallel.cp * parallel.ep * parallel.dp
-        narrow = param_state_bytes(replicas, parallel, train, recipe)
-        optimizer += vectors * (
-            param_state_bytes(replicas, parallel, train, wide).optimizer - narrow.optimizer
-        )
+        narrow_state = param_state_bytes(dense_replicas, parallel, train, recipe).optimizer
+        wide_state = param_state_bytes(dense_replicas, parallel, train, wide).optimizer
+        optimizer += vectors * (wide_state - narrow_state)
     return StateBytes(params, grads, optimizer, host, disk)
 
 
@@ -86,9 +89,10 @@ def param_state_bytes(
 ) -> StateBytes:
     """Returns the states of one parameter that `replicas` ranks hold, on each of them."""
     weight: float = DTYPE_BYTES[train.precision]
-    gradient = gradient_bytes(train, recipe)
     moment = recipe.moment or max(weight, 4)
     shards = min(replicas, parallel.zero_group or replicas)
+    optimizer_shards = shards if parallel.zero >= 1 else 1
+    gradient_shards = shards if parallel.zero >= 2 else 1
     master = 0 if weight >= 4 else 4
     offload = offload_of(train)
     if parallel.zero >= 3 and shards > 1:  # the shard is the master copy, unless that is elsewhere
@@ -99,33 +103,29 @@ def param_state_bytes(
             master = 0
     if not recipe.trained:
         return StateBytes(weight, 0.0, 0.0)
+    gradient = gradient_bytes(train, recipe)
     # with a single micro-batch, autograd makes gradients only as activations are freed
     if parallel.micro_batches > 1:
         gradient += recipe.more_gradient
     if offload.optimizer:
         # Master weights are a separate copy, even of weights that are as wide.
-        wide = state_width(train.precision)
-        sharded = shards if parallel.zero >= 1 else 1
-        state = (recipe.moments * moment + wide + recipe.more_optimizer) / sharded
-        if offload.optimizer == "disk":  # gradients stay on the device
-            gradient_share = gradient / (shards if parallel.zero >= 2 else 1)
-            if offload.weights:
-                return StateBytes(0.0, 0.0, 0.0, disk=state + weight + gradient_share)
-            return StateBytes(weight, gradient_share, 0.0, disk=state)
+        master = state_width(train.precision)
+    state = (recipe.moments * moment + master + recipe.more_optimizer) / optimizer_shards
+    if offload.optimizer == "host":
+        passes_through = parallel.zero == 2 and shards > 1
         return StateBytes(
             params=weight,
-            grads=0.0
-            if parallel.zero == 2 and shards > 1
-            else gradient / (shards if parallel.zero >= 2 else 1),
+            grads=0.0 if passes_through else gradient / gradient_shards,
             optimizer=0.0,
-            host=state + gradient / sharded * (2 if offload.delayed else 1),
+            host=state + gradient / optimizer_shards * (1 + offload.delayed),
         )
-    return StateBytes(
-        params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
-        grads=gradient / (shards if parallel.zero >= 2 else 1),
-        optimizer=(recipe.moments * moment + master + recipe.more_optimizer)
-        / (shards if parallel.zero >= 1 else 1),
-    )
+    gradient_share = gradient / gradient_shards
+    if offload.optimizer and offload.weights:
+        return StateBytes(0.0, 0.0, 0.0, disk=state + weight + gradient_share)
+    if offload.optimizer:  # gradients stay on the device
+        return StateBytes(weight, gradient_share, 0.0, disk=state)
+    more_bf16 = recipe.more_bf16 if train.precision == "bf16" else 0.0
+    return StateBytes(weight + more_bf16, gradient_share, state)
 
 
 def gradient_bytes(train: Train, recipe: Recipe) -> float:
@@ -202,10 +202,7 @@ def _unsharded_params(model: Model, parallel: Parallel) -> float:
 
 
 def memory_by_pp_rank(
-    workload: Workload,
-    cluster: Cluster,
-    recipe: Recipe = ORCH,
-    matmul: str = "",
+    workload: Workload, cluster: Cluster, recipe: Recipe = ORCH, matmul: str = ""
 ) -> list[Memory]:
     """Returns the memory of one GPU of each pipeline rank.
 
@@ -213,67 +210,101 @@ def memory_by_pp_rank(
     `Job.matmul`. `total` is the bytes that the process takes of the card; for this project's
     trainer, without holes between tensors. `capacity` is the bytes that it can take.
     """
-    model = workload.model
     parallel = workload.parallel
-    train = workload.train
-    one_stage = is_one_stage(parallel, recipe)
-    sharded = is_sharded_pipeline(parallel, recipe)
-    buffer_bytes = lasting_buffers(workload, cluster.device, recipe)
-    if not (one_stage or sharded):
-        buffer_bytes += zero_buffers(workload, recipe)
-    kernels = kernels_of(recipe, cluster, model, parallel, matmul)
-    loss = loss_bytes(workload, kernels)
-    last = len(parallel.stage_layers) - 1
+    kernels = kernels_of(recipe, cluster, workload.model, parallel, matmul)
+    temporaries = Temporaries.of(workload, kernels)
+    one_stage = kept_of_one_stage(workload, kernels) if is_one_stage(parallel, recipe) else None
+    peak_activations = activations(workload, kernels) if one_stage is None else [one_stage.most]
+    lasting = lasting_buffers(workload, cluster.device, recipe)
+    zero = zero_buffers(workload, recipe)
     accounts = []
-    backward = backward_bytes(workload, kernels)
-    stage_activations = kept_of_one_stage(workload, kernels) if one_stage else None
-    held = activations(workload, kernels) if stage_activations is None else [stage_activations.most]
-    offloaded = offloaded_inputs(workload)
-    ranks = zip(
-        rank_parameters(model, parallel), held, rank_stages(parallel), offloaded, strict=True
-    )
-    for pp_rank, (
-        (dense, experts),
-        activation_bytes,
-        stages,
-        (inputs_host, inputs_disk),
-    ) in enumerate(ranks):
-        vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
-        states = rank_state_bytes(dense, experts, parallel, train, recipe, vectors)
-        sizes = {
-            "params": states.params,
-            "grads": states.grads,
-            "optimizer": states.optimizer,
-            "activations": activation_bytes,
-        }
-        sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
-        if stage_activations is not None:
-            backward += zero_buffers(workload, recipe) if parallel.zero == 2 else 0.0
-            peak = peak_of_one_stage(workload, stage_activations, states.grads, loss, backward)
-            sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
-        if sharded:
-            rank_activations = kept_of_rank(workload, kernels, pp_rank, activation_bytes)
-            temporary = Temporaries(loss, backward)
-            ends = (0 in stages, last in stages)
-            peak = peak_of_sharded_rank(workload, rank_activations, temporary, states.grads, ends)
-            gathered = (dense + experts) * workload.width
-            sizes["buffers"], apart = buffer_bytes + gathered + peak.buffers, peak.apart
-        tensors = sum(sizes.values())
-        sizes["buffers"] += recipe.process_bytes(tensors) - tensors
-        account = {name: round(size) for name, size in sizes.items()} | {"apart": round(apart)}
-        total = sum(account.values()) - 2 * account["apart"]
-        host = states.host
-        if states.disk:
-            host = buffer_size(
-                offload_of(train).buffer_bytes, STATE_KINDS, state_width(train.precision)
+    for pp_rank, (parameters, activation_bytes, stages, offloaded) in enumerate(
+        zip(
+            rank_parameters(workload.model, parallel),
+            peak_activations,
+            rank_stages(parallel),
+            offloaded_inputs(workload),
+            strict=True,
+        )
+    ):
+        states = _states_of_rank(workload, recipe, parameters, stages)
+        whole_step_buffers = lasting
+        if one_stage is not None:
+            backward = temporaries.layer + (zero if parallel.zero == 2 else 0.0)
+            peak = peak_of_one_stage(workload, one_stage, states.grads, temporaries.loss, backward)
+        elif is_sharded_pipeline(parallel, recipe):
+            whole_step_buffers += sum(parameters) * workload.width  # gathered weights
+            peak = peak_of_sharded_rank(
+                workload, kernels, pp_rank, activation_bytes, temporaries, grads=states.grads
             )
-        account |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
-        capacity = recipe.capacity(cluster)
-        sd = recipe.account_sd(cluster)
+        else:
+            whole_step_buffers += zero
+            peak = _peak_of_sums(parallel, stages, temporaries)
+        peak = peak._replace(buffers=whole_step_buffers + peak.buffers)
         accounts.append(
-            Memory(**account, total=total, capacity=capacity, worst_rank=pp_rank, sd=sd)
+            Memory(
+                **_device_account(states, activation_bytes, peak, recipe),
+                **_outside_account(workload.train, states, offloaded),
+                capacity=recipe.capacity(cluster),
+                worst_rank=pp_rank,
+                sd=recipe.account_sd(cluster),
+            )
         )
     return accounts
+
+
+def _peak_of_sums(parallel: Parallel, stages: Sequence[int], temporaries: Temporaries) -> Peak:
+    """Returns the peak of a rank with `stages` whose bytes of all moments are added."""
+    has_loss = len(parallel.stage_layers) - 1 in stages
+    loss = temporaries.loss if has_loss else 0.0
+    return Peak(buffers=max(loss, temporaries.layer), apart=0.0)
+
+
+def _states_of_rank(
+    workload: Workload, recipe: Recipe, parameters: tuple[int, int], stages: Sequence[int]
+) -> StateBytes:
+    """Returns the states of a pipeline rank with these (dense, expert) parameters and stages."""
+    parallel = workload.parallel
+    vectors = rank_vectors(workload.model, parallel, stages) if recipe.wide_vectors else 0
+    return rank_state_bytes(
+        *parameters, parallel=parallel, train=workload.train, recipe=recipe, vectors=vectors
+    )
+
+
+def _device_account(
+    states: StateBytes, activation_bytes: float, peak: Peak, recipe: Recipe
+) -> dict[str, int]:
+    """Returns the categories of a rank's `Memory` on the device with their total, in whole bytes.
+
+    The buffers contain what the process takes of the card beyond its tensors.
+    """
+    sizes = {
+        "params": states.params,
+        "grads": states.grads,
+        "optimizer": states.optimizer,
+        "activations": activation_bytes,
+        "buffers": peak.buffers,
+    }
+    tensors = sum(sizes.values())
+    sizes["buffers"] += recipe.process_bytes(tensors) - tensors
+    account = {name: round(size) for name, size in sizes.items()}
+    apart = round(peak.apart)
+    return account | {"apart": apart, "total": sum(account.values()) - apart}
+
+
+def _outside_account(
+    train: Train, states: StateBytes, offloaded: tuple[float, float]
+) -> dict[str, int]:
+    """Returns the bytes in the host's memory and on its disk.
+
+    `offloaded` is the rank's result of `offloaded_inputs`.
+    """
+    inputs_host, inputs_disk = offloaded
+    host = states.host
+    if states.disk:
+        buffer_bytes = offload_of(train).buffer_bytes
+        host = buffer_size(buffer_bytes, STATE_KINDS, state_width(train.precision))
+    return {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
 
 
 def context_bytes(memory: Memory, device: str) -> int:

@@ -200,7 +200,7 @@ _LISTED = (
         fragmentation=1.0,
     ),
 )
-RECIPES: dict[str, Recipe] = {one.name: one for one in _LISTED}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _LISTED}
 
 
 def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:

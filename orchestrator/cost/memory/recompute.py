@@ -51,19 +51,16 @@ def resolve_recompute(
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
-        states = rank_state_bytes(
-            *rank_parameters(model, parallel)[pp_rank], parallel, train, recipe
-        )
-        loss = loss_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
+        dense, experts = rank_parameters(model, parallel)[pp_rank]
+        states = rank_state_bytes(dense, experts, parallel, train, recipe)
+        has_loss = len(parallel.stage_layers) - 1 in stages
+        loss = loss_bytes(workload, kernels) if has_loss else 0.0
         loss = max(loss, backward_bytes(workload, kernels))
         free_bytes = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
         free_bytes -= states.on_device
         budget = free_bytes if budget_gib is None else budget_gib * GIB
-        for layer, mode in zip(
-            layers,
-            _cheapest(workload, cluster, pp_rank, layers, budget, kernels),
-            strict=True,
-        ):
+        layer_modes = _cheapest(workload, cluster, pp_rank, layers, budget=budget, kernels=kernels)
+        for layer, mode in zip(layers, layer_modes, strict=True):
             # In a bidirectional pipeline two ranks hold a layer: the tighter one decides.
             modes[layer] = max(modes[layer], mode)
     return structs.replace(
@@ -98,10 +95,8 @@ def _cheapest(
     )
     for _, full, selective in choices:
         layer_modes = [2] * full + [1] * selective + [0] * (layer_count - full - selective)
-        if (
-            _bytes(workload, pp_rank, dict(zip(layers, layer_modes, strict=True)), kernels)
-            <= budget
-        ):
+        modes = dict(zip(layers, layer_modes, strict=True))
+        if _bytes(workload, pp_rank, modes, kernels) <= budget:
             return layer_modes
     return [2] * layer_count
 

@@ -25,7 +25,7 @@ from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.flops import prediction_blocks
 
-from .activations import bytes_of_layers, head_bytes
+from .activations import backward_bytes, bytes_of_layers, head_bytes, loss_bytes
 from .kernels import Kernels
 from .moments import Peak, whole_layer
 
@@ -33,7 +33,7 @@ from .moments import Peak, whole_layer
 class RankActivations(NamedTuple):
     """Activation bytes of a pipeline rank."""
 
-    most: float  # bytes at their own peak
+    peak: float  # bytes at their own peak
     in_backward: float  # bytes when a backward enters its first layer, without what the loss keeps
     again: float  # the part of these that a recomputed layer holds until its own backward ends
     micro_batch: float  # bytes from forward to backward, of one micro-batch in one stage
@@ -48,6 +48,11 @@ class Temporaries(NamedTuple):
     loss: float
     layer: float  # gradients inside a layer
 
+    @classmethod
+    def of(cls, workload: Workload, kernels: Kernels) -> Temporaries:
+        """Returns the temporaries of a layout."""
+        return cls(loss_bytes(workload, kernels), backward_bytes(workload, kernels))
+
 
 class Moment(NamedTuple):
     """Bytes at one moment of a backward."""
@@ -57,7 +62,7 @@ class Moment(NamedTuple):
     summed: float = 0.0  # bytes that are held of the gradients that the first backward sums
 
 
-def kept_of_rank(
+def _activations_of_rank(
     workload: Workload, kernels: Kernels, rank: int, peak_bytes: float
 ) -> RankActivations:
     """Returns the activation bytes of a pipeline rank without a split backward.
@@ -76,7 +81,7 @@ def kept_of_rank(
     recomputing = max((layer.recomputing for _, layer in groups), default=0.0)
     loss = head_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
     return RankActivations(
-        most=peak_bytes,
+        peak=peak_bytes,
         in_backward=peak_bytes - max(0.0, loss - recomputing),
         again=recomputing,
         micro_batch=sum(n * layer.stored for n, layer in groups) / len(stages),
@@ -88,16 +93,21 @@ def kept_of_rank(
 
 def peak_of_sharded_rank(
     workload: Workload,
-    rank: RankActivations,
+    kernels: Kernels,
+    pp_rank: int,
+    peak_bytes: float,
     temporaries: Temporaries,
     grads: float,
-    ends: tuple[bool, bool],
 ) -> Peak:
-    """Returns the highest moment of a rank.
+    """Returns the highest moment of a pipeline rank without a split backward.
 
-    `grads` is the bytes of gradients between steps. `ends` tells whether the rank has the model's
-    (first stage, last stage).
+    `peak_bytes` is the rank's result of `activations`, and `grads` the bytes of gradients between
+    steps.
     """
+    parallel = workload.parallel
+    rank = _activations_of_rank(workload, kernels, pp_rank, peak_bytes)
+    stages = rank_stages(parallel)[pp_rank]
+    ends = (0 in stages, len(parallel.stage_layers) - 1 in stages)
     highest = -1.0
     peak = Peak(0.0, 0.0)
     for moment in _moments(workload, rank, temporaries, ends):
@@ -109,7 +119,7 @@ def peak_of_sharded_rank(
             total = activations + moment.buffers - missing
             if total > highest:
                 highest = total
-                peak = Peak(moment.buffers, rank.most - activations + missing)
+                peak = Peak(moment.buffers, rank.peak - activations + missing)
     return peak
 
 
@@ -119,53 +129,113 @@ def _moments(
     temporaries: Temporaries,
     ends: tuple[bool, bool],
 ) -> Iterator[Moment]:
-    """Yields the moments of a backward in order: at the loss, head, last two layers, embedding."""
+    """Yields the moments of a backward in order: at the loss, head, last two layers, embedding.
+
+    `ends` tells whether the rank has the model's (first stage, last stage).
+    """
+    first, last = ends
+    if last:
+        yield Moment(rank.peak, temporaries.loss)
+        yield _head_moment(workload, rank)
+    head = _head_gradients(workload) if last else NO_HEAD
+    yield from _layer_moments(workload, rank, temporaries.layer, head)
+    if first:
+        yield from _embedding_moments(workload, rank)
+
+
+class HeadGradients(NamedTuple):
+    """Bytes of gradients of the head that are held while backward runs through the last layer."""
+
+    waiting: float  # as made
+    sent: float  # copied as they are summed
+
+
+NO_HEAD = HeadGradients(0.0, 0.0)
+
+
+def _head_gradients(workload: Workload) -> HeadGradients:
+    """Returns the gradients of the head on the rank that has the model's last stage."""
+    table = _table(workload)
+    if _head_belongs_to_stage(workload.model):
+        return HeadGradients(waiting=table * workload.width, sent=0.0)
+    return HeadGradients(waiting=0.0, sent=table * _gradient_width(workload))
+
+
+def _head_belongs_to_stage(model: Model) -> bool:
+    """Reports whether the table of the head belongs to the unit of the whole stage."""
+    return model.tied_embeddings or prediction_blocks(model) > 0
+
+
+def _head_moment(workload: Workload, rank: RankActivations) -> Moment:
+    """Returns the moment at which the gradients of the head are copied."""
+    weight = workload.width
+    gradient = _gradient_width(workload)
+    table = _table(workload)
+    if _head_belongs_to_stage(workload.model):
+        end = rank.in_backward - rank.again - rank.micro_batch
+        shards = _shards(workload.parallel)
+        return Moment(end, table * (weight + gradient), table * gradient / shards)
+    sent = table * gradient
+    return Moment(rank.in_backward - rank.again, table * weight + sent + workload.boundary_bytes)
+
+
+def _layer_moments(
+    workload: Workload, rank: RankActivations, temporary: float, head: HeadGradients
+) -> Iterator[Moment]:
+    """Yields the moments of the last two layers.
+
+    `temporary` is the bytes of `Temporaries.layer`.
+    """
     model = workload.model
     parallel = workload.parallel
-    train = workload.train
     weight = workload.width
-    gradient = DTYPE_BYTES[train.grad_dtype]
+    gradient = _gradient_width(workload)
     hidden = workload.boundary_bytes
     shards = _shards(parallel)
-    (first, last), (table, positions) = ends, embedding_params(model)
-    table = -(-table // parallel.tp)
+    waiting = head.waiting
+    layer = temporary + _last_matrix(model, parallel) * weight + waiting
+    yield Moment(rank.in_backward, layer + head.sent)
+    unit = _unit(model, parallel)
     without_layer = rank.in_backward - rank.again - rank.layer
-    sent = 0.0
-    # Gradients of the head: `sent` are copied as they are summed, `waiting` are as made.
-    waiting = 0.0
-    if last:
-        yield Moment(rank.most, temporaries.loss)
-        # the table belongs to the unit of the whole stage
-        if model.tied_embeddings or prediction_blocks(model):
-            waiting = table * weight
-            end = rank.in_backward - rank.again - rank.micro_batch
-            yield Moment(end, table * (weight + gradient), table * gradient / shards)
-        else:
-            sent = table * gradient
-            yield Moment(rank.in_backward - rank.again, table * weight + sent + hidden)
-    layer = temporaries.layer + _last_matrix(model, parallel) * weight + waiting
-    yield Moment(rank.in_backward, layer + sent)
-    experts = _experts(model, parallel)
-    block = whole_layer(model, parallel)
-    # parameters of the block without experts
-    unit = block - experts if spread(parallel) > 1 else block
     # gradients as made, and their copy; then the copy and the sum
-    for elements in (unit, block - unit):
+    for elements in (unit, whole_layer(model, parallel) - unit):
         yield Moment(without_layer, waiting + elements * (weight + gradient) + 2 * hidden)
         yield Moment(without_layer, waiting + elements * gradient * (1 + 1 / shards) + hidden)
     if rank.several:
         of_last = unit * gradient
         yield Moment(rank.in_backward - rank.layer, layer + of_last + hidden, of_last / shards)
-    if first:
-        ends_with = rank.in_backward - rank.again - rank.micro_batch
-        elements = table + positions
-        yield Moment(
-            ends_with,
-            elements * weight + max(unit * gradient + hidden, elements * gradient) + hidden,
-        )
-        yield Moment(
-            ends_with, elements * gradient * (1 + 1 / shards) + hidden, elements * gradient / shards
-        )
+
+
+def _embedding_moments(workload: Workload, rank: RankActivations) -> Iterator[Moment]:
+    """Yields the moments at which the gradients of the embedding are made, and summed."""
+    model = workload.model
+    parallel = workload.parallel
+    weight = workload.width
+    gradient = _gradient_width(workload)
+    hidden = workload.boundary_bytes
+    shards = _shards(parallel)
+    end = rank.in_backward - rank.again - rank.micro_batch
+    elements = _table(workload) + embedding_params(model)[1]
+    arriving = max(_unit(model, parallel) * gradient + hidden, elements * gradient)
+    yield Moment(end, elements * weight + arriving + hidden)
+    summed = elements * gradient / shards
+    yield Moment(end, elements * gradient * (1 + 1 / shards) + hidden, summed)
+
+
+def _gradient_width(workload: Workload) -> int:
+    """Returns the bytes of an accumulated gradient."""
+    return DTYPE_BYTES[workload.train.grad_dtype]
+
+
+def _table(workload: Workload) -> int:
+    """Returns the elements of the token table on a rank."""
+    return -(-embedding_params(workload.model)[0] // workload.parallel.tp)
+
+
+def _unit(model: Model, parallel: Parallel) -> float:
+    """Returns the parameters of the largest layer's unit; experts have units of their own."""
+    block = whole_layer(model, parallel)
+    return block - _experts(model, parallel) if spread(parallel) > 1 else block
 
 
 def _last_matrix(model: Model, parallel: Parallel) -> float:

@@ -70,7 +70,8 @@ def _counted(name: str, p: int, m: int, v: int, rank: int, held: tuple[int, ...]
     After a few rounds of micro-batches, further ones add no new points, unless all come before the
     first backward.
     """
-    m = m if name == "afab" else min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
+    if name != "afab":
+        m = min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
     return _points(SCHEDULES[name].order(rank, p, m, v), held, p * v)
 
 
@@ -91,8 +92,8 @@ def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -
             deferred[slot] += kind is Kind.I
     full_counts, deferred_counts, active, split = zip(*moments, strict=True)
     return Points(
-        np.array(full_counts, float),
-        np.array(deferred_counts, float),
-        np.array(active),
-        np.array(split, float),
+        full=np.array(full_counts, float),
+        deferred=np.array(deferred_counts, float),
+        active=np.array(active),
+        split=np.array(split, float),
     )

@@ -54,50 +54,64 @@ def tensor_seconds(
     """
     model = workload.model
     par = workload.parallel
-    software = workload.software
     if par.tp == 1:
         return TensorSeconds(0.0, 0.0, 0.0, 0.0)
-    path = paths[("tp",), "ring"]
-    shown = rate.tp_exposed
-    links = rate.tensor_outside if path.fabric_s else rate.tensor
-    seconds_of = dict[tuple[Operation, float, int], Number]()
-
-    def late(once: Number, overlap: Overlap) -> Number:
-        """Returns the seconds by which an operation outlasts the product that it overlaps with."""
-        return larger(0.0, once - compute.overlap_s[overlap])
-
-    def exposed(once: Number, overlap: Overlap = "") -> Number:
-        """Returns the exposed seconds of one operation."""
-        if overlap:  # the whole operation runs behind a product that does not need it
-            return shown * late(once, overlap)
-        # the operation runs in pieces behind the product before or after it
-        if software.tp_overlap:
-            return shown * once + (1.0 - shown) / 2 * (late(once, "attention") + late(once, "mlp"))
-        return shown * once
-
-    def total(operations: Iterable[TensorOperation]) -> Number:
-        """Returns the exposed seconds of these operations."""
-        total_s: Number = 0.0
-        for operation in operations:
-            key = operation.operation, operation.size, operation.ranks
-            if key not in seconds_of:
-                seconds_of[key] = collective.seconds(
-                    operation.operation, operation.size, operation.ranks, path, links
-                )
-            total_s += operation.times * exposed(seconds_of[key], operation.overlap)
-        return total_s
-
-    tokens = workload.tokens
-    # The loss exchanges two numbers per token.
-    loss = collective.seconds("all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links)
-    ends = ((1, 0), (ahead, 1 + ahead))
-    first, last = (total(vocabulary_operations(workload, *counts)) for counts in ends)
+    costs = _TensorCosts(workload, rate, compute, paths[("tp",), "ring"])
+    dense: Number = 0.0
+    moe: Number = 0.0
     load = value_of(imbalance(par, rate))
-    dense, moe = (
-        total(tensor_operations(workload, bool(kind), load)) if layer is not None else 0.0
-        for kind, layer in enumerate(sample_layers(model))
-    )
-    return TensorSeconds(dense, moe, first, last + (1 + ahead) * exposed(loss))
+    dense_layer, moe_layer = sample_layers(model)
+    if dense_layer is not None:
+        dense = costs.exposed(tensor_operations(workload, False, load))
+    if moe_layer is not None:
+        moe = costs.exposed(tensor_operations(workload, True, load))
+    first = costs.exposed(vocabulary_operations(workload, 1, 0))
+    last = costs.exposed(vocabulary_operations(workload, ahead, 1 + ahead))
+    # The loss exchanges two numbers per token.
+    loss_bytes = workload.tokens * 2 * 4 * par.tp
+    loss = TensorOperation("all_gather", "", loss_bytes, 1.0, par.tp)
+    return TensorSeconds(dense, moe, first, last + (1 + ahead) * costs.exposed_once(loss))
+
+
+class _TensorCosts:
+    """The exposed seconds of tensor-parallel operations. Equal operations are computed once."""
+
+    def __init__(self, workload: Workload, rate: Rates, compute: Compute, path: Path):
+        self.in_pieces = workload.software.tp_overlap
+        self.shown = rate.tp_exposed
+        self.overlap_s = compute.overlap_s
+        self.path = path
+        self.links = rate.tensor_outside if path.fabric_s else rate.tensor
+        self._seconds: dict[tuple[Operation, float, int], Number] = {}
+
+    def exposed(self, operations: Iterable[TensorOperation]) -> Number:
+        """Returns the exposed seconds of these operations."""
+        total: Number = 0.0
+        for operation in operations:
+            total += operation.times * self.exposed_once(operation)
+        return total
+
+    def exposed_once(self, operation: TensorOperation) -> Number:
+        """Returns the exposed seconds of an operation that runs once."""
+        once = self._once(operation)
+        if operation.overlap:  # the whole operation runs behind a product that does not need it
+            return self.shown * self._late(once, operation.overlap)
+        # the operation runs in pieces behind the product before or after it
+        if self.in_pieces:
+            late = self._late(once, "attention") + self._late(once, "mlp")
+            return self.shown * once + (1.0 - self.shown) / 2 * late
+        return self.shown * once
+
+    def _once(self, operation: TensorOperation) -> Number:
+        """Returns the seconds of an operation that runs once and alone."""
+        key = operation.operation, operation.size, operation.ranks
+        if key not in self._seconds:
+            self._seconds[key] = collective.seconds(*key, self.path, self.links)
+        return self._seconds[key]
+
+    def _late(self, once: Number, overlap: Overlap) -> Number:
+        """Returns the seconds by which an operation outlasts the product that it overlaps with."""
+        return larger(0.0, once - self.overlap_s[overlap])
 
 
 def context_seconds(

@@ -51,4 +51,7 @@ def level_factors(path: Path, model: Model, parallel: Parallel) -> tuple[float, 
     ranks = expert_mesh(parallel).ep
     inside = round(1 + path.share.get(NVLINK, 0.0) * (ranks - 1))
     domains = ranks // inside
-    return (float(domains), landings(model.moe, domains) / model.moe.top_k) if domains > 1 else None
+    if domains == 1:
+        return None
+    network = landings(model.moe, domains) / model.moe.top_k
+    return float(domains), network

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from orchestrator.cost.numpy_import import np
 from orchestrator.plan.cluster import NVLINK, SELF
-from orchestrator.plan.document import Cluster
+from orchestrator.plan.document import Cluster, Link, SwitchLevel
 
 #: ring: collectives, whose members on one node share the traffic over all their NICs; chain:
 #: point-to-point to the next member, over the GPU's own NIC; exchange: all-to-all.
@@ -43,7 +43,9 @@ class Path(Struct, frozen=True):
     stretch: dict[str, float] = {}  # operation -> measured factor by which its bytes take longer
 
 
-NO_PATH = Path(0.0, 0.0, 0.0, 0.0, SELF, {})
+NO_PATH = Path(
+    nvlink_s=0.0, fabric_s=0.0, hop_s=0.0, ring_latency_s=0.0, worst_level=SELF, share={}
+)
 
 
 class Fabric:
@@ -62,11 +64,10 @@ class Fabric:
         for tier, members in enumerate(blocks):
             for index, nodes in enumerate(members):
                 self.block[tier, nodes] = index
-        links = [(cluster.nvlink.bytes_per_s, cluster.nvlink.latency_s)]
-        links += [(level.bytes_per_s, level.latency_s) for level in cluster.levels]
+        links: list[Link | SwitchLevel] = [cluster.nvlink, *cluster.levels]
         #: Bytes/s of one GPU's share of a path whose ends meet on each tier.
-        self.rate: Floats = np.array([rate for rate, _ in links])
-        self.latency = np.array([latency for _, latency in links])
+        self.rate: Floats = np.array([link.bytes_per_s for link in links])
+        self.latency = np.array([link.latency_s for link in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         # GPUs below each block.
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]
@@ -103,9 +104,10 @@ class Fabric:
             # This is a set because np.unique would import numpy.ma, which takes longer than all of
             # an ordinary plan.
             alike = (runs == runs[:, :1]).all() and len(set(runs[:, 0].tolist())) == len(runs)
-            if not alike or (self.gpus[tier][blocks] != size * self.gpus_per_node).any():
+            gpus = size * self.gpus_per_node
+            if not alike or (self.gpus[tier][blocks] != gpus).any():
                 break
-            equivalents.append(size * self.gpus_per_node)
+            equivalents.append(gpus)
         return equivalents
 
     def standing_for_all(self, members: Ints, window: int) -> Ints:
@@ -174,21 +176,12 @@ class Fabric:
 
     def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool, alike: int) -> Path:
         """Returns the path of a ring or chain. Each row of `node` represents `alike` groups."""
-        source = node if wrap else node[:, :-1]
-        level: Ints = np.full(source.shape, len(self.names) - 1)
-        for tier in range(len(self.names) - 2, -1, -1):
-            blocks = self.block[tier][node]
-            level[
-                (blocks == np.roll(blocks, -1, axis=1))
-                if wrap
-                else (blocks[:, :-1] == blocks[:, 1:])
-            ] = tier
+        level = self._hop_levels(node, wrap)
         hops = self.latency[level]
         worst = int(level.max())
-        slots = int(node.max()) + 1
         inside = level == 0
-        nvlink = self._slowest_domain(node, inside, pattern) if bool(inside.any()) else 0.0
-        seconds = 0.0
+        nvlink_s = self._slowest_domain(node, inside, pattern) if bool(inside.any()) else 0.0
+        fabric_s = 0.0
         share = {NVLINK: 1.0}
         if worst:
             # A ring leaves an NVLink domain over the NICs of all its members there, a chain over
@@ -196,24 +189,45 @@ class Fabric:
             nics = np.ones(level.shape)
             if pattern == "ring":
                 nics = _members_in_block(self.block[0][node])[:, : level.shape[1]]
-            outside = level > 0
-            flows = np.full(int(outside.sum()), float(alike))
-            seconds = max(
-                seconds, self._fullest_link(source[outside], level[outside], flows, slots)
-            )
-            seconds = max(
-                seconds, float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max())
-            )
+            fabric_s = self._slowest_hop(node, level, nics, alike)
             nic_share = float((1.0 / nics[level == worst]).max())
-            share = (
-                {NVLINK: 1.0 - nic_share, self.names[worst]: nic_share}
-                if nic_share < 1.0
-                else {self.names[worst]: 1.0}
-            )
-        turn = float(hops.sum(axis=1).max())
+            share = {self.names[worst]: nic_share}
+            if nic_share < 1.0:
+                share = {NVLINK: 1.0 - nic_share, self.names[worst]: nic_share}
         return Path(
-            nvlink, seconds, float(hops.max()), turn, self.names[worst], share, self.stretch[worst]
+            nvlink_s=nvlink_s,
+            fabric_s=fabric_s,
+            hop_s=float(hops.max()),
+            ring_latency_s=float(hops.sum(axis=1).max()),
+            worst_level=self.names[worst],
+            share=share,
+            stretch=self.stretch[worst],
         )
+
+    def _hop_levels(self, node: Ints, wrap: bool) -> Ints:
+        """Returns the tier on which each member of a ring or chain meets the next one."""
+        hops = node if wrap else node[:, :-1]
+        level: Ints = np.full(hops.shape, len(self.names) - 1)
+        for tier in range(len(self.names) - 2, -1, -1):
+            blocks = self.block[tier][node]
+            if wrap:
+                together = blocks == np.roll(blocks, -1, axis=1)
+            else:
+                together = blocks[:, :-1] == blocks[:, 1:]
+            level[together] = tier
+        return level
+
+    def _slowest_hop(self, node: Ints, level: Ints, nics: Floats, alike: int) -> float:
+        """Returns the seconds per byte on the network of the slowest hop outside a domain.
+
+        A hop over some `nics` waits for these, or for the most loaded shared link.
+        """
+        outside = level > 0
+        source = node[:, : level.shape[1]][outside]
+        flows = np.full(len(source), float(alike))
+        shared_s = self._fullest_link(source, level[outside], flows, int(node.max()) + 1)
+        own_s = float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max())
+        return max(shared_s, own_s)
 
     def _slowest_domain(self, node: Ints, inside: Bools, pattern: Pattern) -> float:
         """Returns the seconds per byte on NVLink of hops `inside` a domain.
@@ -228,35 +242,46 @@ class Fabric:
     def _exchange(self, node: Ints) -> Path:
         """Returns the path of an all-to-all; `node` is int [groups, n]."""
         n = node.shape[1]
-        within = np.stack(
-            [_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))]
-        )
-        # [tier, groups, n]: the fraction of bytes whose ends meet on that tier.
-        tier_share = np.diff(within, axis=0, prepend=0.0) / (n - 1)
+        tier_share = self._tier_shares(node)
         used = [tier for tier in range(len(self.names)) if tier_share[tier].any()]
         worst = used[-1]
-        nvlink = float(tier_share[0].max() / self.rate[0])
+        nvlink_s = float(tier_share[0].max() / self.rate[0])
         # Each peer gets an equal part of the bytes, over its own links.
-        if self.linked_peers and nvlink:
-            nvlink = self.domain_seconds(n)
-        flows = tier_share[1:].reshape(-1)
-        source = np.broadcast_to(node, tier_share[1:].shape).reshape(-1)
+        if self.linked_peers and nvlink_s:
+            nvlink_s = self.domain_seconds(n)
+        outside = tier_share[1:]
+        source = np.broadcast_to(node, outside.shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)
-        seconds = self._fullest_link(source, level, flows, int(node.max()) + 1)
+        shared_s = self._fullest_link(source, level, outside.reshape(-1), int(node.max()) + 1)
         own_nic = sum(
             tier_share[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier
         )
-        seconds = max(seconds, float(np.max(own_nic)))
         busiest = np.unravel_index(int(tier_share[worst].argmax()), node.shape)
-        share = {
-            self.names[tier]: float(tier_share[tier][busiest])
-            for tier in used
-            if tier_share[tier][busiest] > 0
-        }
-        hop = float(self.latency[worst])
+        hop_s = float(self.latency[worst])
         return Path(
-            nvlink, seconds, hop, hop * (n - 1), self.names[worst], share, self.stretch[worst]
+            nvlink_s=nvlink_s,
+            fabric_s=max(shared_s, float(np.max(own_nic))),
+            hop_s=hop_s,
+            ring_latency_s=hop_s * (n - 1),
+            worst_level=self.names[worst],
+            share={
+                self.names[tier]: float(tier_share[tier][busiest])
+                for tier in used
+                if tier_share[tier][busiest] > 0
+            },
+            stretch=self.stretch[worst],
         )
+
+    def _tier_shares(self, node: Ints) -> Floats:
+        """Returns the fraction of each member's bytes whose ends meet on a tier.
+
+        The result is float [tier, groups, n], and `node` is int [groups, n].
+        """
+        within = np.stack(
+            [_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))]
+        )
+        shares: Floats = np.diff(within, axis=0, prepend=0.0) / (node.shape[1] - 1)
+        return shares
 
     def _gpu_bandwidth(self, level: Ints) -> Floats:
         """Returns the bytes/s of a GPU that sends alone: a whole NIC, or all of its NICs."""

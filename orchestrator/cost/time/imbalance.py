@@ -28,8 +28,9 @@ def spread_name(moe: Moe) -> str:
 
     That is a bias that every step's loads move, a term of the loss, or nothing.
     """
-    balance = "bias" if moe.bias_update else "loss" if moe.balance_loss else "none"
-    return f"moe.spread.{balance}"
+    if moe.bias_update:
+        return "moe.spread.bias"
+    return "moe.spread.loss" if moe.balance_loss else "moe.spread.none"
 
 
 def load_factor(model: Model, parallel: Parallel, spread: float) -> float:

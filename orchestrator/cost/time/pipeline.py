@@ -72,9 +72,9 @@ def span_seconds(
     if parallel.schedule == TABLE:
         half = tuple(seconds / 2 for seconds in backward)
         span = simulate(schedule_of(parallel), Costs(tuple(forward), half, half)).makespan
-        return span, (parallel.pp * span - busy) / busy
-    names = (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
-    span = _simulated_span(*names, tuple(forward), tuple(backward), max(work))
+    else:
+        names = (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
+        span = _simulated_span(*names, tuple(forward), tuple(backward), max(work))
     return span, (parallel.pp * span - busy) / busy
 
 

@@ -38,13 +38,20 @@ def recomputed_share(parallel: Parallel, train: Train, software: Software) -> Re
     orch = software.selective == "orch"
     selective *= orch
     end = 0.0 if orch else full
-    inputs = mlp_inputs = 0.0
+    inputs = 0.0
+    mlp_inputs = 0.0
     if shares_inputs(parallel, train):
         received_share = held_inputs(parallel) / max(1, sum(parallel.stage_layers))
         inputs = (full + selective) * (1.0 - received_share)
         mlp_inputs = selective
-    core = full + selective * (parallel.cp > 1)
-    return RecomputedShare(full, full + selective * parallel.sp, core, end, inputs, mlp_inputs)
+    return RecomputedShare(
+        layer=full,
+        gather=full + selective * parallel.sp,
+        core=full + selective * (parallel.cp > 1),
+        end=end,
+        inputs=inputs,
+        mlp_inputs=mlp_inputs,
+    )
 
 
 def shares_inputs(parallel: Parallel, train: Train) -> bool:

@@ -14,15 +14,9 @@ from math import log2, sqrt
 from typing import NamedTuple
 
 from orchestrator.cost.dual import Number, scaled_like, value_of
-from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.cost.memory.offloaded_inputs import input_bytes, stage_inputs
 from orchestrator.cost.model.layers import layer_groups, params_outside_layers
-from orchestrator.cost.model.stages import (
-    held_layers,
-    rank_parameters,
-    rank_stages,
-    splits_backward,
-)
+from orchestrator.cost.model.stages import held_layers, rank_parameters, rank_stages
 from orchestrator.cost.rates import Rates
 from orchestrator.cost.time import collective
 from orchestrator.cost.workload import Workload
@@ -43,7 +37,7 @@ from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_secon
 from .fabric import Path
 from .limited_by import limited_by
 from .offload import activation_seconds, offload_seconds
-from .pipeline import EQUAL, rank_seconds, span_seconds, weights_at_end
+from .pipeline import rank_seconds, span_seconds
 from .traffic import (
     PathKey,
     sends_per_micro_batch,
@@ -199,7 +193,7 @@ class StepCost:
         return once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
 
     @cached_property
-    def _sent(self) -> list[Number]:
+    def sent(self) -> list[Number]:
         """Seconds of gradients and gathered weights, hidden or not, of each pipeline rank."""
         work = self.work
         seconds_of_held = dict[tuple[int, int], Number]()
@@ -220,7 +214,7 @@ class StepCost:
         work = self.work
         par = self.parallel
         exposed = dict[tuple[float, float], Number]()
-        for sent, seconds in zip(self._sent, self.ranks, strict=True):
+        for sent, seconds in zip(self.sent, self.ranks, strict=True):
             key = value_of(sent), value_of(seconds)
             if key not in exposed:
                 exposed[key] = exposed_gradients(
@@ -241,24 +235,18 @@ class StepCost:
         par = self.parallel
         work = self.work
         most_parameters = max(map(sum, self.work.held))
+        shards = shard_ranks(par)
         if work.offload is None or not offload_of(self.workload.train).optimizer:
-            narrow = (
-                NARROW_STATE.get(work.state, 0.0)
-                * most_parameters
-                / (shard_ranks(par) if par.zero else 1)
-            )
-            return (
-                constant_seconds(par, work.rate, most_parameters, work.nodes)
-                + narrow * work.rate.byte_s
-            )
-        gpu_work_s = par.micro_batches * self.ranks[self.slowest]
+            narrow = NARROW_STATE.get(work.state, 0.0) * most_parameters / shards
+            optimizer_s = constant_seconds(par, work.rate, most_parameters, work.nodes)
+            return optimizer_s + narrow * work.rate.byte_s
         offload_s = offload_seconds(
             most_parameters,
-            shard_ranks(par),
+            shards,
             self.workload.train,
             work.offload,
-            work.rate.byte_s,
-            gpu_work_s,
+            byte_s=work.rate.byte_s,
+            gpu_work_s=par.micro_batches * self.ranks[self.slowest],
         )
         return constant_seconds(par, work.rate, 0.0, work.nodes) + offload_s
 
@@ -294,88 +282,6 @@ class StepCost:
     def step_s(self) -> Number:
         """Seconds per step."""
         return (self.span[0] + self.outside) * self.factor
-
-    @cached_property
-    def _ends(self) -> list[float]:
-        """The least seconds that the schedule takes because of each pipeline rank.
-
-        It waits until a micro-batch has passed the stages ahead of the rank, then does all of the
-        rank's work. If backward is whole, the last gradient goes back through those stages.
-        """
-        ahead = [0.0]
-        total = 0.0
-        backward_is_whole = not splits_backward(self.parallel)
-        if self.never_idle:
-            return [self.parallel.micro_batches * value_of(seconds) for seconds in self.ranks]
-        for forward, backward in self.stages:
-            total += value_of(forward) + (value_of(backward) if backward_is_whole else 0.0)
-            ahead.append(total)
-        firsts = map(min, rank_stages(self.parallel))
-        m = self.parallel.micro_batches
-        return [
-            ahead[first] + m * value_of(seconds)
-            for first, seconds in zip(firsts, self.ranks, strict=True)
-        ]
-
-    @cached_property
-    def lower_bound_s(self) -> float:
-        """Lower bound of `step_s` that needs no simulation."""
-        return self._least(max(*self._ends, self._chain, self._way_back), value_of(self.gradients))
-
-    @property
-    def _chain(self) -> float:
-        """Seconds of one micro-batch through all stages and back.
-
-        Of a split backward, only the first half counts.
-        """
-        if self.never_idle:
-            return 0.0
-        back = 0.5 if splits_backward(self.parallel) else 1.0
-        return sum(
-            value_of(forward) + back * value_of(backward) for forward, backward in self.stages
-        )
-
-    @property
-    def _way_back(self) -> float:
-        """Seconds until the last gradient has gone back through the stages ahead of its rank.
-
-        It is that of the rank with most stages ahead of it, if backward is split. Meanwhile the
-        rank has weight gradients left to compute.
-        """
-        par = self.parallel
-        if self.never_idle or par.schedule not in SPLIT_BACKWARD:
-            return 0.0
-        held = rank_stages(par)
-        rank = max(range(par.pp), key=lambda rank: min(held[rank]))
-        half = [value_of(backward) / 2 for _, backward in self.stages]
-        deferred_weights = weights_at_end(par.schedule, par.pp, par.micro_batches, par.vpp, rank)
-        return (
-            self._ends[rank]
-            + sum(half[: min(held[rank])])
-            - deferred_weights * max(half[stage] for stage in held[rank])
-        )
-
-    def bound_over(self, inner_known: bool) -> float:
-        """Returns a lower bound of the step with any paths that are no cheaper than these.
-
-        A rank that takes longer hides more of its gradients. But if it takes longer than `span`, so
-        does the step. With `inner_known`, the paths of communication inside a stage are these, so
-        no rank takes longer.
-        """
-        work = self.work
-        par = self.parallel
-        span = value_of(self.span[0])
-        longest = 0.0
-        for sent, end, seconds in zip(self._sent, self._ends, self.ranks, strict=True):
-            slack = 0.0 if inner_known else max(0.0, span - end) / par.micro_batches
-            shown = exposed_gradients(sent, par, work.rate, self.workload.software, seconds + slack)
-            longest = max(longest, value_of(shown))
-        return self._least(span, longest)
-
-    def _least(self, span: float, gradients: float) -> float:
-        """Returns a lower bound of the step from its span and its exposed gradients in seconds."""
-        outside = gradients + value_of(self.transfers) + value_of(self.constant)
-        return (span + outside) * value_of(self.factor) * (1 - EQUAL)
 
     @cached_property
     def exposed(self) -> dict[str, Number]:
@@ -464,7 +370,9 @@ def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> 
         compute_s=compute,
         exposed_comm_s={axis: exposed[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
         bubble_ratio=bubble / step,
-        limited_by=limited_by(step, compute, bubble, exposed, par, outside),
+        limited_by=limited_by(
+            step, compute, bubble, exposed=exposed, parallel=par, outside=outside
+        ),
         terms=terms,
         software=cost.workload.software.name,
         profile=profile,

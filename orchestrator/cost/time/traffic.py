@@ -8,9 +8,10 @@ ring attention. Tensor and expert parallelism: `layer_traffic`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import lcm, prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -52,7 +53,6 @@ Window = Literal["none", "attention", "backward", "compute"]
 
 SizedOperation = tuple[Operation, float, float, Window]  # (operation, bytes, count, window)
 
-
 #: The axes whose ranks hold the same dense, and the same expert, parameters.
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
 EXPERT_REPLICAS = expert_mesh.REPLICAS
@@ -91,137 +91,158 @@ class Traffic(Struct, frozen=True):
         return self.count * value_of(sent_bytes(self.operation, self.size, self.members))
 
 
+class RankContents(NamedTuple):
+    """The contents of a pipeline rank, on which its communication depends."""
+
+    layers: int
+    moe: int  # the MoE layers among them
+    ends: tuple[float, float]  # the result of `end_shares`
+    parameters: tuple[int, int]  # (dense, expert)
+    sends: float  # the result of `sends_of`
+
+
 def step_traffic(workload: Workload) -> list[list[Traffic]]:
     """Returns all communication of one step, by pipeline rank."""
     model = workload.model
     parallel = workload.parallel
     held = rank_parameters(model, parallel)
-    seen: dict[tuple[object, ...], list[Traffic]] = {}
+    seen: dict[RankContents, list[Traffic]] = {}
     traffic = []
     for stages, parameters in zip(rank_stages(parallel), held, strict=True):
         layer_ranges = [held_layers(model, parallel, stage) for stage in stages]
-        moe = sum(dense_and_moe(model, layers.start, layers.stop)[1] for layers in layer_ranges)
-        key = (
-            sum(map(len, layer_ranges)),
-            moe,
-            end_shares(parallel, stages),
-            parameters,
-            sends_of(parallel, stages),
+        contents = RankContents(
+            layers=sum(map(len, layer_ranges)),
+            moe=sum(dense_and_moe(model, layers.start, layers.stop)[1] for layers in layer_ranges),
+            ends=end_shares(parallel, stages),
+            parameters=parameters,
+            sends=sends_of(parallel, stages),
         )
-        if key not in seen:
-            seen[key] = _rank_traffic(workload, *key)
-        traffic.append(seen[key])
+        if contents not in seen:
+            seen[contents] = _rank_traffic(workload, contents)
+        traffic.append(seen[contents])
     return traffic
 
 
-def _rank_traffic(
-    workload: Workload,
-    held: int,
-    moe: int,
-    ends: tuple[float, float],
-    parameters: tuple[int, int],
-    sends: float,
-) -> list[Traffic]:
-    """Returns the communication of a rank with `held` layers, of which `moe` are MoE layers.
+def _rank_traffic(workload: Workload, rank: RankContents) -> list[Traffic]:
+    """Returns the communication of a pipeline rank."""
+    activations = chain(
+        _tensor_traffic(workload, rank),
+        _context_traffic(workload, rank),
+        _expert_traffic(workload, rank),
+        _stage_traffic(workload, rank),
+    )
+    traffic = [
+        message
+        for message in activations
+        if message.members > 1 and message.size > 0 and message.count > 0
+    ]
+    outside = params_outside_layers(workload.model, workload.parallel.tp)
+    traffic.extend(gradient_traffic(workload, rank.parameters, outside))
+    return traffic
 
-    `ends` is the result of `end_shares`; `parameters` is (dense, expert).
-    """
+
+def _tensor_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]:
+    """Yields the tensor-parallel communication of a rank."""
     model = workload.model
     parallel = workload.parallel
-    # a bidirectional schedule has two copies, which share the micro-batches
+    tp = parallel.tp
+    if tp == 1:
+        return
+    # A bidirectional schedule has two copies of the model, which share the micro-batches.
     copies = copies_of(parallel)
-    layers = held / copies
     m = parallel.micro_batches
-    tokens = workload.tokens
-    traffic: list[Traffic] = []
-    parallel_experts = expert_mesh.expert_mesh(parallel).ep
-
-    def add(
-        axis: Axis, operation: Operation, size: float, count: float, varying: Sequence[Axis] = ()
-    ) -> None:
-        """Adds operations of an axis, unless there is nothing to send."""
-        varying = varying or (axis,)
-        n = parallel_experts if axis == "ep" else prod(getattr(parallel, name) for name in varying)
-        if n > 1 and size > 0 and count > 0:
-            traffic.append(Traffic(axis, tuple(varying), operation, size, count, n))
-
-    def add_tensor(operations: Sequence[TensorOperation], times: float) -> None:
-        """Adds tensor-parallel operations; `etp` neighbours count as far apart as those of tp."""
-        for tensor_operation in operations:
-            if (
-                tensor_operation.ranks > 1
-                and tensor_operation.size > 0
-                and tensor_operation.times * times > 0
-            ):
-                traffic.append(
-                    Traffic(
-                        "tp",
-                        ("tp",),
-                        tensor_operation.operation,
-                        tensor_operation.size,
-                        tensor_operation.times * times,
-                        tensor_operation.ranks,
-                    )
-                )
-
-    add_tensor(tensor_operations(workload, moe=False), (held - moe) / copies * m)
-    add_tensor(
-        [*tensor_operations(workload, moe=True), *routing_operations(workload)] if moe else [],
-        moe / copies * m,
-    )
-    first, last = ends
+    dense = rank.layers - rank.moe
+    first, last = rank.ends
+    yield from _neighbour_traffic(tensor_operations(workload, moe=False), dense / copies * m)
+    if rank.moe:
+        operations = [*tensor_operations(workload, moe=True), *routing_operations(workload)]
+        yield from _neighbour_traffic(operations, rank.moe / copies * m)
     ahead = prediction_blocks(model) * last  # each prediction block looks tokens up and has a loss
-    vocabulary = vocabulary_operations(workload, first + ahead, last + ahead)
-    repeated = prediction_operations(workload, ahead)
-    add_tensor([*vocabulary, *repeated] if parallel.tp > 1 else [], m)
-    add_tensor(
-        _partial_gradients(model, parallel, workload.gradient_width, held - moe, moe, bool(last)),
-        1.0,
-    )
+    yield from _neighbour_traffic(vocabulary_operations(workload, first + ahead, last + ahead), m)
+    yield from _neighbour_traffic(prediction_operations(workload, ahead), m)
+    yield from _neighbour_traffic(_partial_gradients(workload, dense, rank.moe, bool(last)), 1.0)
     # The loss exchanges two fp32 numbers per token.
-    add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, (last + ahead) * m)
+    loss_bytes = workload.tokens * 2 * 4 * tp
+    loss = TensorOperation("all_gather", "", loss_bytes, last + ahead, tp)
+    yield from _neighbour_traffic([loss], m)
     # Every rank holds these projections whole and computes their gradients from its own tokens.
     if parallel.sp:
         replicated = prediction_blocks(model) * bool(last) * prediction_params(model)
-        add("tp", "all_reduce", _shard_bytes(workload, replicated), 1.0)
+        size = _shard_bytes(workload, replicated)
+        yield from _neighbour_traffic([TensorOperation("all_reduce", "", size, 1.0, tp)], 1.0)
 
-    for operation, size, count, _ in context_parallel_operations(workload):
-        add("cp", operation, size, count * layers * m)
 
-    # Ranks of cp that share sequences agree on the tokens that experts take.
-    if moe:
-        choice_bytes = told_choices(workload) * parallel.cp
-        add("cp", "all_gather", choice_bytes, (1 + workload.recomputed.layer) * moe / copies * m)
-
-    for operation, size, count in expert_operations(workload):
-        add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
-    for carried, size, count in label_operations(workload) if parallel_experts > 1 and moe else ():
-        times = count * moe / copies * m
-        expert_axes = expert_mesh.axes(parallel)
-        traffic.append(
-            Traffic("ep", expert_axes, "all_to_all", size, times, parallel_experts, carried=carried)
+def _neighbour_traffic(operations: Iterable[TensorOperation], times: float) -> Iterator[Traffic]:
+    """Yields `times` these operations; `etp` neighbours count as far apart as those of tp."""
+    for tensor_operation in operations:
+        yield Traffic(
+            axis="tp",
+            varying=("tp",),
+            operation=tensor_operation.operation,
+            size=tensor_operation.size,
+            count=tensor_operation.times * times,
+            members=tensor_operation.ranks,
         )
 
-    add("pp", "p2p", workload.boundary_bytes, m * sends)
-    if bool(first) != bool(last) and sums_table(model, parallel):
-        size = table_gradient_bytes(workload)
-        traffic.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
-    traffic.extend(
-        gradient_traffic(workload, parameters, params_outside_layers(model, parallel.tp))
-    )
-    return traffic
+def _context_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]:
+    """Yields the context-parallel communication of a rank."""
+    parallel = workload.parallel
+    cp = parallel.cp
+    if cp == 1:
+        return
+    copies = copies_of(parallel)
+    m = parallel.micro_batches
+    layers = rank.layers / copies
+    for operation, size, count, _ in context_parallel_operations(workload):
+        yield Traffic("cp", ("cp",), operation, size, count * layers * m, members=cp)
+    # Ranks of cp that share sequences agree on the tokens that experts take.
+    if rank.moe:
+        size = told_choices(workload) * cp
+        count = (1 + workload.recomputed.layer) * rank.moe / copies * m
+        yield Traffic("cp", ("cp",), "all_gather", size, count, members=cp)
+
+
+def _expert_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]:
+    """Yields the all-to-alls of a rank's MoE layers, with their labels."""
+    parallel = workload.parallel
+    ranks = expert_mesh.expert_mesh(parallel).ep
+    if ranks == 1 or not rank.moe:
+        return
+    copies = copies_of(parallel)
+    m = parallel.micro_batches
+    varying = expert_mesh.axes(parallel)
+    for operation, size, count in expert_operations(workload):
+        times = count * rank.moe / copies * m
+        yield Traffic("ep", varying, operation, size, times, members=ranks)
+    for carried, size, count in label_operations(workload):
+        times = count * rank.moe / copies * m
+        yield Traffic("ep", varying, "all_to_all", size, times, members=ranks, carried=carried)
+
+
+def _stage_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]:
+    """Yields the communication of a rank with other stages."""
+    parallel = workload.parallel
+    count = parallel.micro_batches * rank.sends
+    yield Traffic("pp", ("pp",), "p2p", workload.boundary_bytes, count, members=parallel.pp)
+    first, last = rank.ends
+    if bool(first) != bool(last) and sums_table(workload.model, parallel):
+        size = table_gradient_bytes(workload)
+        yield Traffic("pp", ("pp",), "all_reduce", size, 1.0, members=2)
 
 
 def _partial_gradients(
-    model: Model, parallel: Parallel, width: int, dense: int, moe: int, last: bool
+    workload: Workload, dense: int, moe: int, last: bool
 ) -> list[TensorOperation]:
     """Returns the sums over tp ranks, once per step, of gradients of which each rank has a part.
 
     With SP these are gradients of everything that is whole on each rank. Without latent attention,
     they also include key and value heads that several ranks hold. `dense` and `moe` are numbers of
-    layers; `width` is the bytes of a gradient.
+    layers.
     """
+    model = workload.model
+    parallel = workload.parallel
+    width = workload.gradient_width
     tp = parallel.tp
     numbers = 0
     shards = shard_ranks(parallel) * copies_of(parallel)
@@ -354,10 +375,6 @@ def gradient_traffic(
     `path_cache.mirrored`.
     """
     parallel = workload.parallel
-    software = workload.software
-    width = workload.width
-    gradient = workload.gradient_width
-    by_round = software.reduces_by_round
     copies = copies_of(parallel)
     for parameters, replicas in zip(
         held, (DENSE_REPLICAS, expert_mesh.replicas(parallel)), strict=True
@@ -366,25 +383,16 @@ def gradient_traffic(
         members = copies * prod(getattr(parallel, axis) for axis in replicas)
         if members == 1 or not parameters:
             continue
-        once = outside if software.keeps_tables and replicas is DENSE_REPLICAS else 0
+        once = outside if workload.software.keeps_tables and replicas is DENSE_REPLICAS else 0
         group = parallel.zero_group // (1 if "ep" in replicas else expert_mesh.spread(parallel))
-        groups = _gradient_parts(
-            parameters, members, parallel, width, gradient, by_round, once, group
-        )
-        for group_part, share, operations in groups:
+        groups = _gradient_parts(workload, parameters, once, members, group)
+        for group_part, ranks, operations in groups:
             for operation, size, count, _ in operations:
-                yield Traffic("dp", varying, operation, size, count, share, group_part)
+                yield Traffic("dp", varying, operation, size, count, members=ranks, part=group_part)
 
 
 def _gradient_parts(
-    parameters: int,
-    members: int,
-    parallel: Parallel,
-    width: int,
-    grad_width: int,
-    by_round: bool,
-    once: int,
-    group: int,
+    workload: Workload, parameters: int, once: int, members: int, group: int
 ) -> list[tuple[Part, int, list[SizedOperation]]]:
     """Returns (part of the `members` replicas, ranks in it, operations) of gradients and weights.
 
@@ -392,17 +400,16 @@ def _gradient_parts(
     ranks that hold the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv
     2205.00119). With a single neighbour, only this sum remains.
     """
-    operations = _gradient_operations(parameters, parallel, width, grad_width, by_round, once)
+    parallel = workload.parallel
+    operations = _gradient_operations(workload, parameters, once)
     if not 0 < group < members or not parallel.zero:
         return [("", members, operations)]
-    gradients = parameters * grad_width / group
+    gradients = parameters * workload.gradient_width / group
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     across: SizedOperation = ("all_reduce", gradients / buckets, buckets, "backward")
-    return (
-        [("shard", group, operations), ("replica", members // group, [across])]
-        if group > 1
-        else [("", members, [across])]
-    )
+    if group == 1:
+        return [("", members, [across])]
+    return [("shard", group, operations), ("replica", members // group, [across])]
 
 
 def reductions(parallel: Parallel, by_round: bool) -> int:
@@ -414,25 +421,24 @@ def reductions(parallel: Parallel, by_round: bool) -> int:
     return -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
 
 
-def _gradient_operations(
-    parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool, once: int
-) -> list[SizedOperation]:
+def _gradient_operations(workload: Workload, parameters: int, once: int) -> list[SizedOperation]:
     """Returns (operation, bytes, count per step, window) of gradients and weights of `parameters`.
 
     ZeRO-0 and -1 send 2 Psi per step. ZeRO-2 and -3 reduce-scatter for every micro-batch. ZeRO-3
     gathers all weights, except for `once` of them, for every forward and every backward; in a
-    pipeline, whose micro-batches interleave, it gathers once per step. With `by_round`, gradients
-    are reduced after the pp micro-batches that an interleaved schedule runs in a row on a virtual
-    stage.
+    pipeline, whose micro-batches interleave, it gathers once per step. If the software reduces by
+    round, gradients are reduced after the pp micro-batches that an interleaved schedule runs in a
+    row on a virtual stage.
     """
+    parallel = workload.parallel
     if parameters == 0:
         return []
-    gradients = parameters * grad_width
-    weights = parameters * width
+    gradients = parameters * workload.gradient_width
+    weights = parameters * workload.width
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     if parallel.zero == 0:
         return [("all_reduce", gradients / buckets, buckets, "backward")]
-    rounds = reductions(parallel, by_round)
+    rounds = reductions(parallel, workload.software.reduces_by_round)
     window: Window = "backward" if rounds == 1 else "compute"
     scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * rounds, window)
     if parallel.zero < 3 or parallel.pp > 1:

@@ -19,6 +19,7 @@ from orchestrator.cost.numpy_import import np
 from orchestrator.cost.path_cache import Cuts, communicating
 from orchestrator.cost.rates import Rates
 from orchestrator.cost.time.fabric import NO_PATH, Fabric, Ints, Path, Pattern
+from orchestrator.cost.time.step_bound import bound_over_paths_s
 from orchestrator.cost.time.step_time import INNER, StepCost, Work
 from orchestrator.cost.time.traffic import PathKey
 from orchestrator.plan.document import Axis, Parallel
@@ -45,7 +46,7 @@ def placement_lower_bound(
         # Groups of one node cost the same on every node.
         if inner:
             inner_known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
-    return StepCost(work, paths).bound_over(inner_known)
+    return bound_over_paths_s(StepCost(work, paths), inner_known)
 
 
 def nvlink_over_fabric(rate: Rates) -> float:

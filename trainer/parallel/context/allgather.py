@@ -46,9 +46,9 @@ class AllGatherAttention:
         documents: Documents | None,
     ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        labels = block.labels(documents, token_index, self.drop, q)
+        tensors = q, k, v, block.labels(documents, token_index, self.drop, q)
         scale = q.shape[-1] ** -0.5
-        return _AllGather.apply(q, k, v, labels, documents, scale, self).transpose(1, 2)
+        return _AllGather.apply(*tensors, documents, scale, self).transpose(1, 2)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
@@ -108,7 +108,7 @@ class _AllGather(torch.autograd.Function):
         joined = None
         for rows, keys, causal, sight in core.blocks(q, labels, all_labels, documents):
             partial = block.forward(
-                q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, *sight
+                q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, sight=sight
             )
             if joined is not None:
                 partial = block.join(joined[0].to(dtype), joined[1].to(dtype), *partial)
@@ -116,7 +116,8 @@ class _AllGather(torch.autograd.Function):
             if causal:  # the diagonal is a chunk's last block
                 out[:, :, rows], lse[:, :, rows] = partial
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, labels, out, lse)
+        inputs = q, k, v, labels
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.scale = scale
         ctx.core = core
         ctx.documents = documents
@@ -140,10 +141,10 @@ class _AllGather(torch.autograd.Function):
                 all_k[:, :, keys],
                 all_v[:, :, keys],
                 out[:, :, rows],
-                lse[:, :, rows].contiguous(),
-                ctx.scale,
-                causal,
-                *sight,
+                lse=lse[:, :, rows].contiguous(),
+                scale=ctx.scale,
+                causal=causal,
+                sight=sight,
             )
             dq[:, :, rows] += block_grads[0]
             dkv[0][:, :, keys] += block_grads[1]

@@ -38,17 +38,20 @@ class Sight(NamedTuple):
         return self.segments is not None and not self.segments.meet
 
 
+#: Only causality limits what queries see.
+UNLIMITED = Sight()
+
+
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float,
     causal: bool,
-    mask: Tensor | None = None,
-    factors: Tensor | None = None,
-    segments: Segments | None = None,
+    sight: Sight = UNLIMITED,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) under a `Sight`."""
+    """Returns (out, lse) of this block."""
+    mask, factors, segments = sight
     if segments is not None:
         flat_out, flat_lse = compat.segments_forward(
             _end_to_end(q), _end_to_end(k), _end_to_end(v), segments, causal, scale=scale
@@ -74,12 +77,11 @@ def backward(
     lse: Tensor,
     scale: float,
     causal: bool,
-    mask: Tensor | None = None,
-    factors: Tensor | None = None,
-    segments: Segments | None = None,
+    sight: Sight = UNLIMITED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the
     *joined* attention."""
+    mask, factors, segments = sight
     if segments is not None:
         return _segments_backward(
             grad, q, k, v, out, lse=lse, segments=segments, causal=causal, scale=scale

@@ -53,9 +53,9 @@ class RingAttention:
         documents: Documents | None,
     ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        labels = block.labels(documents, token_index, self.drop, q)
+        tensors = q, k, v, block.labels(documents, token_index, self.drop, q)
         scale = q.shape[-1] ** -0.5
-        return _Ring.apply(q, k, v, labels, documents, scale, self).transpose(1, 2)
+        return _Ring.apply(*tensors, documents, scale, self).transpose(1, 2)
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ class _Ring(torch.autograd.Function):
                 rows = visible_block.queries
                 keys, values = rotating[0][:, :, :, visible_block.keys]
                 partial = block.forward(
-                    q[:, :, rows], keys, values, scale, visible_block.causal, *sight
+                    q[:, :, rows], keys, values, scale, visible_block.causal, sight=sight
                 )
                 if step == 0:  # the rank's own keys, which all its queries see
                     out = partial[0].to(dtype)
@@ -124,7 +124,8 @@ class _Ring(torch.autograd.Function):
                     out[:, :, rows], lse[:, :, rows] = joined
             rotating = next_keys()
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, labels, out, lse)
+        inputs = q, k, v, labels
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.scale = scale
         ctx.ring = ring
         ctx.documents = documents
@@ -144,25 +145,24 @@ class _Ring(torch.autograd.Function):
             if visible_block is not None:
                 rows = visible_block.queries
                 keys, values = rotating[0][:, :, :, visible_block.keys]
-                dq_block, dk_block, dv_block = block.backward(
+                dq_block, *dkv_block = block.backward(
                     grad[:, :, rows],
                     q[:, :, rows],
                     keys,
                     values,
                     out[:, :, rows],
-                    lse[:, :, rows].contiguous(),
-                    ctx.scale,
-                    visible_block.causal,
-                    *sight,
+                    lse=lse[:, :, rows].contiguous(),
+                    scale=ctx.scale,
+                    causal=visible_block.causal,
+                    sight=sight,
                 )
             if step > 0:
                 (dkv,) = wait_for_grads()  # sent by the previous rank during our computation
             if visible_block is not None and step == 0:  # the rank's own keys
                 dq = dq_block.to(dtype)
-                dkv = torch.stack([dk_block.to(dtype), dv_block.to(dtype)])
+                dkv = torch.stack([grads.to(dtype) for grads in dkv_block])
             elif visible_block is not None:
-                dq[:, :, rows] += dq_block
-                _add_grads(dkv, visible_block.keys, dk_block, dv_block)
+                _add_grads(dq, dkv, visible_block, dq_block, dkv_block)
             wait_for_grads = ring.rotate([dkv])
             rotating = next_keys()
         (dkv,) = wait_for_grads()
@@ -170,10 +170,15 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _add_grads(dkv: Tensor, keys: slice, dk: Tensor, dv: Tensor) -> None:
-    """Adds the gradients of `keys` to those of all keys and values, [2, b, h, s, d]."""
-    dkv[0][:, :, keys] += dk
-    dkv[1][:, :, keys] += dv
+def _add_grads(
+    dq: Tensor, dkv: Tensor, visible_block: Visible, dq_block: Tensor, dkv_block: list[Tensor]
+) -> None:
+    """Adds the gradients of a block to those of all queries [b, h, s, d], and of all keys and
+    values [2, b, h, s, d]."""
+    dk_block, dv_block = dkv_block
+    dq[:, :, visible_block.queries] += dq_block
+    dkv[0][:, :, visible_block.keys] += dk_block
+    dkv[1][:, :, visible_block.keys] += dv_block
 
 
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:
