@@ -164,7 +164,8 @@ def _rank_traffic(
                     )
                 )
 
-    add_tensor(tensor_operations(workload, moe=False), (held - moe) / copies * m)
+    if held > moe:
+        add_tensor(tensor_operations(workload, moe=False), (held - moe) / copies * m)
     add_tensor(
         [*tensor_operations(workload, moe=True), *routing_operations(workload)] if moe else [],
         moe / copies * m,
