@@ -40,6 +40,10 @@ def routing(workload: Workload, moe: Moe, device: str) -> Iterator[KeptTensor]:
     choices = (SCORE * moe.experts + CHOICE * moe.top_k) / workload.sequence_shards
     numbers = choices + (COPY + ARRIVED * hops) * copies
     yield KeptTensor("mlp", "routing", "routing", numbers)
+    if workload.width < 4:
+        # The router's weights are widened once per micro-batch, and the copy is kept.
+        size = 4 * moe.experts * model.hidden / workload.tokens
+        yield KeptTensor("mlp", "mlp.router, weights", "routing", size)
     ffn = moe.ffn_hidden / tensor_ranks(parallel)
     features = 0.0
     if device == "cuda" and workload.train.precision == "bf16":
