@@ -68,12 +68,14 @@ def block_weights(model: Model) -> int:
 
 def attention_core_flops(model: Model, seq_len: int) -> float:
     """Forward FLOPs per token of all layers' attention cores, in sequences of `seq_len`."""
-    if model.mla is None:
-        width = 2 * model.head_dim
-    else:
-        width = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim
+    # Scores multiply the features of keys, and weights those of values.
+    features = sum(
+        operation.inputs + operation.outputs
+        for operation in layer_operations(model, model.layers - 1)
+        if operation.kind == "core"
+    )
     span = seq_len / 2 if model.causal else seq_len
-    return model.layers * 2 * span * model.heads * width
+    return model.layers * 2 * span * features
 
 
 def prediction_blocks(model: Model) -> int:

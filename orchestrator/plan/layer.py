@@ -1,8 +1,9 @@
 """One decoder layer as a list of operations.
 
 Every size of a layer is a sum over this list: parameters by how tensor parallelism cuts them,
-FLOPs, matrix products. A kind of layer is described here and in the trainer's module of that kind,
-and nowhere else; tests compare the two for every model of `conf/`.
+FLOPs, matrix products, the tensors that backward reads, what recomputation drops of them, what the
+ranks of tensor parallelism send. A kind of layer is described here and in the trainer's module of
+that kind, and nowhere else; tests compare the two for every model of `conf/`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,39 @@ if TYPE_CHECKING:
 
 Half = Literal["attention", "mlp"]
 
-#: product: a matrix; norm: a weight per feature, with a LayerNorm's bias; bias: what is added after
-#: the sum of a row-parallel product; core: attention's scores and weighted values.
-Kind = Literal["product", "norm", "bias", "core"]
+#: product: a matrix; router: the matrix that scores experts, in fp32; norm: a weight per feature,
+#: with a LayerNorm's bias; bias: what is added after the sum of a row-parallel product; core:
+#: attention's scores and weighted values; activation: of an MLP.
+Kind = Literal["product", "router", "norm", "bias", "core", "activation"]
 
 #: What ranks of tensor parallelism divide of an operation: its outputs, its inputs, nothing.
 Cut = Literal["column", "row", "whole"]
+
+#: What wrote a tensor. residual: the sum with which a half begins; copy: a rearrangement.
+Writer = Literal["residual", "norm", "product", "core", "activation", "copy"]
+
+#: What a rank of tensor parallelism keeps of a tensor. sequence: its shard of the sequence;
+#: regathered: its shard too, although a product reads the whole sequence, which backward gathers
+#: again; whole: the whole sequence; columns: the features of its heads or columns.
+Spread = Literal["sequence", "regathered", "whole", "columns"]
+
+
+class Kept(NamedTuple):
+    """A tensor that the backward of an operation reads. Operations that read the same tensor name
+    it alike, and it is held once."""
+
+    tensor: str
+    features: int  # per token, on all ranks together
+    spread: Spread
+    writer: Writer
+    shared: int = 1  # features that no two ranks divide: one key-value head
+
+    def read_on_rank(self, tp: int, shards: int) -> float:
+        """Features per token that the operation reads on one of `tp` ranks, of which `shards` share
+        the sequence."""
+        if self.spread == "columns":
+            return max(self.features / tp, self.shared)
+        return self.features / shards if self.spread == "sequence" else self.features
 
 
 class Operation(NamedTuple):
@@ -39,11 +67,20 @@ class Operation(NamedTuple):
     passed: int = 1  # matrices that a token passes
     shared_outputs: int = 1  # outputs that no two ranks divide: one key-value head
     fused: str = ""  # products with the same name here run as one
+    keeps: tuple[Kept, ...] = ()
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.kind in ("product", "router")
+
+    @property
+    def has_parameters(self) -> bool:
+        return self.kind not in ("core", "activation")
 
     @property
     def weights(self) -> int:
-        """Elements of the matrices, or of a norm's or bias's vector; attention's core has none."""
-        return 0 if self.kind == "core" else self.matrices * self.inputs * self.outputs
+        """Elements of the matrices, or of a norm's or bias's vector."""
+        return self.matrices * self.inputs * self.outputs if self.has_parameters else 0
 
     @property
     def parameters(self) -> int:
@@ -52,14 +89,24 @@ class Operation(NamedTuple):
     @property
     def passed_weights(self) -> int:
         """Weights that one token is multiplied with."""
-        return self.passed * self.inputs * self.outputs if self.kind == "product" else 0
+        return self.passed * self.inputs * self.outputs if self.is_matrix else 0
+
+    def inputs_on_rank(self, ranks: int) -> float:
+        """Features that one of `ranks` ranks, which cut the operation, reads."""
+        return self.inputs / ranks if self.cut == "row" else self.inputs
+
+    def outputs_on_rank(self, ranks: int) -> float:
+        """Features that one of `ranks` ranks, which cut the operation, writes."""
+        if self.cut == "column":
+            return max(self.outputs / ranks, self.shared_outputs)
+        return self.outputs
 
     def on_rank(self, tp: int) -> int:
         """Parameters on one of `tp` ranks, of an operation that is not routed.
 
         With fewer key-value heads than ranks, neighbouring ranks hold copies of the same head.
         """
-        if self.cut == "whole" or self.kind == "core":
+        if self.cut == "whole" or not self.has_parameters:
             return self.parameters
         if self.cut == "row":
             return self.parameters // tp
@@ -74,7 +121,7 @@ class Operation(NamedTuple):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each parameter in a block of the trainer."""
-        if self.kind == "core":
+        if not self.has_parameters:
             return {}
         if self.kind == "bias":
             return {self.name: (self.outputs,)}
@@ -147,8 +194,16 @@ def operations_of(shape: LayerShape) -> tuple[Operation, ...]:
 
 
 def _norm(shape: LayerShape, name: str, half: Half) -> Operation:
+    """The norm with which a half begins."""
     return Operation(
-        name, half, "norm", inputs=1, outputs=shape.hidden, cut="whole", bias=shape.norm == "layer"
+        name,
+        half,
+        "norm",
+        inputs=1,
+        outputs=shape.hidden,
+        cut="whole",
+        bias=shape.norm == "layer",
+        keeps=(Kept(f"input of {name}", shape.hidden, "sequence", "residual"),),
     )
 
 
@@ -157,9 +212,10 @@ def _attention(shape: LayerShape) -> Iterator[Operation]:
     hidden = shape.hidden
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
-    for name, outputs in (("wq", queries), ("wk", keys), ("wv", keys)):
+    widths = {"q": queries, "k": keys, "v": keys}
+    for name, outputs in widths.items():
         yield Operation(
-            f"attn.{name}",
+            f"attn.w{name}",
             "attention",
             "product",
             inputs=hidden,
@@ -168,26 +224,63 @@ def _attention(shape: LayerShape) -> Iterator[Operation]:
             bias=shape.bias,
             shared_outputs=shape.head_dim,
             fused="attn.wqkv",
+            keeps=(Kept("norm1", hidden, "regathered", "norm"),),
         )
+
+    def heads(name: str, writer: Writer) -> Kept:
+        return Kept(name, widths[name[-1]], "columns", writer, shared=shape.head_dim)
+
     if shape.qk_norm:
-        for name in ("q_norm", "k_norm"):
+        for name in ("q", "k"):
             yield Operation(
-                f"attn.{name}", "attention", "norm", inputs=1, outputs=shape.head_dim, cut="whole"
+                f"attn.{name}_norm",
+                "attention",
+                "norm",
+                inputs=1,
+                outputs=shape.head_dim,
+                cut="whole",
+                keeps=(heads(f"attn.w{name}", "product"),),
             )
-    yield Operation("attn.core", "attention", "core", inputs=queries, outputs=queries, cut="column")
-    yield Operation("attn.wo", "attention", "product", inputs=queries, outputs=hidden, cut="row")
+    normed: Writer = "norm" if shape.qk_norm else "product"
+    output = Kept("attn.core", queries, "columns", "core")
+    yield Operation(
+        "attn.core",
+        "attention",
+        "core",
+        inputs=queries,
+        outputs=queries,
+        cut="column",
+        keeps=(heads("q", normed), heads("k", normed), heads("v", "product"), output),
+    )
+    yield Operation(
+        "attn.wo",
+        "attention",
+        "product",
+        inputs=queries,
+        outputs=hidden,
+        cut="row",
+        keeps=(output,),
+    )
     if shape.bias:
         yield _output_bias(shape, "attn.out_bias", "attention")
 
 
 def _latent_attention(shape: LayerShape, mla: Mla) -> Iterator[Operation]:
     """Queries, keys and values are made from latents (DeepSeek-V2, arXiv 2405.04434, section
-    2.1)."""
+    2.1).
+
+    Each rank makes the latents of its shard of the sequence; the ranks gather the latents. The
+    kernel needs values as wide as keys, so its output is cut to the width of values.
+    """
     hidden = shape.hidden
     key = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     key_value = mla.qk_nope_head_dim + mla.v_head_dim
+    keys = shape.heads * key
+    values = shape.heads * mla.v_head_dim
 
-    def product(name: str, inputs: int, outputs: int, cut: Cut, fused: str = "") -> Operation:
+    def product(
+        name: str, inputs: int, outputs: int, cut: Cut, kept: Kept, fused: str = ""
+    ) -> Operation:
         return Operation(
             f"attn.{name}",
             "attention",
@@ -196,33 +289,56 @@ def _latent_attention(shape: LayerShape, mla: Mla) -> Iterator[Operation]:
             outputs=outputs,
             cut=cut,
             fused=fused,
+            keeps=(kept,),
         )
 
-    def norm(name: str, features: int) -> Operation:
+    def norm(name: str, features: int, kept: Kept) -> Operation:
         return Operation(
-            f"attn.{name}", "attention", "norm", inputs=1, outputs=features, cut="whole"
+            f"attn.{name}",
+            "attention",
+            "norm",
+            inputs=1,
+            outputs=features,
+            cut="whole",
+            keeps=(kept,),
         )
 
+    shard = Kept("norm1", hidden, "sequence", "norm")
+    # The ranks gather one tensor, which holds all that queries, keys and values are made of.
+    queries_of = Kept("gathered, of queries", mla.q_lora_rank or hidden, "whole", "norm")
     if mla.q_lora_rank:
-        yield product("q_down", hidden, mla.q_lora_rank, "whole", fused="attn.down")
-        yield norm("q_norm", mla.q_lora_rank)
+        yield product("q_down", hidden, mla.q_lora_rank, "whole", shard, fused="attn.down")
+        latent_queries = Kept("attn.q_down", mla.q_lora_rank, "sequence", "product")
+        yield norm("q_norm", mla.q_lora_rank, latent_queries)
     latent = mla.kv_lora_rank + mla.qk_rope_head_dim
-    yield product("kv_down", hidden, latent, "whole", fused="attn.down")
-    yield norm("kv_norm", mla.kv_lora_rank)
-    yield product("wq", mla.q_lora_rank or hidden, shape.heads * key, "column")
-    yield product("wkv", mla.kv_lora_rank, shape.heads * key_value, "column")
-    heads = shape.heads * mla.v_head_dim
+    yield product("kv_down", hidden, latent, "whole", shard, fused="attn.down")
+    yield norm("kv_norm", mla.kv_lora_rank, Kept("attn.kv_down", latent, "sequence", "product"))
+    yield product("wq", queries_of.features, keys, "column", queries_of)
+    keys_of = Kept("gathered, of keys and values", latent, "whole", "norm")
+    yield product("wkv", mla.kv_lora_rank, shape.heads * key_value, "column", keys_of)
+    output = Kept("attn.core", keys, "columns", "core")
+    core_keeps = tuple(Kept(name, keys, "columns", "copy") for name in ("q", "k", "v"))
     yield Operation(
-        "attn.core", "attention", "core", inputs=shape.heads * key, outputs=heads, cut="column"
+        "attn.core",
+        "attention",
+        "core",
+        inputs=keys,
+        outputs=values,
+        cut="column",
+        keeps=(*core_keeps, output),
     )
-    yield product("wo", heads, hidden, "row")
+    narrowed = Kept("attn.core, cut", values, "columns", "copy")
+    yield product("wo", values, hidden, "row", output if mla.v_head_dim == key else narrowed)
 
 
 def _mlp(shape: LayerShape, name: str, width: int) -> Iterator[Operation]:
     """down(act(up(x))), or down(act(gate(x)) * up(x)) (arXiv 2002.05202)."""
-    for matrix in ("gate", "up") if shape.mlp == "gated" else ("up",):
+    # Shared experts keep the gathered sequence.
+    spread: Spread = "regathered" if shape.moe is None else "whole"
+    columns = ("gate", "up") if shape.mlp == "gated" else ("up",)
+    for column in columns:
         yield Operation(
-            f"{name}.{matrix}",
+            f"{name}.{column}",
             "mlp",
             "product",
             inputs=shape.hidden,
@@ -230,38 +346,82 @@ def _mlp(shape: LayerShape, name: str, width: int) -> Iterator[Operation]:
             cut="column",
             bias=shape.bias,
             fused=f"{name}.gate_up",
+            keeps=(Kept("norm2", shape.hidden, spread, "norm"),),
         )
-    yield Operation(f"{name}.down", "mlp", "product", inputs=width, outputs=shape.hidden, cut="row")
+    yield from _activated(shape, name, width, columns)
     if shape.bias:
         yield _output_bias(shape, f"{name}.out_bias", "mlp")
+
+
+def _activated(
+    shape: LayerShape,
+    name: str,
+    width: int,
+    columns: tuple[str, ...],
+    experts: int = 0,
+    passed: int = 1,
+) -> Iterator[Operation]:
+    """The activation and the last product of an MLP, or of `experts` of which a token passes
+    `passed`."""
+    yield Operation(
+        f"{name}.activation",
+        "mlp",
+        "activation",
+        inputs=len(columns) * width,
+        outputs=width,
+        cut="column",
+        routed=experts > 0,
+        keeps=tuple(Kept(f"{name}.{column}", width, "columns", "product") for column in columns),
+    )
+    yield Operation(
+        f"{name}.down",
+        "mlp",
+        "product",
+        inputs=width,
+        outputs=shape.hidden,
+        cut="row",
+        routed=experts > 0,
+        matrices=experts or 1,
+        passed=passed,
+        keeps=(Kept(f"{name}.activation", width, "columns", "activation"),),
+    )
 
 
 def _experts(shape: LayerShape, moe: Moe) -> Iterator[Operation]:
     """A router, experts of which a token passes `top_k` (arXiv 1701.06538), and shared experts,
     which every token passes."""
     hidden = shape.hidden
-    yield Operation("mlp.router", "mlp", "product", inputs=hidden, outputs=moe.experts, cut="whole")
+    yield Operation(
+        "mlp.router",
+        "mlp",
+        "router",
+        inputs=hidden,
+        outputs=moe.experts,
+        cut="whole",
+        keeps=(Kept("norm2", hidden, "sequence", "norm"),),
+    )
     if moe.shared_ffn_hidden:
         yield from _mlp(shape, "mlp.shared", moe.shared_ffn_hidden)
     width = moe.ffn_hidden
-    up = [("gate", hidden, width), ("up", hidden, width)]
-    for matrix, inputs, outputs in (
-        *(up if shape.mlp == "gated" else up[1:]),
-        ("down", width, hidden),
-    ):
+    name = "mlp.experts"
+    columns = ("gate", "up") if shape.mlp == "gated" else ("up",)
+    for column in columns:
         yield Operation(
-            f"mlp.experts.{matrix}",
+            f"{name}.{column}",
             "mlp",
             "product",
-            inputs=inputs,
-            outputs=outputs,
-            cut="row" if matrix == "down" else "column",
+            inputs=hidden,
+            outputs=width,
+            cut="column",
             routed=True,
             matrices=moe.experts,
             passed=moe.top_k,
-            fused="" if matrix == "down" else "mlp.experts.gate_up",
+            fused=f"{name}.gate_up",
+            keeps=(Kept("routed tokens", hidden, "whole", "copy"),),
         )
+    yield from _activated(shape, name, width, columns, experts=moe.experts, passed=moe.top_k)
 
 
 def _output_bias(shape: LayerShape, name: str, half: Half) -> Operation:
+    """The bias that is added after the sum of a row-parallel product."""
     return Operation(name, half, "bias", inputs=1, outputs=shape.hidden, cut="whole")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.cost.memory.activations import activations, layer_activations
+from orchestrator.cost.memory.activations import activations, layer_tensors
 from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
 from orchestrator.cost.memory.kernels import Kernels
 from orchestrator.cost.memory.rank_memory import rank_state_bytes, zero_buffers
@@ -160,10 +160,13 @@ def test_fused_attention_keeps_only_statistics():
     model = shapes.llama3_8b()
     plan = make_plan(seq_len=8192)
     workload = Workload(model, plan.parallel, plan.job.train)
-    fused = layer_activations(workload, 0, Kernels())
-    plain = layer_activations(workload, 0, Kernels(fused_attention=False))
-    assert fused["softmax statistics"] == 4 * 32 * 8192
-    assert plain["attention scores"] == 32 * 8192 * 8192 * 8  # softmax output twice, fp32
+
+    def per_token(kernels: Kernels) -> dict[str, float]:
+        return {tensor.writer: tensor.size for tensor in layer_tensors(workload, 0, kernels)}
+
+    assert per_token(Kernels())["statistics"] == 4 * 32
+    plain = per_token(Kernels(fused_attention=False))
+    assert plain["scores"] == 32 * 8192 * 8  # softmax output twice, fp32
 
 
 def test_what_zero_holds_whole_for_a_while():

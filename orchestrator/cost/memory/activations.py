@@ -12,7 +12,6 @@ from functools import cache
 
 from msgspec import Struct
 
-from orchestrator.cost.memory import latents_and_experts
 from orchestrator.cost.model.layers import layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
 from orchestrator.cost.time.pipeline import in_flight
@@ -20,15 +19,16 @@ from orchestrator.cost.workload import Workload
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import prediction_blocks
-from orchestrator.plan.layer import layer_moe
+from orchestrator.plan.layer import Half, layer_moe, layer_operations
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import TABLE, schedule_of
 
+from . import other_software, routed_experts
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
+from .kept_tensors import KeptTensor, listed_tensors
 from .kernels import Kernels, trainer_kernels
 from .moments import OneStage
 from .offloaded_inputs import back_bytes, input_bytes, inputs_of
-from .recomputed_by_others import every_second_product, repeated_modules
 from .unequal_stages import unequal_peak
 
 #: Searched schedules use all the memory they may: this many times the memory of 1F1B's first rank,
@@ -37,101 +37,27 @@ LIMITS = {"zb_h1": 1, "zb_h2": 2}
 LOSS_CHUNK = 1 << 24  # the number of logits that the loss converts to fp32 at a time
 
 
-def layer_activations(workload: Workload, layer: int, kernels: Kernels) -> dict[str, float]:
-    """Returns the bytes that one layer and micro-batch keep for backward, by tensor."""
+def layer_tensors(workload: Workload, layer: int, kernels: Kernels) -> list[KeptTensor]:
+    """Returns the tensors that one layer keeps for backward without recomputation."""
     model = workload.model
-    parallel = workload.parallel
-    width = workload.width
-    tp = parallel.tp
-    rows = workload.sequence_shards  # shards of the sequence between the blocks
-    gathered = 1 if kernels.keep_gathered else rows
-    product = width if kernels.wide_shards and gathered > 1 else kernels.product_width or width
-    is_trainer = bool(kernels.trainer)
     moe = layer_moe(model, layer)
-    # `_attention` and `_mlp` count the inputs of latents and of experts.
-    halves = (model.mla is None) + (moe is None) if is_trainer else 2
-    products = 0.0 if kernels.compiled and tp == 1 else halves * model.hidden * product / gathered
-    tensors = {
-        "norm inputs": 2 * model.hidden * width / rows,
-        "matmul inputs": products,
-        **_attention(workload, kernels, width),
-        **_mlp(workload, layer, kernels, width, gathered),
-    }
+    listed: set[Half] = {"attention", "mlp"}
+    if model.mla is not None and not kernels.trainer:
+        listed.remove("attention")
+    if moe is not None and not kernels.trainer:
+        listed.remove("mlp")
+    tensors = listed_tensors(workload, layer, kernels, listed)
+    if model.mla is not None and not kernels.trainer:
+        tensors += other_software.latent_attention(workload, model.mla, kernels)
+    if moe is not None and kernels.trainer:
+        tensors += routed_experts.routing(workload, moe, kernels.trainer)
+    elif moe is not None:
+        tensors += other_software.experts(workload, moe, kernels)
     if model.dropout or kernels.dropout:
-        tensors["dropout masks"] = 2 * model.hidden / rows
-    return {name: size * workload.tokens for name, size in tensors.items()}
-
-
-def _attention(workload: Workload, kernels: Kernels, width: int) -> dict[str, float]:
-    """Returns the bytes per token of queries, keys, values, attention output and softmax."""
-    model = workload.model
-    parallel = workload.parallel
-    train = workload.train
-    tp = parallel.tp
-    heads = model.heads / tp
-    kv_heads = max(1.0, model.kv_heads / tp)
-    tensors = {"attention": (heads + 2 * kv_heads) * model.head_dim * width}
-    tensors["attention output"] = out = heads * model.head_dim * width
-    if model.qk_norm and kernels.trainer:
-        tensors["head norms"] = (heads + kv_heads) * model.head_dim * width
-    if model.mla is not None:
-        m = model.mla
-        elements = heads * (2 * (m.qk_nope_head_dim + m.qk_rope_head_dim) + m.v_head_dim)
-        tensors["attention"] = (elements + m.q_lora_rank * 2 + m.kv_lora_rank * 2) * width
-        tensors["attention output"] = out = heads * m.v_head_dim * width
-        if kernels.trainer:
-            tensors = latents_and_experts.latent_attention(workload, m)
-    if parallel.cp > 1 and parallel.cp_method == "ulysses":
-        tensors["attention output"] *= 2  # once before and once after the all-to-all
-    if kernels.copied_heads:
-        tensors["projected heads"] = tensors["attention"]
-    if kernels.product_width:
-        # Attention itself reads the wide output.
-        tensors["attention output, narrow"] = out / width * kernels.product_width
-    if kernels.fused_attention:
-        tensors["softmax statistics"] = 4 * heads
-    else:
-        # The softmax output, and the copy with dropout that multiplies the values; with dropout
-        # also a mask of one byte per score.
-        tensors["attention scores"] = (
-            heads * train.seq_len * (2 * width + (1 if model.dropout or kernels.dropout else 0))
-        )
+        # A byte per element of the outputs of both halves.
+        mask = 2 * model.hidden / workload.sequence_shards
+        tensors.append(KeptTensor("mlp", "dropout masks", "mask", mask))
     return tensors
-
-
-def _mlp(
-    workload: Workload,
-    layer: int,
-    kernels: Kernels,
-    width: int,
-    gathered: int,
-) -> dict[str, float]:
-    """Returns the bytes per token of an MLP or of experts.
-
-    These are inputs and output of the activation, input of the down projection, and routed tokens.
-    """
-    model = workload.model
-    parallel = workload.parallel
-    train = workload.train
-    copies = (
-        2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
-    ) - kernels.compiled
-    product = kernels.product_width or width  # the last copy is the input of the down projection
-    if (moe := layer_moe(model, layer)) is None:
-        return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}
-    if kernels.trainer:
-        return latents_and_experts.experts(workload, moe, kernels.trainer)
-    load = fullest(parallel)
-    ffn = mlp_width(model, moe, train.seq_len, load)
-    choices = taken_choices(moe, train.seq_len) * load
-    # Inputs and outputs of experts.
-    routed = choices * model.hidden * (product + width * kernels.expert_outputs) / gathered
-    mlp = (
-        ffn
-        * ((copies - 1) * (product if kernels.narrow_activation else width) + product)
-        / parallel.tp
-    )
-    return {"mlp": mlp, "routed tokens": routed, "router": 8 * moe.experts}
 
 
 class ActivationBytes(Struct, frozen=True):
@@ -166,68 +92,110 @@ def _with_inputs(
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
-    """Returns the bytes of a layer with a recomputation mode, wherever its input is.
-
-    The trainer's selective recomputation keeps both inputs of the layer's halves, all matrix
-    products but the last of each half, and fused attention. Full recomputation keeps the layer's
-    input. A layer that is being recomputed holds the gathered sequence.
-    """
+    """Returns the bytes of a layer with a recomputation mode, wherever its input is."""
     model = workload.model
+    tensors = layer_tensors(workload, layer, kernels)
+    per_token = sum(tensor.size for tensor in tensors)
     tokens = workload.tokens
-    parallel = workload.parallel
-    tensors = layer_activations(workload, layer, kernels)
-    everything = sum(tensors.values())
-    boundary = workload.boundary_bytes
+    moe = layer_moe(model, layer)
     if mode == "none":
-        return ActivationBytes(everything, 0.0)
+        return ActivationBytes(per_token * tokens, 0.0)
     if mode == "selective" and kernels.selective == "core":
+        scores = sum(tensor.size for tensor in tensors if tensor.writer == "scores")
         repeated = 0.0
-        if model.mla is not None or layer_moe(model, layer) is not None:
-            product = kernels.product_width or workload.width
-            repeated = repeated_modules(workload, layer, product, tensors)
-        return ActivationBytes(
-            everything - tensors.get("attention scores", 0.0) - repeated, repeated
-        )
-    rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
-    everything += tensors["matmul inputs"] * (rows - 1)
-    moe, mla = (layer_moe(model, layer), model.mla) if kernels.trainer else (None, None)
-    shared = workload.shares_inputs  # a gathered input counts among the buffers
+        if model.mla is not None or moe is not None:
+            repeated = other_software.repeated_modules(tensors, moe is not None) * tokens
+        return ActivationBytes((per_token - scores) * tokens - repeated, repeated)
+    # A layer that is being recomputed holds the gathered sequence.
+    gathered = sum(tensor.size for tensor in tensors if tensor.is_regathered)
+    everything = tokens * (per_token + gathered * (workload.sequence_shards - 1))
+    boundary = workload.boundary_bytes
     if mode == "full":
-        if shared:
-            return ActivationBytes(boundary / parallel.tp, everything - boundary)
-        stored_input = (
-            boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
-        )
-        if moe is not None:
-            everything += tokens * latents_and_experts.results_of_experts(
-                workload, moe, (tensors["mlp"] + tensors["shared input"]) / tokens
-            )
-        return ActivationBytes(stored_input, everything - stored_input)
+        return _full(workload, layer, kernels, tensors, everything)
     if kernels.selective == "alternate":
         return ActivationBytes((everything + boundary) / 2, everything - boundary)
     if kernels.selective == "ops":
-        stored = boundary + every_second_product(workload, layer) + tensors["attention output"]
-        stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
+        kept = sum(tensor.size for tensor in tensors if tensor.writer in ("core", "statistics"))
+        stored = boundary + other_software.every_second_product(workload, layer) + kept * tokens
+        stored = min(everything, stored)
         return ActivationBytes(stored, everything - stored)
-    halves = 1 if moe is not None else 2  # the halves that are recomputed; experts keep everything
-    stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
-    saved = halves * boundary * (1 - 1 / parallel.tp) if shared else 0.0
-    width = workload.width
-    unnarrowed_copies = 2 if model.mlp == "gated" else 1
-    narrow = kernels.product_width or width
-    if halves == 2:
-        # The input of the down projection.
-        stored -= tensors["mlp"] * narrow / (unnarrowed_copies * width + narrow)
-    stored -= tensors.get("attention scores", 0.0) + tensors.get("head norms", 0.0)
-    fused = parallel.cp == 1 and kernels.fused_attention
-    if not fused:
-        stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
-    if mla is not None:
-        stored -= (
-            tensors["latent inputs"] + tensors["attention"] + tensors["attention output"] * fused
+    return _selective(workload, layer, kernels, tensors, everything)
+
+
+def _full(
+    workload: Workload,
+    layer: int,
+    kernels: Kernels,
+    tensors: Sequence[KeptTensor],
+    everything: float,
+) -> ActivationBytes:
+    """Returns the bytes of a layer that keeps its input alone."""
+    parallel = workload.parallel
+    boundary = workload.boundary_bytes
+    if workload.shares_inputs:  # a gathered input counts among the buffers
+        return ActivationBytes(boundary / parallel.tp, everything - boundary)
+    moe = layer_moe(workload.model, layer)
+    if moe is not None and kernels.trainer:
+        kept_later = sum(
+            tensor.size
+            for tensor in tensors
+            if tensor.name.startswith("mlp.shared")
+            or (tensor.name == "norm2" and moe.shared_ffn_hidden)
         )
-        stored += tokens * latents_and_experts.selective_latent_attention(workload, mla, fused)
-    return ActivationBytes(stored - saved, everything - stored)
+        results = routed_experts.results_of_experts(workload, moe, kept_later)
+        everything += workload.tokens * results
+    is_shared = kernels.shared_inputs and not parallel.sp
+    stored = boundary / parallel.tp if is_shared else boundary
+    return ActivationBytes(stored, everything - stored)
+
+
+def _selective(
+    workload: Workload,
+    layer: int,
+    kernels: Kernels,
+    tensors: Sequence[KeptTensor],
+    everything: float,
+) -> ActivationBytes:
+    """Returns the bytes of a layer with the trainer's selective recomputation.
+
+    A recomputed half keeps its input, the outputs of all its matrix products but the last, and
+    those of fused attention. Halves with experts are not recomputed.
+    """
+    parallel = workload.parallel
+    has_experts = bool(kernels.trainer) and layer_moe(workload.model, layer) is not None
+    halves: set[Half] = {"attention"} if has_experts else {"attention", "mlp"}
+    kept_writers = {"residual", "mask"}
+    if parallel.cp == 1 and kernels.fused_attention:
+        kept_writers |= {"core", "statistics"}
+    kept = sum(
+        tensor.size
+        for tensor in tensors
+        if tensor.half not in halves or tensor.writer in kept_writers
+    )
+    outputs = product_outputs(workload, layer, halves)
+    stored = workload.tokens * (kept + outputs * workload.width)
+    recomputing = everything - stored
+    if workload.shares_inputs:  # a gathered input counts among the buffers
+        stored -= len(halves) * workload.boundary_bytes * (1 - 1 / parallel.tp)
+    return ActivationBytes(stored, recomputing)
+
+
+def product_outputs(workload: Workload, layer: int, halves: set[Half]) -> float:
+    """Returns the features per token on a rank that the matrix products of these halves write.
+
+    The last product of each half is left out, and what is made of latents if it is recomputed.
+    """
+    tp = workload.parallel.tp
+    without_latents = workload.train.recompute_latents is True
+    features = 0.0
+    for operation in layer_operations(workload.model, layer):
+        if operation.kind != "product" or operation.half not in halves or operation.cut == "row":
+            continue
+        if operation.cut == "whole":
+            features += operation.outputs / workload.sequence_shards
+        elif not (without_latents and operation.keeps[0].spread == "whole"):
+            features += operation.outputs_on_rank(tp)
+    return features
 
 
 def activations(workload: Workload, kernels: Kernels | None = None) -> list[float]:

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from orchestrator.cost.model.layers import sample_layers
 from orchestrator.cost.workload import Workload
-from orchestrator.plan.document import Model, Parallel
-from orchestrator.plan.layer import layer_moe
+from orchestrator.plan.document import Parallel
+from orchestrator.plan.layer import Half, layer_operations
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
 
 from .unequal_stages import StageBytes
@@ -52,7 +52,7 @@ class DeferredGradients:
         #: By kind of layer as in `sample_layers`: (bytes kept until W, bytes of gradients that are
         #: computed while the inputs are kept).
         elements = (
-            (0.0, 0.0) if layer is None else _layer(model, layer, parallel.tp)
+            (0.0, 0.0) if layer is None else _layer(workload, layer)
             for layer in sample_layers(model)
         )
         self.layers = [(size * deferred, size * grads) for deferred, grads in elements]
@@ -143,27 +143,24 @@ def bytes_of_stage(
     return StageBytes(stored, head, max((recomputing for *_, recomputing in layers), default=0.0))
 
 
-def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
+def _layer(workload: Workload, layer: int) -> tuple[float, float]:
     """Returns the elements per token that a layer defers.
 
-    The result is (inputs and output gradients of all matrices, output gradients of the MLP's first
-    matrices). Routed experts defer nothing; shared experts do.
+    The result is (inputs and output gradients of all matrices, output gradients of the MLP's).
+    Products with the same inputs keep them once. Routed experts and routers defer nothing.
     """
-    if model.mla is not None:
-        m = model.mla
-        latent = m.q_lora_rank + m.kv_lora_rank
-        heads = model.heads / tp
-        inputs = heads * m.v_head_dim + latent
-        grads = heads * (2 * (m.qk_nope_head_dim + m.qk_rope_head_dim) + m.v_head_dim) + latent
-    else:
-        inputs = model.heads / tp * model.head_dim
-        grads = inputs + 2 * max(1.0, model.kv_heads / tp) * model.head_dim
-    moe = layer_moe(model, layer)
-    width = model.ffn_hidden if moe is None else moe.shared_ffn_hidden
-    ffn = width / tp
-    read = model.hidden if width else 0
-    forward = read + (2 if model.mlp == "gated" else 1) * ffn  # gradients of the forward outputs
-    return inputs + grads + 2 * model.hidden + read + ffn + forward, forward
+    tp = workload.parallel.tp
+    shards = workload.sequence_shards
+    inputs: dict[str, float] = {}
+    grads: dict[Half, float] = {"attention": 0.0, "mlp": 0.0}
+    for operation in layer_operations(workload.model, layer):
+        if operation.kind != "product" or operation.routed:
+            continue
+        for kept in operation.keeps:
+            inputs[kept.tensor] = kept.read_on_rank(tp, shards)
+        is_shard = operation.cut == "whole"  # products that are not cut read shards
+        grads[operation.half] += operation.outputs_on_rank(tp) / (shards if is_shard else 1)
+    return sum(inputs.values()) + sum(grads.values()), grads["mlp"]
 
 
 def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = None) -> list[Point]:

@@ -96,7 +96,7 @@ def layer_matrices(
     products = [
         operation
         for operation in layer_operations(workload.model, layer)
-        if operation.kind == "product" and operation.name != "mlp.router"
+        if operation.kind == "product"
     ]
     for _, fused in groupby(products, key=lambda operation: operation.fused or operation.name):
         group = list(fused)
@@ -118,13 +118,8 @@ def _matrix(workload: Workload, layer: int, fused: Sequence[Operation], load: Nu
         matrices = first.matrices / mesh.ep
         choices = taken_choices(moe, workload.train.seq_len)
         rows = rows * choices * (mesh.etp / workload.parallel.tp) * load
-    inputs: float = first.inputs
-    outputs: float = sum(operation.outputs for operation in fused)
-    if first.cut == "column":
-        outputs = sum(max(column.outputs / ranks, column.shared_outputs) for column in fused)
-    elif first.cut == "row":
-        inputs = inputs / ranks
-    return Matrix(rows, inputs, outputs, matrices)
+    outputs = sum(operation.outputs_on_rank(ranks) for operation in fused)
+    return Matrix(rows, first.inputs_on_rank(ranks), outputs, matrices)
 
 
 def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:

@@ -12,13 +12,14 @@ from typing import Literal, NamedTuple
 
 from msgspec import UNSET
 
-from orchestrator.cost.model.layers import DTYPE_BYTES
+from orchestrator.cost.model.layers import DTYPE_BYTES, sample_layers
 from orchestrator.cost.model.stages import splits_backward
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.layer import Half, layer_operations
 
 #: The matrix product that an operation overlaps with: query-key-value, gate and up projections, or
 #: output projection. The trainer sums an input's gradient while it computes the weights' gradient.
@@ -53,51 +54,60 @@ def tensor_operations(
     all-gather and a reduce-scatter. With a split backward there is no weight gradient to overlap
     with, and inputs are kept whole.
     """
-    model = workload.model
     parallel = workload.parallel
     if parallel.tp == 1:
         return []
+    tp = parallel.tp
     hidden = workload.hidden_bytes
-    plain = splits_backward(parallel)
-    entry = hidden
-    inner = model.mla
-    if inner is not None:  # latents are gathered, not the input that they are made of
-        entry = hidden / model.hidden * ((inner.q_lora_rank or model.hidden) + inner.kv_lora_rank)
-        entry += hidden / model.hidden * inner.qk_rope_head_dim
-    overlap: Overlap = "" if plain or inner is not None else "attention"
-    regathers = 0.0 if plain or inner is not None else 1.0 - workload.recomputed.gather
-    operations = list(
-        _region(
-            parallel,
-            entry,
-            hidden,
-            overlap,
-            workload.recomputed.gather,
-            workload.recomputed.layer,
-            regathers,
-        )
-    )
-    if workload.recomputed.inputs:
-        operations.append(
-            TensorOperation("all_gather", "", hidden, workload.recomputed.inputs, parallel.tp)
-        )
+    recomputed = workload.recomputed
+    operations = _half(workload, "attention", moe, recomputed.layer)
+    if recomputed.inputs:
+        operations.append(TensorOperation("all_gather", "", hidden, recomputed.inputs, tp))
     if moe:
         return [*operations, *_mixture(workload, load)]
-    if workload.recomputed.mlp_inputs:
-        operations.append(
-            TensorOperation("all_gather", "", hidden, workload.recomputed.mlp_inputs, parallel.tp)
+    if recomputed.mlp_inputs:
+        operations.append(TensorOperation("all_gather", "", hidden, recomputed.mlp_inputs, tp))
+    return [*operations, *_half(workload, "mlp", moe, recomputed.end)]
+
+
+def _half(workload: Workload, half: Half, moe: bool, sums: float) -> list[TensorOperation]:
+    """Returns the operations of a half of a layer that is one tensor-parallel region.
+
+    It begins with the tensors that its column-parallel products read whole and ends with the output
+    of its row-parallel product. A tensor that is kept whole is not gathered again in backward, and
+    no product overlaps with the sum of its gradient. `sums` counts how often recomputation repeats
+    the region's last operation.
+    """
+    layer = sample_layers(workload.model)[moe]
+    assert layer is not None, "the model has layers of this kind"
+    products = [
+        operation
+        for operation in layer_operations(workload.model, layer)
+        if operation.half == half and operation.kind == "product"
+    ]
+    entries = {
+        kept.tensor: kept
+        for operation in products
+        for kept in operation.keeps
+        if kept.spread in ("regathered", "whole")
+    }
+    token_bytes = workload.tokens * workload.width
+    entry = token_bytes * sum(kept.features for kept in entries.values())
+    end = token_bytes * products[-1].outputs
+    is_kept = any(kept.spread == "whole" for kept in entries.values())
+    is_plain = is_kept or splits_backward(workload.parallel)
+    gathers = workload.recomputed.gather
+    return list(
+        _region(
+            workload.parallel,
+            entry,
+            end,
+            "" if is_plain else half,
+            gathers=gathers,
+            sums=sums,
+            regathers=0.0 if is_plain else 1.0 - gathers,
         )
-    regathers = 0.0 if plain else 1.0 - workload.recomputed.gather
-    ends = _region(
-        parallel,
-        hidden,
-        hidden,
-        "" if plain else "mlp",
-        workload.recomputed.gather,
-        workload.recomputed.end,
-        regathers,
     )
-    return [*operations, *ends]
 
 
 def _region(

@@ -153,7 +153,9 @@ def _tensor_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]
     m = parallel.micro_batches
     dense = rank.layers - rank.moe
     first, last = rank.ends
-    yield from _neighbour_traffic(tensor_operations(workload, moe=False), dense / copies * m)
+    if dense:
+        operations = tensor_operations(workload, moe=False)
+        yield from _neighbour_traffic(operations, dense / copies * m)
     if rank.moe:
         operations = [*tensor_operations(workload, moe=True), *routing_operations(workload)]
         yield from _neighbour_traffic(operations, rank.moe / copies * m)

@@ -1,0 +1,177 @@
+"""The tensors that one layer keeps for backward: those that its operations read there, each once.
+
+With this project's trainer, they are what its storages were measured to hold (docs/accuracy.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Moe
+from orchestrator.plan.expert_capacity import taken_choices
+from orchestrator.plan.expert_mesh import fullest, tensor_ranks
+from orchestrator.plan.layer import Half, Kept, Operation, Writer, layer_moe, layer_operations
+
+from .kernels import Kernels
+
+#: Besides the operations of a layer: routing writes numbers of tokens and experts; statistics are
+#: those of a fused attention kernel, scores those of other attention; dropout writes masks.
+KeptWriter = Writer | Literal["routing", "statistics", "scores", "mask"]
+
+
+class KeptTensor(NamedTuple):
+    """A tensor of one layer, on one rank."""
+
+    half: Half
+    name: str
+    writer: KeptWriter
+    size: float  # bytes per token
+    #: The rank keeps its shard of the sequence, although a product reads the whole.
+    is_regathered: bool = False
+
+
+def listed_tensors(
+    workload: Workload, layer: int, kernels: Kernels, halves: set[Half]
+) -> list[KeptTensor]:
+    """Returns what the operations of these halves of decoder layer `layer` (0-based) keep."""
+    tensors: dict[str, KeptTensor] = {}
+    for operation in layer_operations(workload.model, layer):
+        if operation.half in halves:
+            for tensor in _kept_by(operation, workload, layer, kernels):
+                tensors.setdefault(tensor.name, tensor)
+    return list(tensors.values())
+
+
+def _kept_by(
+    operation: Operation, workload: Workload, layer: int, kernels: Kernels
+) -> Iterator[KeptTensor]:
+    """Yields the tensors that an operation keeps."""
+    half = operation.half
+    if operation.routed:
+        yield from _routed(operation, workload, layer)
+        return
+    if operation.kind == "router":
+        yield from _router_input(operation, workload)
+        return
+    is_head_norm = operation.kind == "norm" and operation.keeps[0].writer != "residual"
+    if is_head_norm and not kernels.trainer:
+        return  # others compute it again
+    if operation.kind == "core":
+        yield from _core(operation, workload, kernels)
+        return
+    for kept in operation.keeps:
+        tensor = kept_tensor(half, kept, workload, kernels)
+        if operation.kind == "product":
+            yield from product_input(half, kept, workload, kernels)
+        elif operation.kind == "activation":
+            copies = activation_copies(workload, kernels) / len(operation.keeps)
+            yield tensor._replace(size=tensor.size * copies)
+        else:
+            yield tensor
+
+
+def _core(operation: Operation, workload: Workload, kernels: Kernels) -> Iterator[KeptTensor]:
+    """Yields what attention keeps: queries, keys, values, its output and statistics."""
+    half = operation.half
+    for kept in operation.keeps:
+        tensor = kept_tensor(half, kept, workload, kernels)
+        if kept.writer == "core":
+            yield tensor._replace(size=tensor.size * output_copies(workload))
+            continue
+        yield tensor
+        if kernels.copied_heads:
+            yield tensor._replace(name=f"{tensor.name}, as projected")
+    yield from core_tensors(workload, kernels)
+    if kernels.product_width:  # attention itself reads the wide output
+        size = operation.outputs / workload.parallel.tp * kernels.product_width
+        yield KeptTensor(half, "attn.core, narrow", "copy", size)
+
+
+def output_copies(workload: Workload) -> int:
+    """Returns how often attention's output is kept: twice around the all-to-all of Ulysses."""
+    parallel = workload.parallel
+    return 2 if parallel.cp > 1 and parallel.cp_method == "ulysses" else 1
+
+
+def core_tensors(workload: Workload, kernels: Kernels) -> Iterator[KeptTensor]:
+    """Yields what attention keeps of its scores: statistics if its kernel is fused.
+
+    Otherwise these are the softmax output, and the copy with dropout that multiplies the values;
+    with dropout also a mask of one byte per score.
+    """
+    heads = workload.model.heads / workload.parallel.tp
+    if kernels.fused_attention:
+        yield KeptTensor("attention", "attn.core, statistics", "statistics", 4 * heads)
+        return
+    masked = bool(workload.model.dropout or kernels.dropout)
+    per_score = 2 * workload.width + masked
+    size = heads * workload.train.seq_len * per_score
+    yield KeptTensor("attention", "attn.core, scores", "scores", size)
+
+
+def kept_tensor(half: Half, kept: Kept, workload: Workload, kernels: Kernels) -> KeptTensor:
+    """Returns a tensor of the list as one rank keeps it, in full width."""
+    shards = workload.sequence_shards
+    features = kept.read_on_rank(workload.parallel.tp, shards)
+    is_regathered = kept.spread == "regathered" and shards > 1 and not kernels.keep_gathered
+    if is_regathered:
+        features = features / shards
+    is_shard = is_regathered or (kept.spread == "sequence" and shards > 1)
+    name = f"{kept.tensor}, shard" if is_shard else kept.tensor
+    return KeptTensor(half, name, kept.writer, features * workload.width, is_regathered)
+
+
+def product_input(
+    half: Half, kept: Kept, workload: Workload, kernels: Kernels
+) -> Iterator[KeptTensor]:
+    """Yields the input of a matrix product, which may be narrower than the tensor."""
+    tensor = kept_tensor(half, kept, workload, kernels)
+    if kept.writer == "norm" and kernels.compiled and workload.parallel.tp == 1:
+        return  # the norm is computed again
+    if kept.writer == "copy":  # of attention's output
+        tensor = tensor._replace(size=tensor.size * output_copies(workload))
+    is_narrow = kept.writer in ("norm", "activation")
+    if tensor.is_regathered and kernels.wide_shards:
+        is_narrow = False
+    if is_narrow and kernels.product_width:
+        tensor = tensor._replace(size=tensor.size / workload.width * kernels.product_width)
+    yield tensor
+
+
+def activation_copies(workload: Workload, kernels: Kernels) -> int:
+    """Returns how many tensors of an MLP's width are kept before its last product's input."""
+    if workload.model.mlp == "plain":
+        return 1 - kernels.compiled
+    return (2 if kernels.fused_activation else 3) - kernels.compiled
+
+
+def _router_input(operation: Operation, workload: Workload) -> Iterator[KeptTensor]:
+    """Yields the input of a router, which computes in fp32: a copy if it is jittered or wider."""
+    (kept,) = operation.keeps
+    rows = workload.sequence_shards
+    moe = workload.model.moe
+    is_copy = workload.width < 4 or (moe is not None and moe.jitter)
+    shared_name = f"{kept.tensor}, shard" if rows > 1 else kept.tensor
+    name = "mlp.router, input" if is_copy else shared_name
+    width = max(4, workload.width)
+    yield KeptTensor(operation.half, name, kept.writer, kept.features / rows * width)
+
+
+def _routed(operation: Operation, workload: Workload, layer: int) -> Iterator[KeptTensor]:
+    """Yields what experts keep of the copies of tokens that are routed to a rank."""
+    moe = layer_moe(workload.model, layer)
+    assert moe is not None, "routed operations belong to a mixture of experts"
+    copies = copies_per_token(workload, moe) * fullest(workload.parallel)
+    for kept in operation.keeps:
+        ranks = tensor_ranks(workload.parallel) if kept.spread == "columns" else 1
+        size = copies * kept.features / ranks * workload.width
+        yield KeptTensor(operation.half, kept.tensor, kept.writer, size)
+
+
+def copies_per_token(workload: Workload, moe: Moe) -> float:
+    """Returns the copies of a token on a rank if experts are chosen equally often."""
+    parallel = workload.parallel
+    choices = taken_choices(moe, workload.train.seq_len)
+    return choices * tensor_ranks(parallel) / parallel.tp
