@@ -70,7 +70,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         batch_ramp=make_ramp(train),
         seq_len=train.seq_len,
         matmul=train.matmul,
-        optim_state=narrow_state(config.optim),
+        optim_state=_narrow_state(config.optim),
         precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=model,
@@ -78,7 +78,35 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     )
 
 
-def narrow_state(optim: OptimSpec) -> str:
+def unit_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
+    """Returns the legality case of one GPU, from which a search makes those of all meshes."""
+    train = config.train
+    return Case(
+        tp=1,
+        cp=1,
+        ep=1,
+        pp=1,
+        dp=1,
+        vpp=1,
+        micro_batch_size=1,
+        zero=0,
+        sp=False,
+        schedule=None,
+        zero_group=config.parallel.zero_group,
+        allow_tp_across_nvlink=config.parallel.allow_tp_across_nvlink,
+        global_batch_samples=global_batch(config),
+        batch_ramp=make_ramp(train),
+        seq_len=train.seq_len,
+        matmul=train.matmul,
+        optim_state=_narrow_state(config.optim),
+        precision=train.precision,
+        grad_dtype=train.grad_dtype,
+        model=model,
+        cluster=cluster,
+    )
+
+
+def _narrow_state(optim: OptimSpec) -> str:
     """Returns the format of the optimizer's state, or "" if the state is wide."""
     return "" if optim.state == "wide" else optim.state
 

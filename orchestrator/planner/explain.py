@@ -24,8 +24,8 @@ from orchestrator.plan.expert_mesh import expert_mesh, folds_cp, tensor_ranks
 from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.plan.trained import refusal
 from orchestrator.planner.search.costed_layout import CostedLayout
+from orchestrator.planner.search.layout import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 from orchestrator.planner.search.search import Search
-from orchestrator.planner.search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
 from .build import build_plan
 

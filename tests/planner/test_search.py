@@ -23,7 +23,7 @@ from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.plan.supported import broken
 from orchestrator.plan.trained import TRAINER, refusal
 from orchestrator.planner.search.bound import least_of_column
-from orchestrator.planner.search.space import Layout
+from orchestrator.planner.search.layout import Layout
 from tests.reference.every_layout import every_layout, front
 
 from . import configs, shapes

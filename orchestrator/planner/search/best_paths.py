@@ -21,7 +21,7 @@ from orchestrator.plan.expert_mesh import axes, expert_mesh, replicas
 from orchestrator.plan.hierarchy import hold_groups
 from orchestrator.planner.placement.lower_bound import nvlink_over_fabric
 
-from .space import Mesh
+from .layout import Mesh
 
 
 class BestPaths:

@@ -37,8 +37,8 @@ from orchestrator.plan.expert_mesh import expert_mesh, replicas
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost, LeastWork, least_work
+from .layout import Fold, Mesh, Variant
 from .pipeline_shapes import PipelineShapes
-from .space import Fold, Mesh, Variant
 
 # Stages within EQUAL count as equal, and bounds are summed in another order than the model.
 ROUNDING = (1 - EQUAL) * (1 - 1e-9)

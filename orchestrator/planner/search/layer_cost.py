@@ -47,8 +47,8 @@ from orchestrator.plan.document import AllToAll, CpMethod, Model, Parallel
 from orchestrator.plan.expert_mesh import axes, expert_mesh
 
 from .best_paths import BestPaths
+from .layout import Mesh
 from .pipeline_shapes import PipelineShape, RankShape, StageShape
-from .space import Mesh
 
 Pair = tuple[float, float]  # (dense layer, MoE layer)
 

@@ -31,9 +31,10 @@ from .best_paths import BestPaths
 from .bound import Layers, MeshBound, RecomputeBound, ZeroStage, least_of_column
 from .costed_layout import CostedLayout
 from .layer_costs import LayerCosts
+from .layout import Fold, Layout, Mesh, Variant
 from .pipeline_bound import PipelineBound
 from .pipelines import PipelinesOfMeshes
-from .space import Fold, Layout, Mesh, Space, Variant
+from .space import Space
 from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds, the coarser node is opened first.
