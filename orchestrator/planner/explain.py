@@ -137,7 +137,7 @@ def _layout_changes(config: Config, cluster: doc.Cluster, plan: Plan) -> CostedC
         candidates.append((search_with(all_to_all), *_by(plan, all_to_all)))
     better = []
     for layout_search, overrides, layout in candidates:
-        costed = layout_search.cost(layout)
+        costed = layout_search.exact_costs.of_layout(layout)
         if costed is not None and (over or costed.step_s < plan.time.step_s):
             better.append(_change(overrides, costed, plan))
     if over and not better:

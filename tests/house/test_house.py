@@ -61,8 +61,6 @@ LONGER_CLASSES = {
     "orchestrator.backends.kubernetes.controller.reconcile.Reconciler",
     "orchestrator.backends.local.supervisor.Supervisor",
     "orchestrator.cost.time.step_time.StepCost",
-    "orchestrator.planner.search.search.Search",
-    "orchestrator.planner.search.space.Space",
     "trainer.engine.Engine",
 }
 
