@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from orchestrator.config.schema import Config, OptimSpec, ParallelSpec
 from orchestrator.config.validate import with_defaults
@@ -51,8 +51,9 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     sp = tp > 1 if par.sp is None else par.sp
     etp = UNSET if par.etp is None else par.etp
     # The direct exchange is the default, which plans leave out.
-    by_domain = par.expert_all_to_all == "hierarchical"
-    all_to_all = par.expert_all_to_all if by_domain else UNSET
+    all_to_all: doc.AllToAll | UnsetType = UNSET
+    if par.expert_all_to_all == "hierarchical":
+        all_to_all = "hierarchical"
     schedule = TABLE if par.schedule_file else par.schedule
     return Case(
         **degrees,

@@ -191,11 +191,12 @@ def _hops_latency(fabric: Fabric, groups: _Groups, level: int) -> float:
     far = min(2 if groups.wrap else 1, least)
     domain_spans_nodes = int(fabric.gpus[0].max()) > fabric.gpus_per_node
     near = float(fabric.latency[0 if domain_spans_nodes else 1 :].min())
-    return (
+    latency: float = (
         (crossing.shape[1] - least) * float(fabric.latency.min())
         + (least - far) * near
         + far * float(fabric.latency[level:].min())
     )
+    return latency
 
 
 def _network_seconds(fabric: Fabric, groups: _Groups, pattern: Pattern, level: int) -> float:

@@ -204,7 +204,8 @@ class Search:
         if kind == COLUMN:
             return self._families(item)
         if kind == FAMILY:
-            return self._meshes(*item, byte_limit)
+            base, options = item
+            return self._meshes(base, options, byte_limit)
         if kind == MESH:
             return self._branches(item, byte_limit)
         if kind == RECOMPUTE:
@@ -212,11 +213,14 @@ class Search:
         if kind == PIPELINE:
             return self._with_transfers(item)
         if kind == SENDING:
-            return self._cp_methods(*item, byte_limit)
+            pipeline, names = item
+            return self._cp_methods(pipeline, names, byte_limit)
         if kind == CP_METHOD:
-            return self._layouts(*item, byte_limit)
+            pipeline, fitting = item
+            return self._layouts(pipeline, fitting, byte_limit)
         if kind == LAYOUT:
-            return self._scheduled(*item, byte_limit)
+            layout, size, pipeline, sharded = item
+            return self._scheduled(layout, size, pipeline, sharded, byte_limit)
         if kind == SCHEDULED:
             return self._placed(item)
         return self._costed(item, byte_limit)
