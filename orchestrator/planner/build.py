@@ -10,7 +10,7 @@ from msgspec import UNSET, structs
 from orchestrator.config.schema import Config
 from orchestrator.cost.context import CostContext
 from orchestrator.cost.memory import rank_memory as memory
-from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.memory.recipe import Recipe, recipe_of
 from orchestrator.cost.memory.recompute import resolve_recompute
 from orchestrator.cost.model.layers import resolve
 from orchestrator.cost.nesting import axis_placement
@@ -19,12 +19,12 @@ from orchestrator.cost.profile import Profile, differing, relative_sd
 from orchestrator.cost.workload import Workload
 from orchestrator.errors import OrchError
 from orchestrator.plan import SCHEMA, Exit, Plan, hierarchy, seal
-from orchestrator.plan.document import Cluster, Memory
+from orchestrator.plan.document import Certificate, Cluster, Job, Memory
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
 from orchestrator.plan.supported import Case
 from orchestrator.planner import advice, legality
-from orchestrator.planner.placement.best_order import solve
+from orchestrator.planner.placement.best_order import Solution, solve
 from orchestrator.planner.placement.node_placement import (
     certified,
     cluster_to_fill,
@@ -56,9 +56,7 @@ def build_plan(
     searched = None
     if config.parallel.auto:
         # Imported here because the search takes longer to import than a plan takes to make.
-        from orchestrator.planner.search.auto import (
-            resolve_auto,
-        )
+        from orchestrator.planner.search.auto import resolve_auto
 
         config, searched = resolve_auto(config, cluster, any_layout, profile)
     model = resolve(config.model)
@@ -72,41 +70,67 @@ def build_plan(
         Workload(model, shape, job.train), cluster, budget, recipe, job.matmul
     )
     job = structs.replace(job, train=train)
+    path_cache = searched.path_cache if searched else None
+    whole_cluster = make_context(config, cluster, profile, path_cache).training(train)
+    shape = whole_cluster.balanced(shape)
     # The order of imported nodes has no meaning.
     imported = config.cluster.topology_file is not None
-    context = make_context(
-        config, cluster, profile, searched.path_cache if searched else None
-    ).training(train)
-    shape = context.balanced(shape)
-    whole_cluster = context
-    context, certificate = place_job(context, shape, config.parallel.order, move=imported)
-    cluster = context.cluster
-    parallel, best, traffic, time = solve(context, shape, config.parallel.order)
-    sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
-    alternative = None
-    if best.outside_nvlink("tp"):
-        # This happens only with an explicit order; the rules refuse everything else.
-        if not case.allow_tp_across_nvlink:
-            raise OrchError(
-                f"parallel.order={parallel.order} puts tp={parallel.tp} groups across"
-                f" {best.worst_level('tp')}; put tp first, or set"
-                " parallel.allow_tp_across_nvlink=true to see what it costs",
-                Exit.CONFIG,
-            )
-        alternative = _inside_nvlink(config, case, whole_cluster)
+    context, certificate = place_job(whole_cluster, shape, config.parallel.order, move=imported)
+    solution = solve(context, shape, config.parallel.order)
+    inside_nvlink = None
+    if solution.best.outside_nvlink("tp"):
+        _check_allowed(case, solution)
+        inside_nvlink = _inside_nvlink(config, case, whole_cluster)
+    plan = _plan_of(context, job, recipe, solution, certificate)
+    if problem := hierarchy.problem(plan):
+        raise OrchError(f"parallel: {problem}", Exit.CONFIG)
+    return seal(structs.replace(plan, warnings=advice.warnings(plan, inside_nvlink, any_layout)))
 
+
+def _check_allowed(case: Case, solution: Solution) -> None:
+    """Raises OrchError (65) unless tensor-parallel groups may leave NVLink.
+
+    Only an explicit order takes them out where they must stay; the rules refuse everything else.
+    """
+    if case.allow_tp_across_nvlink:
+        return
+    parallel = solution.parallel
+    raise OrchError(
+        f"parallel.order={parallel.order} puts tp={parallel.tp} groups across"
+        f" {solution.best.worst_level('tp')}; put tp first, or set"
+        " parallel.allow_tp_across_nvlink=true to see what it costs",
+        Exit.CONFIG,
+    )
+
+
+def _plan_of(
+    context: CostContext,
+    job: Job,
+    recipe: Recipe,
+    solution: Solution,
+    certificate: Certificate,
+) -> Plan:
+    """Returns the plan of a placed job, without its warnings and its hash.
+
+    Raises OrchError (65) if the described hosts have no room for the offloaded data.
+    """
+    parallel, best, traffic, time = solution
+    model = context.model
+    cluster = context.cluster
+    train = job.train
+    sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
     coordinates = coords(parallel.order, degrees(parallel))
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size
-    peak = cluster.gpu.peak_flops[job.train.precision]
+    peak = cluster.gpu.peak_flops[train.precision]
     accounts = memory.memory_by_pp_rank(
-        Workload(model, parallel, job.train), cluster, recipe, job.matmul
+        Workload(model, parallel, train), cluster, recipe, job.matmul
     )
     worst = max(accounts, key=lambda account: account.total)
     worst_rank = next(
         rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank
     )
     check_host(cluster, worst)
-    plan = Plan(
+    return Plan(
         schema=SCHEMA,
         hash="",
         cluster=cluster,
@@ -118,14 +142,11 @@ def build_plan(
         placement=axis_placement(best, traffic),
         memory=structs.replace(worst, worst_rank=worst_rank),
         time=structs.replace(time, sd=sd, parameters=differing(context.profile)),
-        mfu=per_gpu * model_flops_per_token(model, job.train.seq_len) / peak,
+        mfu=per_gpu * model_flops_per_token(model, train.seq_len) / peak,
         tokens_per_s_per_gpu=per_gpu,
         warnings=[],
         certificate=certified(certificate, time.step_s),
     )
-    if problem := hierarchy.problem(plan):
-        raise OrchError(f"parallel: {problem}", Exit.CONFIG)
-    return seal(structs.replace(plan, warnings=advice.warnings(plan, alternative, any_layout)))
 
 
 def check_host(cluster: Cluster, memory: Memory) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from orchestrator.config.schema import Config, ParallelSpec
+from orchestrator.config.schema import Config, OptimSpec, ParallelSpec
 from orchestrator.config.validate import with_defaults
 from orchestrator.cost.model.stages import balance_stages
 from orchestrator.errors import OrchError
@@ -48,30 +48,68 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     samples = global_batch(config)
     gpus = domains_of(cluster).filled(tp, degrees["cp"], ep, pp, par.allow_tp_across_nvlink)
     dp = par.dp or max(1, gpus // (tp * degrees["cp"] * ep * pp))
+    sp = tp > 1 if par.sp is None else par.sp
+    etp = UNSET if par.etp is None else par.etp
+    # The direct exchange is the default, which plans leave out.
+    all_to_all: doc.AllToAll | UnsetType = UNSET
+    if par.expert_all_to_all == "hierarchical":
+        all_to_all = "hierarchical"
+    schedule = TABLE if par.schedule_file else par.schedule
     return Case(
         **degrees,
         dp=dp,
-        sp=tp > 1 if par.sp is None else par.sp,
-        etp=UNSET if par.etp is None else par.etp,
-        fold_cp=True if par.fold_cp else UNSET,
-        expert_all_to_all=(
-            par.expert_all_to_all if par.expert_all_to_all == "hierarchical" else UNSET
-        ),
-        schedule=TABLE if par.schedule_file else par.schedule,
+        sp=sp,
+        etp=etp,
+        fold_cp=par.fold_cp or UNSET,
+        expert_all_to_all=all_to_all,
+        schedule=schedule,
         schedule_rows=_schedule_rows(par),
         cp_method=par.cp_method or "zigzag",
         micro_batch_size=par.micro_batch_size
         or _micro_batch(cluster, dp * ep, pp, samples, par.uneven),
         global_batch_samples=samples,
-        batch_ramp=make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None,
+        batch_ramp=make_ramp(train),
         seq_len=train.seq_len,
         matmul=train.matmul,
-        optim_state="" if config.optim.state == "wide" else config.optim.state,
+        optim_state=_narrow_state(config.optim),
         precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=model,
         cluster=cluster,
     )
+
+
+def unit_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
+    """Returns the legality case of one GPU, from which a search makes those of all meshes."""
+    train = config.train
+    return Case(
+        tp=1,
+        cp=1,
+        ep=1,
+        pp=1,
+        dp=1,
+        vpp=1,
+        micro_batch_size=1,
+        zero=0,
+        sp=False,
+        schedule=None,
+        zero_group=config.parallel.zero_group,
+        allow_tp_across_nvlink=config.parallel.allow_tp_across_nvlink,
+        global_batch_samples=global_batch(config),
+        batch_ramp=make_ramp(train),
+        seq_len=train.seq_len,
+        matmul=train.matmul,
+        optim_state=_narrow_state(config.optim),
+        precision=train.precision,
+        grad_dtype=train.grad_dtype,
+        model=model,
+        cluster=cluster,
+    )
+
+
+def _narrow_state(optim: OptimSpec) -> str:
+    """Returns the format of the optimizer's state, or "" if the state is wide."""
+    return "" if optim.state == "wide" else optim.state
 
 
 #: If replicas take unequal numbers of micro-batches, the slowest may take this many times an equal
@@ -128,7 +166,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
 
     Raises OrchError (65) if other keys contradict them.
     """
-    names = [
+    names = (
         "tp",
         "cp",
         "ep",
@@ -140,9 +178,11 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
         "schedule_rows",
         "etp",
         "fold_cp",
-    ]
-    names += ["expert_all_to_all"]
-    names += ["micro_batch_size", "micro_batches", "global_batch_samples"]
+        "expert_all_to_all",
+        "micro_batch_size",
+        "micro_batches",
+        "global_batch_samples",
+    )
     case_fields: dict[str, Any] = {name: getattr(case, name) for name in names}
     par = config.parallel
     return doc.Parallel(

@@ -24,8 +24,8 @@ from orchestrator.plan.expert_mesh import expert_mesh, folds_cp, tensor_ranks
 from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.plan.trained import refusal
 from orchestrator.planner.search.costed_layout import CostedLayout
+from orchestrator.planner.search.layout import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 from orchestrator.planner.search.search import Search
-from orchestrator.planner.search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
 from .build import build_plan
 
@@ -66,6 +66,13 @@ class Change(NamedTuple):
     frees_bytes: int
 
 
+class CostedChanges(NamedTuple):
+    """The changes that improve a plan, among all that were costed."""
+
+    better: list[Change]
+    tried: int
+
+
 class Explanation(NamedTuple):
     """The terms of a plan's step and memory, and the changes that improve it."""
 
@@ -87,48 +94,55 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) ->
     """
     memory = plan.memory
     over = max(0, memory.total - memory.capacity)
-    changes = []
+    changes = list[Change]()
     tried = 0
     if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE_MODES:
-        profile = with_values(plan.time.parameters)
-        any_layout = refusal(plan) is not None
-        search = Search(
-            _opened(config, plan.parallel.expert_all_to_all), cluster, any_layout, profile
-        )
-        candidates = [(search, *changes) for changes in neighbours(plan)]
-        for all_to_all in other_all_to_alls(plan):
-            candidates.append(
-                (
-                    Search(_opened(config, all_to_all), cluster, any_layout, profile),
-                    *_by(plan, all_to_all),
-                )
-            )
-        for layout_search, overrides, layout in candidates:
-            tried += 1
-            costed = layout_search.cost(layout)
-            if costed is not None and (over or costed.step_s < plan.time.step_s):
-                changes.append(_change(overrides, costed, plan))
-        # No single change makes it fit: offer the fastest layout that does.
-        if over and not changes:
-            changes += [
-                _change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]
-            ]
+        changes, tried = _layout_changes(config, cluster, plan)
     if over:
         changes += offered(config, cluster, plan)
     changes.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
     categories = sorted(
         ((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1]
     )
-    described = (
-        plan.time.limited_by,
-        over,
-        categories,
-        changes[:limit],
-        tried,
-        list(plan.warnings),
-        not_counted(plan),
+    return Explanation(
+        terms=terms(plan),
+        experts=expert_load(plan),
+        limited_by=plan.time.limited_by,
+        over_bytes=over,
+        categories=categories,
+        changes=changes[:limit],
+        tried=tried,
+        warnings=list(plan.warnings),
+        not_counted=not_counted(plan),
     )
-    return Explanation(terms(plan), expert_load(plan), *described)
+
+
+def _layout_changes(config: Config, cluster: doc.Cluster, plan: Plan) -> CostedChanges:
+    """Costs every layout that differs from the plan's in one key.
+
+    If the plan does not fit and no single change makes it fit, the fastest layout that does is the
+    change.
+    """
+    over = plan.memory.total > plan.memory.capacity
+    profile = with_values(plan.time.parameters)
+    any_layout = refusal(plan) is not None
+
+    def search_with(all_to_all: doc.AllToAll | UnsetType) -> Search:
+        """Returns the search over all layouts with this exchange of expert tokens."""
+        return Search(_opened(config, all_to_all), cluster, any_layout, profile)
+
+    search = search_with(plan.parallel.expert_all_to_all)
+    candidates = [(search, *neighbour) for neighbour in neighbours(plan)]
+    for all_to_all in other_all_to_alls(plan):
+        candidates.append((search_with(all_to_all), *_by(plan, all_to_all)))
+    better = []
+    for layout_search, overrides, layout in candidates:
+        costed = layout_search.exact_costs.of_layout(layout)
+        if costed is not None and (over or costed.step_s < plan.time.step_s):
+            better.append(_change(overrides, costed, plan))
+    if over and not better:
+        better = [_change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]]
+    return CostedChanges(better, len(candidates))
 
 
 def not_counted(plan: Plan) -> list[str]:
@@ -153,7 +167,8 @@ def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change
     if plan.job.train.recompute != "none" and config.train.offload_activations == "none":
         choices.append(("offload_activations", "host"))
     for key, target in choices:
-        train = structs.replace(config.train, **{key: target})
+        override = {key: target}
+        train = structs.replace(config.train, **override)
         try:
             offloaded = build_plan(structs.replace(config, train=train), cluster)
         except OrchError:
@@ -270,15 +285,15 @@ def _folds(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], La
         for ep in sorted({par.ep, *([total // inner] if total % inner == 0 else [])}):
             if (etp, fold_cp, ep) == current_fold:
                 continue
-            overrides = [f"parallel.etp={etp}"] * (etp != current_fold[0]) + [
-                f"parallel.ep={ep}"
-            ] * (ep != current_fold[2])
-            overrides += [f"parallel.fold_cp={str(fold_cp).lower()}"] * (fold_cp != current_fold[1])
-            folded = {
-                "etp": etp if etp < par.tp else UNSET,
-                "fold_cp": True if fold_cp else UNSET,
-                "ep": ep,
-            }
+            overrides = []
+            if etp != current_fold[0]:
+                overrides.append(f"parallel.etp={etp}")
+            if ep != current_fold[2]:
+                overrides.append(f"parallel.ep={ep}")
+            if fold_cp != current_fold[1]:
+                overrides.append(f"parallel.fold_cp={str(fold_cp).lower()}")
+            cut = etp if etp < par.tp else UNSET
+            folded = {"etp": cut, "fold_cp": fold_cp or UNSET, "ep": ep}
             yield from _one(plan, settings | folded, overrides)
 
 
@@ -305,10 +320,22 @@ def _pipelines(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str]
         layers_per_rank = plan.model.layers // par.pp
         for vpp in range(low, min(high or 8, layers_per_rank) + 1):
             if (name, vpp) != (par.schedule, par.vpp):
-                overrides = [f"parallel.schedule={name}"] + (
-                    [f"parallel.vpp={vpp}"] if vpp != par.vpp else []
-                )
+                overrides = [f"parallel.schedule={name}"]
+                if vpp != par.vpp:
+                    overrides.append(f"parallel.vpp={vpp}")
                 yield from _one(plan, settings | {"schedule": name, "vpp": vpp}, overrides)
+
+
+def _gpus_of(plan: Plan, tp: int, cp: int, ep: int, pp: int) -> int:
+    """Returns the GPUs that the plan would use with other degrees.
+
+    A plan that fills its cluster still fills it, as far as groups of that size can.
+    """
+    par = plan.parallel
+    domains = domains_of(plan.cluster)
+    if par.world_size == domains.filled(par.tp, par.cp, par.ep, par.pp):
+        return domains.filled(tp, cp, ep, pp)
+    return par.world_size
 
 
 def _one(
@@ -317,12 +344,7 @@ def _one(
     """Yields the layout with these settings if its degrees fill the GPUs and the global batch."""
     par = plan.parallel
     tp, cp, ep, pp = (settings[axis] for axis in ("tp", "cp", "ep", "pp"))
-    gpus = par.world_size
-    domains = domains_of(plan.cluster)
-    # dp takes the GPUs that groups of that size leave to it.
-    if gpus == domains.filled(par.tp, par.cp, par.ep, par.pp):
-        gpus = domains.filled(tp, cp, ep, pp)
-    dp, rest = divmod(gpus, tp * cp * ep * pp)
+    dp, rest = divmod(_gpus_of(plan, tp, cp, ep, pp), tp * cp * ep * pp)
     size = settings["micro_batch_size"]
     if rest or not dp or par.global_batch_samples % (size * dp * ep):
         return
@@ -335,21 +357,23 @@ def _one(
         settings = settings | {"schedule": "1f1b", "vpp": 1}
     micro_batches = par.global_batch_samples // (size * dp * ep)
     mesh = Mesh(
-        tp,
-        cp,
-        ep,
-        pp,
-        dp,
-        size,
-        micro_batches,
-        sp,
-        settings.get("cp_method", par.cp_method),
-        etp,
-        fold_cp,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        pp=pp,
+        dp=dp,
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        sp=sp,
+        cp_method=settings.get("cp_method", par.cp_method),
+        etp=etp,
+        fold_cp=fold_cp,
     )
-    yield (
-        overrides,
-        Layout(
-            mesh, settings["recompute"], settings["zero"], settings["schedule"], settings["vpp"]
-        ),
+    layout = Layout(
+        mesh=mesh,
+        recompute=settings["recompute"],
+        zero=settings["zero"],
+        schedule=settings["schedule"],
+        vpp=settings["vpp"],
     )
+    yield overrides, layout

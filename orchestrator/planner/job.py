@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, UnsetType, structs
 
-from orchestrator.config.schema import BatchRampSpec, Config
+from orchestrator.config.schema import Config, TrainSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
@@ -65,11 +65,9 @@ def make_optim(config: Config) -> doc.Optim:
         for name in doc.Optim.__struct_fields__
         if name not in ("kind", "state")
     }
-    return doc.Optim(
-        **copied,
-        kind=UNSET if optim.kind == "adamw" else optim.kind,
-        state=UNSET if optim.state == "wide" else optim.state,
-    )
+    kind = UNSET if optim.kind == "adamw" else optim.kind
+    state = UNSET if optim.state == "wide" else optim.state
+    return doc.Optim(**copied, kind=kind, state=state)
 
 
 def make_train(config: Config) -> doc.Train:
@@ -92,10 +90,11 @@ def make_train(config: Config) -> doc.Train:
         "compile",
         "partition_activations",
         "offload",
+        "recompute_latents",
+        "deterministic",
     }
-    derived |= {"recompute_latents", "deterministic"}
     copied_keys = set(doc.Train.__struct_fields__) - derived
-    ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
+    ramp = make_ramp(train)
     recompute = train.recompute or "none"
     compiled = (
         config.cluster.device == "cuda" and not train.matmul
@@ -178,8 +177,14 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
     return structs.replace(offload, optimizer="disk", **disk_settings)
 
 
-def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
-    """Returns the batch ramp in samples. Raises OrchError (65) unless each length is given once."""
+def make_ramp(train: TrainSpec) -> doc.BatchRamp | None:
+    """Returns the batch ramp in samples, or None if the batch does not grow.
+
+    Raises OrchError (65) unless each length is given once.
+    """
+    spec = train.batch_ramp
+    if spec is None:
+        return None
     samples_by_key = {}
     for name in ("start", "over"):
         samples = getattr(spec, f"{name}_samples")
@@ -189,5 +194,5 @@ def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
                 f"train.batch_ramp: set exactly one of {name}_samples and {name}_tokens",
                 Exit.CONFIG,
             )
-        samples_by_key[f"{name}_samples"] = samples or max(1, tokens // seq_len)
+        samples_by_key[f"{name}_samples"] = samples or max(1, tokens // train.seq_len)
     return doc.BatchRamp(**samples_by_key)

@@ -60,8 +60,6 @@ LONGER_CLASSES = {
     "orchestrator.agent.node.worker_control.WorkerControl",
     "orchestrator.backends.kubernetes.controller.reconcile.Reconciler",
     "orchestrator.backends.local.supervisor.Supervisor",
-    "orchestrator.planner.search.search.Search",
-    "orchestrator.planner.search.space.Space",
     "trainer.engine.Engine",
 }
 

@@ -23,7 +23,7 @@ from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.plan.supported import broken
 from orchestrator.plan.trained import TRAINER, refusal
 from orchestrator.planner.search.bound import least_of_column
-from orchestrator.planner.search.space import Layout
+from orchestrator.planner.search.layout import Layout
 from tests.reference.every_layout import every_layout, front
 
 from . import configs, shapes
@@ -128,7 +128,7 @@ def test_no_layout_costs_less_than_its_bounds(config):
                         base.mesh, branch.recompute, sharded.par.zero, schedule, pipeline.vpp
                     )
                     with_schedule = pipeline.seconds_with(schedule, sharded)
-                    found = search.cost(layout)
+                    found = search.exact_costs.of_layout(layout)
                     assert seconds <= with_schedule
                     if found is not None:
                         assert size <= found.memory.total + 8 and with_schedule <= found.step_s
@@ -188,7 +188,7 @@ def test_the_trainer_runs_what_is_chosen(config, ramp):
     for mesh in search.space.meshes():
         for layout in search.space.layouts(mesh):
             if layout.recompute == "none" and layout.vpp <= 2:
-                case = search._case(search.space.fixed(layout))
+                case = search.exact_costs.case(search.space.fixed(layout))
                 assert broken(case, TRAINER) is None and broken(case) is None, layout
 
 
@@ -204,7 +204,7 @@ def test_layouts_that_a_setting_forbids_are_not_legal(matmul, seq_len):
     assert {mesh.tp for mesh in meshes} == {1, 2, 4}
     for mesh in meshes:
         layout = next(iter(search.space.layouts(mesh)))
-        assert broken(search._case(search.space.fixed(layout)), TRAINER) is None, layout
+        assert broken(search.exact_costs.case(search.space.fixed(layout)), TRAINER) is None, layout
     assert search.run().front
 
 

@@ -14,7 +14,7 @@ def every_layout(config: Config) -> list[CostedLayout]:
     """All layouts that are legal and fit, best first: by time, then memory, then plainness."""
     search = configs.search(config, any_layout=True)
     found = [
-        search.cost(layout)
+        search.exact_costs.of_layout(layout)
         for mesh in search.space.meshes()
         for layout in search.space.layouts(mesh)
     ]

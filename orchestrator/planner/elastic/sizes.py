@@ -58,6 +58,7 @@ class _Site(NamedTuple):
 
     resolve: Resolve
     profile: Profile | None
+    any_memory: bool  # sizes whose plan does not fit the memory are legal too
 
 
 def plan_of(
@@ -128,6 +129,34 @@ def plan_sizes(
         plan = plan_of(config, resolve(config.cluster), any_layout, profile)
         return Sizes([Size(config.cluster.nodes, config, plan)], {})
     first, last = node_range(config.nodes)
+    _check_range(config)
+    # All sizes share one layout: a checkpoint of one layout would be of no use to another.
+    if config.parallel.auto:
+        from orchestrator.planner.search.auto import settled
+
+        largest = _at(config, last)
+        config = _with_layout(
+            config, settled(largest, resolve(largest.cluster), any_layout, profile)
+        )
+    site = _Site(resolve, profile, any_memory)
+    legal, refused = _data_parallel_sizes(config, site, first, last)
+    if not legal:
+        raise OrchError(
+            f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
+        )
+    for nodes in range(first, min(legal)):
+        repiped = _other_pipeline(config, site, nodes)
+        if repiped is not None and repiped.nodes == nodes:
+            legal[nodes] = repiped
+            del refused[nodes]
+    return Sizes(
+        [legal[nodes] for nodes in sorted(legal, reverse=True)],
+        dict(sorted(refused.items(), reverse=True)),
+    )
+
+
+def _check_range(config: Config) -> None:
+    """Raises OrchError (64) if another key contradicts the range of nodes."""
     if config.parallel.dp is not None:
         raise OrchError(
             f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out",
@@ -148,20 +177,21 @@ def plan_sizes(
             f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are",
             Exit.USAGE,
         )
-    # All sizes share one layout: a checkpoint of one layout would be of no use to another.
-    if config.parallel.auto:
-        from orchestrator.planner.search.auto import settled
 
-        largest = _at(config, last)
-        config = _with_layout(
-            config, settled(largest, resolve(largest.cluster), any_layout, profile)
-        )
+
+def _data_parallel_sizes(
+    config: Config, site: _Site, first: int, last: int
+) -> tuple[dict[int, Size], dict[int, str]]:
+    """Plans `first` to `last` nodes, which differ only in data parallelism and micro-batches.
+
+    Returns (node count -> its legal size, node count -> the reason that excludes it).
+    """
     legal: dict[int, Size] = {}
     refused: dict[int, str] = {}
-    site = _Site(resolve, profile)
     for nodes in range(first, last + 1):
         try:
-            size = _replicas(config, site, nodes, any_memory, legal[max(legal)] if legal else None)
+            smaller = legal[max(legal)] if legal else None
+            size = _replicas(config, site, nodes, smaller)
             # Several clusters may hold a size: the largest one is taken, because it has the most
             # spares.
             if size.nodes >= first:
@@ -173,19 +203,7 @@ def plan_sizes(
                 )
         except OrchError as error:
             refused[nodes] = error.message
-    if not legal:
-        raise OrchError(
-            f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
-        )
-    for nodes in range(first, min(legal)):
-        repiped = _other_pipeline(config, site, nodes, any_memory)
-        if repiped is not None and repiped.nodes == nodes:
-            legal[nodes] = repiped
-            del refused[nodes]
-    return Sizes(
-        [legal[nodes] for nodes in sorted(legal, reverse=True)],
-        dict(sorted(refused.items(), reverse=True)),
-    )
+    return legal, refused
 
 
 def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
@@ -193,9 +211,8 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
     from orchestrator.planner.program import plan_program
 
     if config.nodes is None:
-        return Sizes(
-            [Size(config.cluster.nodes, config, plan_program(config, resolve(config.cluster)))], {}
-        )
+        plan = plan_program(config, resolve(config.cluster))
+        return Sizes([Size(config.cluster.nodes, config, plan)], {})
     first, last = node_range(config.nodes)
     if config.nproc is not None or config.parallel.dp is not None:
         raise OrchError(
@@ -283,27 +300,22 @@ def _check_has(config: Config, nodes: int) -> None:
         raise OrchError(message, Exit.CONFIG)
 
 
-def _replicas(
-    config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None
-) -> Size:
+def _replicas(config: Config, site: _Site, nodes: int, smaller: Size | None) -> Size:
     """Returns the size with equal replicas, or with unequal ones if the batch needs that.
 
     Raises OrchError if unequal replicas would be no faster than the next smaller size.
     """
     # Imported here because it imports numpy, which a cached plan does not need.
-    from orchestrator.planner.degrees import (
-        global_batch,
-    )
+    from orchestrator.planner.degrees import global_batch
 
     _check_has(config, nodes)
     par = config.parallel
     gpus = _filled(config, site.resolve(_at(config, nodes).cluster))
     replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
-        return _size(config, site, nodes, any_memory)
-    size = _size(
-        structs.replace(config, parallel=structs.replace(par, uneven=True)), site, nodes, any_memory
-    )
+        return _size(config, site, nodes)
+    uneven = structs.replace(config, parallel=structs.replace(par, uneven=True))
+    size = _size(uneven, site, nodes)
     if smaller is not None and size.plan.time.step_s >= smaller.plan.time.step_s:
         counts = " or ".join(map(str, sorted(set(taken(size.plan.parallel)))))
         reason = (
@@ -314,7 +326,7 @@ def _replicas(
     return size
 
 
-def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size | None:
+def _other_pipeline(config: Config, site: _Site, nodes: int) -> Size | None:
     """Returns the fastest plan with another number of pipeline stages, or None if there is none.
 
     It serves sizes that cannot hold a whole replica of the job. The schedule stays if it is legal.
@@ -322,31 +334,25 @@ def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -
     """
     par = config.parallel
     candidates = []
-    stages, rest = divmod(
-        nodes * config.cluster.gpus_per_node, prod(getattr(par, a) or 1 for a in ("tp", "cp", "ep"))
-    )
+    gpus = nodes * config.cluster.gpus_per_node
+    stages, rest = divmod(gpus, prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep")))
     if rest or par.schedule_file is not None:
         return None
-    for pp in (
-        pp
-        for pp in range(1, min(stages, config.model.layers) + 1)
-        if stages % pp == 0 and pp != (par.pp or 1)
-    ):
+    for pp in range(1, min(stages, config.model.layers) + 1):
+        if stages % pp or pp == (par.pp or 1):
+            continue
         for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
             parallel = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
+            repiped = structs.replace(config, parallel=parallel)
             try:
-                candidates.append(
-                    _replicas(
-                        structs.replace(config, parallel=parallel), site, nodes, any_memory, None
-                    )
-                )
+                candidates.append(_replicas(repiped, site, nodes, smaller=None))
             except OrchError:
                 continue
             break
     return min(candidates, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
 
 
-def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
+def _size(config: Config, site: _Site, nodes: int) -> Size:
     """Plans one size. Raises OrchError (65) if replicas do not divide it or memory is too small."""
     par = config.parallel
     gpus = nodes * config.cluster.gpus_per_node
@@ -356,7 +362,7 @@ def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
     if _filled(config, cluster) % replica:
         raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
     plan = plan_of(sized_config, cluster, profile=site.profile)
-    if _over(plan) and not (any_memory or config.run.allow_oom):
+    if _over(plan) and not (site.any_memory or config.run.allow_oom):
         usage = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
         raise OrchError(f"rank {plan.memory.worst_rank} needs {usage}", Exit.CONFIG)
     return Size(-(-plan.parallel.world_size // cluster.gpus_per_node), sized_config, plan)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.numpy_import import np
 from orchestrator.cost.path_cache import Cuts, communicating
 from orchestrator.cost.rates import Rates
-from orchestrator.cost.time.fabric import NO_PATH, Fabric, Ints, Path, Pattern
+from orchestrator.cost.time.fabric import NO_PATH, Bools, Fabric, Ints, Path, Pattern
 from orchestrator.cost.time.step_bound import bound_over_paths_s
 from orchestrator.cost.time.step_time import INNER, StepCost, Work
 from orchestrator.cost.time.traffic import PathKey
@@ -55,6 +56,17 @@ def nvlink_over_fabric(rate: Rates) -> float:
     return min(value_of(link.nvlink) / value_of(link.nic) for link in links)
 
 
+class _Groups(NamedTuple):
+    """The groups of an axis on the node slots of a job, each over at least two nodes."""
+
+    size: int  # members
+    nodes: int  # the fewest nodes of a group
+    even: bool  # all groups have `nodes` nodes, which they fill without a gap
+    wrap: bool  # the last member sends to the first
+    source: Ints  # the slot of each member that sends, by group
+    crossing: Bools  # whether its message leaves the node
+
+
 def path_lower_bound(
     fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool, ratio: float = 1.0
 ) -> Path:
@@ -62,69 +74,147 @@ def path_lower_bound(
 
     `ratio` is the result of `nvlink_over_fabric`.
     """
-    n = members.shape[1]
-    if n == 1:
+    size = members.shape[1]
+    if size == 1:
         return NO_PATH
     slot = members // fabric.gpus_per_node
     row = np.sort(slot, axis=1)
     spans = 1 + (row[:, 1:] != row[:, :-1]).sum(axis=1)  # nodes of each group
     nodes = int(spans.min())
-    inside = 1.0 / float(fabric.rate[0])
     if nodes == 1:
-        hop = float(fabric.latency.min())
-        turn = hop * (n if wrap and pattern != "exchange" else n - 1)
-        inside = fabric.domain_seconds(2 if pattern == "chain" else n)
-        return Path(inside, 0.0, hop, turn, fabric.names[0], {})
-    nics = max(1.0, 1.0 / fabric.nics_per_gpu)
-    nic = 1.0 / (float(fabric.rate[1:].max()) * nics)  # seconds per byte of a GPU that sends alone
-    domain = int(fabric.gpus[0].max())
-    source, target = (slot, np.roll(slot, -1, axis=1)) if wrap else (slot[:, :-1], slot[:, 1:])
-    crossing = source != target
+        return _path_in_node(fabric, size, pattern, wrap)
+    if wrap:
+        source = slot
+        target = np.roll(slot, -1, axis=1)
+    else:
+        source = slot[:, :-1]
+        target = slot[:, 1:]
     # Groups that share no nodes: two groups that share their first node share all nodes.
     count = int(np.count_nonzero(np.bincount(row[:, 0])))
     even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
+    groups = _Groups(size, nodes, even, wrap, source, crossing=source != target)
     level = _least_level(fabric, nodes, count if even else 1)
     if level == 0:
-        # The group is inside one domain, or, if no two neighbours share a node, wholly outside.
-        # Then all `u` GPUs of a domain that the job uses send out of it: a ring over the NICs of at
-        # most `u` GPUs.
-        alone = {"ring": nic * nics / math.sqrt(domain * nics), "chain": nic, "exchange": nic / 2}[
-            pattern
-        ]
-        near = (
-            inside if pattern != "exchange" and not crossing.all() else min(inside, alone * ratio)
-        )
-        return Path(near, 0.0, float(fabric.latency.min()), 0.0, fabric.names[0], {})
-    rate = float(fabric.rate[level:].max())
-    latency = float(fabric.latency[level:].min())
+        return _path_in_domain(fabric, groups, pattern, ratio)
     if pattern == "exchange":
-        outside = max(0, n - domain) / (n - 1) * nic
-        # The largest possible share: in an exchange by domain, fewer domains receive fewer rows per
-        # token.
-        inside = (min(n, domain) - 1) / (n - 1)
-        return Path(
-            0.0, outside, latency, latency * (n - 1), fabric.names[level], {fabric.names[0]: inside}
-        )
-    nvlink = 0.0 if crossing.all() else inside  # some two neighbours share a node
+        return _exchange_across(fabric, size, level)
+    return _path_across(fabric, groups, pattern, level)
+
+
+def _nics_of_sender(fabric: Fabric) -> float:
+    """Returns the number of NICs that a GPU that sends alone can use."""
+    return max(1.0, 1.0 / fabric.nics_per_gpu)
+
+
+def _alone_seconds(fabric: Fabric) -> float:
+    """Returns the seconds per byte of a GPU that sends alone on the network."""
+    return 1.0 / (float(fabric.rate[1:].max()) * _nics_of_sender(fabric))
+
+
+def _path_in_node(fabric: Fabric, size: int, pattern: Pattern, wrap: bool) -> Path:
+    """Returns the bound of groups of `size` members, some of which fit a node."""
+    hop = float(fabric.latency.min())
+    hops = size if wrap and pattern != "exchange" else size - 1
+    return Path(
+        nvlink_s=fabric.domain_seconds(2 if pattern == "chain" else size),
+        fabric_s=0.0,
+        hop_s=hop,
+        ring_latency_s=hop * hops,
+        worst_level=fabric.names[0],
+        share={},
+    )
+
+
+def _path_in_domain(fabric: Fabric, groups: _Groups, pattern: Pattern, ratio: float) -> Path:
+    """Returns the bound of groups that may all lie inside one NVLink domain each.
+
+    Such a group is inside one domain, or, if no two neighbours share a node, wholly outside. Then
+    all `u` GPUs of a domain that the job uses send out of it: a ring over the NICs of at most `u`
+    GPUs.
+    """
+    near = 1.0 / float(fabric.rate[0])
+    if pattern == "exchange" or groups.crossing.all():
+        domain = int(fabric.gpus[0].max())
+        nics = _nics_of_sender(fabric)
+        nic = _alone_seconds(fabric)
+        alone = {
+            "ring": nic * nics / math.sqrt(domain * nics),
+            "chain": nic,
+            "exchange": nic / 2,
+        }
+        near = min(near, alone[pattern] * ratio)
+    return Path(
+        nvlink_s=near,
+        fabric_s=0.0,
+        hop_s=float(fabric.latency.min()),
+        ring_latency_s=0.0,
+        worst_level=fabric.names[0],
+        share={},
+    )
+
+
+def _exchange_across(fabric: Fabric, size: int, level: int) -> Path:
+    """Returns the bound of an all-to-all of `size` members, one of which crosses `level`."""
+    domain = int(fabric.gpus[0].max())
+    latency = float(fabric.latency[level:].min())
+    # The largest possible share: in an exchange by domain, fewer domains receive fewer rows per
+    # token.
+    inside = (min(size, domain) - 1) / (size - 1)
+    return Path(
+        nvlink_s=0.0,
+        fabric_s=max(0, size - domain) / (size - 1) * _alone_seconds(fabric),
+        hop_s=latency,
+        ring_latency_s=latency * (size - 1),
+        worst_level=fabric.names[level],
+        share={fabric.names[0]: inside},
+    )
+
+
+def _path_across(fabric: Fabric, groups: _Groups, pattern: Pattern, level: int) -> Path:
+    """Returns the bound of rings or chains, one of which crosses `level`."""
+    # Unless every message leaves its node, some two neighbours share a node.
+    inside = 0.0 if groups.crossing.all() else 1.0 / float(fabric.rate[0])
+    return Path(
+        nvlink_s=inside,
+        fabric_s=_network_seconds(fabric, groups, pattern, level),
+        hop_s=float(fabric.latency[level:].min()),
+        ring_latency_s=_hops_latency(fabric, groups, level),
+        worst_level=fabric.names[level],
+        share={},
+    )
+
+
+def _hops_latency(fabric: Fabric, groups: _Groups, level: int) -> float:
+    """Returns the least sum of the latencies of all hops of a group that crosses `level`."""
+    crossing = groups.crossing
     # Hops between nodes; two hops of a ring reach `level`.
     least = int(crossing.sum(axis=1).min())
-    far = min(2 if wrap else 1, least)
-    near = float(fabric.latency[0 if domain > fabric.gpus_per_node else 1 :].min())
-    hops = (
+    far = min(2 if groups.wrap else 1, least)
+    domain_spans_nodes = int(fabric.gpus[0].max()) > fabric.gpus_per_node
+    near = float(fabric.latency[0 if domain_spans_nodes else 1 :].min())
+    latency: float = (
         (crossing.shape[1] - least) * float(fabric.latency.min())
         + (least - far) * near
-        + far * latency
+        + far * float(fabric.latency[level:].min())
     )
-    seconds = 1.0 / ((min(n, domain) if pattern == "ring" else 1) * rate * nics)
+    return latency
+
+
+def _network_seconds(fabric: Fabric, groups: _Groups, pattern: Pattern, level: int) -> float:
+    """Returns the least seconds per byte on the network of rings or chains that cross `level`."""
+    size = groups.size
+    nics = _nics_of_sender(fabric)
+    domain = int(fabric.gpus[0].max())
+    rate = float(fabric.rate[level:].max())
+    seconds = 1.0 / ((min(size, domain) if pattern == "ring" else 1) * rate * nics)
     # The traffic that leaves a node does not depend on where the node is.
     if domain == fabric.gpus_per_node:
-        load = np.bincount(source[crossing])
-        seconds = max(
-            seconds, float(load.max()) / (fabric.gpus_per_node * float(fabric.rate[1:].max()))
-        )
-        if pattern == "ring" and even and n % nodes == 0:
-            seconds = max(seconds, nodes / (n * rate * nics))
-    return Path(nvlink, seconds, latency, hops, fabric.names[level], {})
+        load = np.bincount(groups.source[groups.crossing])
+        node_rate = fabric.gpus_per_node * float(fabric.rate[1:].max())
+        seconds = max(seconds, float(load.max()) / node_rate)
+        if pattern == "ring" and groups.even and size % groups.nodes == 0:
+            seconds = max(seconds, groups.nodes / (size * rate * nics))
+    return seconds
 
 
 def _least_level(fabric: Fabric, nodes: int, groups: int) -> int:

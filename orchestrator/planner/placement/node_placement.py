@@ -66,6 +66,20 @@ class PlacementScore(NamedTuple):
     order: int  # index of the nesting order, the default first
 
 
+class ScoredPlacement(NamedTuple):
+    """A placement with its best nesting order."""
+
+    nodes: tuple[int, ...]  # index of the node in each slot
+    candidate: Candidate
+    score: PlacementScore
+
+    def is_optimal(self, bound_s: float) -> bool:
+        """Reports whether no other placement can be better, if none is faster than `bound_s`."""
+        score = self.score
+        fastest = score.step_s <= bound_s * (1 + CLOSE)
+        return fastest and not (score.tp_outside or score.misfit)
+
+
 class NodePlacement(NamedTuple):
     """The best placement, its score, and a bound for all others."""
 
@@ -75,7 +89,7 @@ class NodePlacement(NamedTuple):
     #: Lower bound of the step over all placements and nesting orders that keep tp and ep inside.
     bound_s: float
     exact: bool  # every placement was costed
-    given: PlacementScore  # score of the nodes in their given order
+    given_score: PlacementScore  # score of the nodes in their given order
 
     @property
     def gap(self) -> float:
@@ -132,8 +146,8 @@ class PlacementCosts:
             inside = [order for order in self.orders if not outside(order)]
             self.orders = inside or self.orders
 
-    def cost(self, nodes: Sequence[int]) -> tuple[PlacementScore, Candidate]:
-        """Returns (score, candidate) of the best nesting order for this placement."""
+    def cost(self, nodes: tuple[int, ...]) -> ScoredPlacement:
+        """Returns the score of this placement in its best nesting order."""
         path_cache = self.path_cache.reordered(nodes)
         pattern = path_cache.fabric.signature()
         if pattern not in self._by_signature:
@@ -144,7 +158,8 @@ class PlacementCosts:
                 best = scored if best is None or scored[0] < best[0] else best
             assert best is not None
             self._by_signature[pattern] = best
-        return self._by_signature[pattern]
+        score, candidate = self._by_signature[pattern]
+        return ScoredPlacement(nodes, candidate, score)
 
     def _score(self, candidate: Candidate, index: int) -> PlacementScore:
         """Returns the score of a candidate whose nesting order has this index."""
@@ -164,7 +179,13 @@ class PlacementCosts:
         tp = candidate.outside_nvlink("tp")
         ep = candidate.outside_nvlink("ep")
         return PlacementScore(
-            not candidate.legal, tp, ep, _round(candidate.step_s), _round(busy), height, index
+            misfit=not candidate.legal,
+            tp_outside=tp,
+            ep_outside=ep,
+            step_s=_round(candidate.step_s),
+            busy_s=_round(busy),
+            height=height,
+            order=index,
         )
 
     def bound(self) -> float:
@@ -191,53 +212,43 @@ def place_nodes(
     given order wins ties.
     """
     costs = PlacementCosts(path_cache, parallel, traffic, work, only)
-    given_order = tuple(range(costs.slots))
-    bound = costs.bound()
-    best = (*costs.cost(given_order), given_order)
-    given_score = best[0]
-
-    def done() -> bool:
-        """Reports whether no other placement can be better."""
-        return best[0].step_s <= bound * (1 + CLOSE) and not (best[0].tp_outside or best[0].misfit)
-
-    few = costs.total <= EXACT_NODES if exact is None else exact
-    if (
-        few
-        and (
-            placements := _up_to(
-                EXACT_PLACEMENTS, distinct_node_orders(path_cache.fabric, costs.slots)
-            )
-        )
-        is not None
-    ):
-        for nodes in placements:
-            best = min(best, (*costs.cost(nodes), nodes), key=lambda scored: scored[0])
-        return NodePlacement(
-            best[2], best[1], best[0], min(bound, best[0].step_s), True, given_score
-        )
-    sizes = degrees(parallel)
-    packed = packed_node_orders(path_cache.fabric, costs.orders, sizes, costs.slots)
-    by_domain = (
-        []
-        if costs.slots == costs.total
-        else domain_node_orders(path_cache.fabric, parallel.tp, costs.slots)
-    )
-    for nodes in itertools.chain(packed, by_domain):
-        best = min(best, (*costs.cost(nodes), nodes), key=lambda scored: scored[0])
-    if not done() and costs.total <= MAX_SWAP_NODES:
+    bound_s = costs.bound()
+    as_given = costs.cost(tuple(range(costs.slots)))
+    if exact is None:
+        exact = costs.total <= EXACT_NODES
+    every_order = _every_order(costs) if exact else None
+    node_orders = _promising_orders(costs) if every_order is None else every_order
+    tried = itertools.chain([as_given], map(costs.cost, node_orders))
+    best = min(tried, key=lambda placement: placement.score)
+    swaps_pay = every_order is None and costs.total <= MAX_SWAP_NODES
+    if swaps_pay and not best.is_optimal(bound_s):
         best = _improve_by_swaps(costs, best)
-    return NodePlacement(best[2], best[1], best[0], min(bound, best[0].step_s), False, given_score)
+    return NodePlacement(
+        nodes=best.nodes,
+        candidate=best.candidate,
+        score=best.score,
+        bound_s=min(bound_s, best.score.step_s),
+        exact=every_order is not None,
+        given_score=as_given.score,
+    )
 
 
-def _up_to(limit: int, placements: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
-    """Returns all placements, or None if there are more than `limit`."""
-    taken_placements = list(itertools.islice(placements, limit + 1))
-    return taken_placements if len(taken_placements) <= limit else None
+def _every_order(costs: PlacementCosts) -> list[tuple[int, ...]] | None:
+    """Returns all node orders, or None if there are more than `EXACT_PLACEMENTS`."""
+    distinct = distinct_node_orders(costs.path_cache.fabric, costs.slots)
+    node_orders = list(itertools.islice(distinct, EXACT_PLACEMENTS + 1))
+    return node_orders if len(node_orders) <= EXACT_PLACEMENTS else None
 
 
-def _improve_by_swaps(
-    costs: PlacementCosts, best: tuple[PlacementScore, Candidate, tuple[int, ...]]
-) -> tuple[PlacementScore, Candidate, tuple[int, ...]]:
+def _promising_orders(costs: PlacementCosts) -> Iterator[tuple[int, ...]]:
+    """Yields the node orders that keep whole groups under one switch, or in one domain."""
+    fabric = costs.path_cache.fabric
+    yield from packed_node_orders(fabric, costs.orders, degrees(costs.parallel), costs.slots)
+    if costs.slots != costs.total:
+        yield from domain_node_orders(fabric, costs.parallel.tp, costs.slots)
+
+
+def _improve_by_swaps(costs: PlacementCosts, best: ScoredPlacement) -> ScoredPlacement:
     """Swaps the nodes of two slots, or a used and a free node, as long as that helps.
 
     At most `MAX_SWAPS` placements are tried.
@@ -246,18 +257,18 @@ def _improve_by_swaps(
     improved = True
     while improved:
         improved = False
-        nodes = best[2]
+        nodes = best.nodes
         spare = [node for node in range(costs.total) if node not in set(nodes)]
-        pairs = [(i, j) for i in range(len(nodes)) for j in range(i + 1, len(nodes))]
+        pairs = itertools.combinations(range(len(nodes)), 2)
         tries = [_swapped(nodes, i, j) for i, j in pairs]
         tries += [(*nodes[:i], node, *nodes[i + 1 :]) for i in range(len(nodes)) for node in spare]
         for swapped in tries:
             if tries_left == 0:
                 return best
             tries_left -= 1
-            scored = costs.cost(swapped)
-            if _is_worth_swapping(scored[0], best[0]):
-                best = (*scored, swapped)
+            placement = costs.cost(swapped)
+            if _is_worth_swapping(placement.score, best.score):
+                best = placement
                 improved = True
                 break
     return best
@@ -354,7 +365,7 @@ def place_job(
         bound = costs.bound()
         return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
     placement = place_nodes(context.path_cache, parallel, traffic, work, only)
-    given_step_s = placement.given.step_s
+    given_step_s = placement.given_score.step_s
     certificate = Certificate(
         bound_s=placement.bound_s,
         gap=placement.gap,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from msgspec import structs
+
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.rates import Rates
 from orchestrator.cost.time.fabric import NO_PATH, Fabric, Path
@@ -21,7 +23,19 @@ from orchestrator.plan.expert_mesh import axes, expert_mesh, replicas
 from orchestrator.plan.hierarchy import hold_groups
 from orchestrator.planner.placement.lower_bound import nvlink_over_fabric
 
-from .space import Mesh
+from .layout import Mesh
+
+
+def _path(nvlink_s: float, fabric_s: float, hop_s: float, ring_latency_s: float = 0.0) -> Path:
+    """Returns a path of which only the time matters, not the levels that it crosses."""
+    return Path(
+        nvlink_s=nvlink_s,
+        fabric_s=fabric_s,
+        hop_s=hop_s,
+        ring_latency_s=ring_latency_s,
+        worst_level=NVLINK,
+        share={},
+    )
 
 
 class BestPaths:
@@ -41,11 +55,9 @@ class BestPaths:
         self.own_nic = self.share / max(1.0, 1.0 / fabric.nics_per_gpu)
         # The lowest latency of each tier and those above it.
         self.latency = [float(fabric.latency[tier:].min()) for tier in range(len(self.blocks))]
-        self._ring, self._chain, self._exchange = (
-            cache(self.ring),
-            cache(self.chain),
-            cache(self.exchange),
-        )
+        self._ring = cache(self.ring)
+        self._chain = cache(self.chain)
+        self._exchange = cache(self.exchange)
 
     def possible(self, mesh: Mesh, near: bool) -> bool:
         """Reports whether stages can lie inside an NVLink domain (`near`), or outside.
@@ -61,13 +73,10 @@ class BestPaths:
         """
         tp = mesh.tp
         cp = mesh.cp
-        ep = mesh.ep
-        dp = mesh.dp
-        sharing, (etp, experts, edp), alike = (
-            mesh.pp if near else 1,
-            expert_mesh(mesh),
-            replicas(mesh),
-        )
+        dense_replicas = cp * mesh.ep * mesh.dp
+        etp, experts, edp = expert_mesh(mesh)
+        alike = replicas(mesh)
+        sharing = mesh.pp if near else 1
         return {
             (("tp",), "ring"): self.tensor(tp),
             (("cp",), "ring"): self._ring(cp, tp),
@@ -75,11 +84,11 @@ class BestPaths:
             (("cp",), "exchange"): self._exchange(cp, tp),
             (axes(mesh), "exchange"): self._exchange(experts, etp),
             (("pp",), "chain"): self._chain(mesh.pp, tp, near),
-            (DENSE_REPLICAS, "ring"): self._ring(cp * ep * dp, tp, sharing),
+            (DENSE_REPLICAS, "ring"): self._ring(dense_replicas, tp, sharing),
             (alike, "ring"): self._ring(edp, tp, sharing),
             # The rings of a bidirectional pipeline, whose two ends hold the same layers: their
             # length does not depend on the rank.
-            ((*DENSE_REPLICAS, "pp"), "ring"): self._ring(2 * cp * ep * dp, tp),
+            ((*DENSE_REPLICAS, "pp"), "ring"): self._ring(2 * dense_replicas, tp),
             ((*alike, "pp"), "ring"): self._ring(2 * edp, tp),
         }
 
@@ -121,11 +130,11 @@ class BestPaths:
         hop = self.latency[1] if members > members_in_block else self.latency[0]
         hop = max(hop, self._hop(members, tp))
         if members <= members_in_block:
-            return Path(self._near(self.share), 0.0, hop, turn, NVLINK, {})
+            return _path(self._near(self.share), 0.0, hop, turn)
         if members_in_block > 1:
             fabric = min(self.own_nic, self.share / members_in_block)
-            return Path(self._near(self.share), fabric, hop, turn, NVLINK, {})
-        return Path(0.0, self.own_nic, hop, turn, NVLINK, {})
+            return _path(self._near(self.share), fabric, hop, turn)
+        return _path(0.0, self.own_nic, hop, turn)
 
     def tensor(self, tp: int) -> Path:
         """Returns the best path of a tensor-parallel ring."""
@@ -134,7 +143,7 @@ class BestPaths:
         if not self.confined:
             return self._ring(tp, 1)
         inside = self.fabric.domain_seconds(tp)
-        return Path(inside, 0.0, self.latency[0], tp * self.latency[0], NVLINK, {})
+        return _path(inside, 0.0, self.latency[0], tp * self.latency[0])
 
     def chain(self, members: int, tp: int, near: bool = True) -> Path:
         """Returns the best path to the next member, over the GPU's own NIC between nodes.
@@ -144,10 +153,8 @@ class BestPaths:
         if members == 1:
             return NO_PATH
         if members > self.members_in_block(tp) or not near:
-            return Path(
-                0.0, self.own_nic, max(self.latency[1], self._hop(members, tp)), 0.0, NVLINK, {}
-            )
-        return Path(self._near(self.own_nic), 0.0, self.latency[0], 0.0, NVLINK, {})
+            return _path(0.0, self.own_nic, max(self.latency[1], self._hop(members, tp)))
+        return _path(self._near(self.own_nic), 0.0, self.latency[0])
 
     def by_domain(self, members: int, etp: int, moe: Moe) -> list[Path]:
         """Returns the best paths of an all-to-all by domain, one per number of members inside."""
@@ -166,7 +173,7 @@ class BestPaths:
         if inside == members:
             return self._exchange(members, etp)
         far = (1 - near) * min(self.share, self.own_nic)
-        return Path(near * self.inside, far, hop, 0.0, NVLINK, {NVLINK: near})
+        return structs.replace(_path(near * self.inside, far, hop), share={NVLINK: near})
 
     def exchange(self, members: int, tp: int) -> Path:
         """Returns the best path of an all-to-all; bytes that leave the domain use its NICs.
@@ -178,9 +185,9 @@ class BestPaths:
         outside = max(0, members - self.members_in_block(tp)) / (members - 1)
         hop = self._hop(members, tp)
         if outside:
-            return Path(0.0, outside * min(self.share, self.own_nic), hop, 0.0, NVLINK, {})
+            return _path(0.0, outside * min(self.share, self.own_nic), hop)
         # A group in two halves sends half of its bytes out of the domain.
-        return Path(self._near(self.own_nic / 2), 0.0, hop, 0.0, NVLINK, {})
+        return _path(self._near(self.own_nic / 2), 0.0, hop)
 
     def _hop(self, members: int, tp: int) -> float:
         """Returns the latency of the longest hop, on the lowest tier that can hold the group."""

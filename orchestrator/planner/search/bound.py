@@ -37,8 +37,8 @@ from orchestrator.plan.expert_mesh import expert_mesh, replicas
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost, LeastWork, least_work
+from .layout import Fold, Mesh, Variant
 from .pipeline_shapes import PipelineShapes
-from .space import Fold, Mesh, Variant
 
 # Stages within EQUAL count as equal, and bounds are summed in another order than the model.
 ROUNDING = (1 - EQUAL) * (1 - 1e-9)
@@ -133,10 +133,12 @@ class MeshBound:
             ahead *= not (late.split and self.overlapped)
             chain = work.forwards + (0.5 if late.split else 1.0) * work.backwards
             chain *= not (late.split and self.overlapped)
-            span = max(average, chain, heaviest * m * work.layer, ahead + late.own * m * work.layer)
+            span = max(
+                average, chain, heaviest * m * work.layer, ahead + late.layers * m * work.layer
+            )
             # The gradients of an average rank take no longer than those of the slowest rank.
             rank_s = span + self.exposed(degrees.average_gradients_s, span / m)
-            rank_s = max(rank_s, heaviest * of_layer, ahead + late.own * of_layer)
+            rank_s = max(rank_s, heaviest * of_layer, ahead + late.layers * of_layer)
             least = min(least, rank_s + once * (m * late.sends + 2 * (pp - 1)))
         return (least + degrees.constant_s) * degrees.factor
 
@@ -163,9 +165,9 @@ class MeshBound:
         """
         average = self.cost.average_params(self.mesh.pp)
         fewest = self.cost.fewest_params(self.shapes.least)
-        return min(stage.bytes_of(*average) for stage in self.sharded), min(
-            stage.bytes_of(*fewest) for stage in self.sharded
-        )
+        average_bytes = min(stage.bytes_of(*average) for stage in self.sharded)
+        fewest_bytes = min(stage.bytes_of(*fewest) for stage in self.sharded)
+        return average_bytes, fewest_bytes
 
 
 class GradientShare(NamedTuple):
@@ -181,16 +183,15 @@ def gradient_shares(mesh: Mesh, cost: LayerCost) -> list[GradientShare]:
 
     ZeRO stages 0 and 1 send once per step and hide alike.
     """
-    context, (weight, gradient) = cost.context, cost.widths
+    context = cost.context
+    weight, gradient = cost.widths
     shares = []
     for zero in (1, 2, 3):
         par = structs.replace(cost.in_mesh(mesh), zero=zero, schedule="interleaved")
         rounds = reductions(par, context.software.reduces_by_round)
-        size = (
-            min(2 * gradient, rounds * gradient + weight)
-            if zero == 1
-            else rounds * gradient + weight
-        )
+        size = rounds * gradient + weight
+        if zero == 1:
+            size = min(2 * gradient, size)
         shown, windows = gradient_overlap(par, context.rate, context.software)
         shares.append(GradientShare(size, min(1.0, value_of(shown)), windows))
     smallest = min(share.size for share in shares)  # the exposed bytes if nothing is hidden
@@ -258,24 +259,13 @@ class ZeroStage:
         recipe = self._recipe = base.cost.recipe
         self.nestings = base.degrees.nestings
         self.nodes = base.degrees.nodes
-
         # Replicas of a dense parameter and of an expert parameter.
-        self._replicas = (
-            mesh.cp * mesh.ep * mesh.dp,
-            expert_mesh(mesh).edp,
-        )
+        self._replicas = (mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp)
         self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
-        self.dense_bytes, self.expert_bytes = self.state_bytes(1)
         self.pipeline = memory.is_sharded_pipeline(par, recipe)
-        # Gradients may come after the peak.
-        if par.zero >= 3 and (self.pipeline or memory.is_one_stage(par, recipe)):
-            # Bytes per parameter of gathered weights.
-            gathered_bytes = DTYPE_BYTES[self.context.train.precision] if self.pipeline else 0.0
-            self.dense_bytes, self.expert_bytes = (
-                state.params + state.optimizer + gathered_bytes for state in self.states(1)
-            )
-        workload = Workload(self.context.model, par, self.context.train)
         self.one_stage = memory.is_one_stage(par, recipe)
+        self.dense_bytes, self.expert_bytes = self._peak_state_bytes()
+        workload = Workload(self.context.model, par, self.context.train)
         by_moment = self.one_stage or self.pipeline
         count_buffers = memory.lasting_buffers if by_moment else memory.buffers
         self.buffer_bytes = count_buffers(workload, self.context.cluster.device, recipe)
@@ -309,6 +299,18 @@ class ZeroStage:
         """Returns the device bytes of a dense parameter and of an expert parameter."""
         dense, experts = self.states(copies)
         return dense.on_device, experts.on_device
+
+    def _peak_state_bytes(self) -> tuple[float, float]:
+        """Returns the least bytes of (a dense, an expert) parameter's state at the peak."""
+        # Gradients may come after the peak.
+        if self.par.zero >= 3 and (self.pipeline or self.one_stage):
+            # Bytes per parameter of gathered weights.
+            gathered_bytes = DTYPE_BYTES[self.context.train.precision] if self.pipeline else 0.0
+            dense, experts = (
+                state.params + state.optimizer + gathered_bytes for state in self.states(1)
+            )
+            return dense, experts
+        return self.state_bytes(1)
 
     def bytes_of(self, dense: float, experts: float) -> float:
         """Returns the bytes of a rank with these parameters of one model copy, with buffers."""
@@ -376,7 +378,8 @@ class RecomputeBound:
         Some rank holds the states of an average one and at least one micro-batch. Some rank,
         possibly the one with the fewest layers, holds as many micro-batches as there are ranks.
         """
-        cost, (average, fewest) = self.cost, self.base.states
+        cost = self.cost
+        average, fewest = self.base.states
         layers = cost.kept("1f1b").layers(self.recompute)
         activation_bytes = self.base.shapes.least * min(
             layer.stored for layer in layers if layer.stored

@@ -10,7 +10,7 @@ from orchestrator.plan.document import Memory
 from orchestrator.plan.expert_mesh import in_words
 from orchestrator.planner.placement.best_order import Solution
 
-from .space import Layout
+from .layout import Layout
 
 
 class CostedLayout(NamedTuple):

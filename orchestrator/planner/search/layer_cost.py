@@ -8,7 +8,7 @@ differ only in communication, so they share a `LayerCost`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple
 
 from msgspec import UNSET, structs
@@ -28,10 +28,6 @@ from orchestrator.cost.memory.unequal_stages import StageBytes
 from orchestrator.cost.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
-    dense_on_rank,
-    embedding_params,
-    layer_params,
-    norm_params,
     sample_layers,
 )
 from orchestrator.cost.time.communication import (
@@ -43,12 +39,13 @@ from orchestrator.cost.time.communication import (
 from orchestrator.cost.time.compute import NO_LAYER
 from orchestrator.cost.time.traffic import PathKey
 from orchestrator.cost.workload import Workload
-from orchestrator.plan.document import AllToAll, CpMethod, Model, Parallel
+from orchestrator.plan.document import AllToAll, CpMethod, Parallel
 from orchestrator.plan.expert_mesh import axes, expert_mesh
 
 from .best_paths import BestPaths
-from .pipeline_shapes import PipelineShape, RankShape, StageShape
-from .space import Mesh
+from .layout import Mesh
+from .pipeline_shapes import PipelineShape, StageShape
+from .shard_params import ShardParams
 
 Pair = tuple[float, float]  # (dense layer, MoE layer)
 
@@ -66,33 +63,6 @@ class StageSeconds(NamedTuple):
 
 
 NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
-
-
-class ShardParams(NamedTuple):
-    """Parameters on one rank for given tp and expert mesh (`stages.rank_parameters`)."""
-
-    # parameters of a dense layer, and of an MoE layer without its routed experts
-    dense: tuple[int, int]
-    experts: int  # routed experts of an MoE layer
-    first: int  # first stage, outside its layers
-    last: int  # last stage, outside its layers
-    single_last: int  # the last stage if it is the first one too
-
-
-def shard_params(model: Model, tp: int, experts: tuple[int, int]) -> ShardParams:
-    """Returns the parameters on one rank. `experts` is (etp, ep) of the expert mesh."""
-    dense, moe = sample_layers(model)
-    table = -(-model.vocab // tp) * model.hidden
-    return ShardParams(
-        dense=(
-            0 if dense is None else dense_on_rank(model, dense, tp),
-            0 if moe is None else dense_on_rank(model, moe, tp),
-        ),
-        experts=0 if moe is None else layer_params(model, moe).experts // prod(experts),
-        first=table + embedding_params(model)[1],
-        last=norm_params(model) + table,
-        single_last=norm_params(model) + (0 if model.tied_embeddings else table),
-    )
 
 
 class Kept:
@@ -268,26 +238,22 @@ class LayerCost:
         self.least_params = min(
             size for size, layer in zip(params.dense, self.kinds, strict=True) if layer is not None
         )
+        self._kept: dict[str, Kept] = {}
         self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
 
     def in_mesh(self, mesh: Mesh) -> Parallel:
         """Returns the `parallel` of an arbitrary layout of a mesh."""
         world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
-        degrees = {
-            "pp": mesh.pp,
-            "dp": mesh.dp,
-            "micro_batches": mesh.micro_batches,
-            "world_size": world,
-        }
-        return structs.replace(self.par, **degrees)
+        return structs.replace(
+            self.par, pp=mesh.pp, dp=mesh.dp, micro_batches=mesh.micro_batches, world_size=world
+        )
 
     def stage_seconds(
         self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]
     ) -> StageSeconds:
         """Returns the seconds with the method that sends least; `split` if backward is split."""
-        key = recompute, split, cp_methods
         seconds: StageSeconds = self._once(
-            key, self._seconds, recompute, (split,), cp_methods, self.par.sp
+            self._seconds, recompute, (split,), cp_methods, (self.par.sp,)
         )
         return seconds
 
@@ -299,9 +265,8 @@ class LayerCost:
         `sp_open` also allows layouts without sequence parallelism, which compute no less.
         """
         along = (True, False) if sp_open else (self.par.sp,)
-        key = recompute, cp_methods, along
         seconds: StageSeconds = self._once(
-            key, self._seconds, recompute, (False, True), cp_methods, *along
+            self._seconds, recompute, (False, True), cp_methods, along
         )
         return seconds
 
@@ -310,45 +275,63 @@ class LayerCost:
         recompute: str,
         splits: tuple[bool, ...],
         cp_methods: tuple[CpMethod, ...],
-        *along: bool,
+        along: tuple[bool, ...],
     ) -> StageSeconds:
         """Returns the least seconds over these splits, methods and sequence parallelisms."""
-        par = self.par
-        cut = (self.par.tp, self.tokens)
-        size = self.par.micro_batch_size
-        tensors = [
-            self.share(
-                (*cut, self.experts[:2], recompute, split, sp), self._tensor, recompute, split, sp
-            )
-            for split in splits
-            for sp in along
-        ]
-        *layer_seconds, table, last = (
-            value_of(min(variants, key=value_of)) for variants in zip(*tensors, strict=True)
-        )
-        # Zig-zag and contiguous rings send the same bytes.
-        rings = {"ring" if method == "zigzag" else method for method in cp_methods}
-        context = min(
-            self.share((par.tp, par.cp, size, recompute, method), self._context, recompute, method)
-            for method in rings
-        )
+        *layer_seconds, table, last = self._least_tensor(recompute, splits, along)
+        context = self._least_context(recompute, cp_methods)
         forward = []
         backward = []
         for kind, layer in enumerate(self.compute.kinds):
             inner = layer_seconds[kind] + context
             if kind == 1 and layer is not NO_LAYER:
-                inner += min(
-                    self.share((*cut, self.experts[:2], recompute, sp), self._expert, recompute, sp)
-                    for sp in along
-                )
+                inner += self._least_expert(recompute, along)
             forward.append(value_of(layer.forward) + inner / 2)
             backward.append(
                 value_of(layer.backward) + value_of(layer.recompute_s(recompute)) + inner / 2
             )
         loss = [value_of(seconds) + last / 2 for seconds in self.compute.loss]
         return StageSeconds(
-            (forward[0], forward[1]), (backward[0], backward[1]), table, (loss[0], loss[1])
+            forward=(forward[0], forward[1]),
+            backward=(backward[0], backward[1]),
+            first=table,
+            last=(loss[0], loss[1]),
         )
+
+    def _least_tensor(
+        self, recompute: str, splits: tuple[bool, ...], along: tuple[bool, ...]
+    ) -> list[float]:
+        """Returns the least exposed seconds of tensor parallelism.
+
+        They are those of a dense layer, of an MoE layer, of the token table and of the loss.
+        """
+        shards = self.par.tp, self.tokens, self.experts[:2]
+        tensors = [
+            self.share((*shards, recompute, split, sp), self._tensor, recompute, split, sp)
+            for split in splits
+            for sp in along
+        ]
+        return [value_of(min(variants, key=value_of)) for variants in zip(*tensors, strict=True)]
+
+    def _least_context(self, recompute: str, cp_methods: tuple[CpMethod, ...]) -> float:
+        """Returns the exposed seconds of context parallelism with the method that sends least."""
+        par = self.par
+        shards = par.tp, par.cp, par.micro_batch_size
+        # Zig-zag and contiguous rings send the same bytes.
+        rings = {"ring" if method == "zigzag" else method for method in cp_methods}
+        seconds: float = min(
+            self.share((*shards, recompute, method), self._context, recompute, method)
+            for method in rings
+        )
+        return seconds
+
+    def _least_expert(self, recompute: str, along: tuple[bool, ...]) -> float:
+        """Returns the least exposed seconds of expert parallelism."""
+        shards = self.par.tp, self.tokens, self.experts[:2]
+        seconds: float = min(
+            self.share((*shards, recompute, sp), self._expert, recompute, sp) for sp in along
+        )
+        return seconds
 
     def chain(self, stage: StageSeconds, back: float) -> float:
         """Returns the seconds of a micro-batch through all stages and `back` of their backward."""
@@ -383,27 +366,26 @@ class LayerCost:
         context = self.context
         train = self.trains[recompute]
         exchange_key: PathKey = axes(self.par), "exchange"
-        seconds_by_way, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
+        etp, ep, _ = self.experts
+        moe = context.model.moe
+        seconds_by_path = list[float]()
         for all_to_all in self.all_to_alls if ep > 1 else ("direct",):
-            by_domain = (
-                self.best.by_domain(ep, etp, moe)
-                if all_to_all == "hierarchical" and moe is not None
-                else None
-            )
-            par = structs.replace(
-                self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else all_to_all
-            )
-            for path in [self.paths[exchange_key]] if by_domain is None else by_domain:
+            par = structs.replace(self.par, sp=sp, expert_all_to_all=UNSET)
+            paths = [self.paths[exchange_key]]
+            if all_to_all == "hierarchical" and moe is not None:
+                par = structs.replace(par, expert_all_to_all=all_to_all)
+                paths = self.best.by_domain(ep, etp, moe)
+            for path in paths:
                 seconds = expert_seconds(
                     context.workload(par, train), context.rate, {exchange_key: path}
                 )
-                seconds_by_way.append(value_of(seconds))
+                seconds_by_path.append(value_of(seconds))
         # infinite if no number of domains suits the exchange
-        return min(seconds_by_way, default=inf)
+        return min(seconds_by_path, default=inf)
 
-    def _once(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
+    def _once(self, make: Callable[..., Any], *args: Any) -> Any:
         """Returns `make(*args)`, computed once per layer cost."""
-        return _remembered(self.known, (make.__name__, *key), make, *args)
+        return _remembered(self.known, (make.__name__, *args), make, *args)
 
     def share(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
         """Returns `make(*args)`, computed once for all layer costs that have `key` in common."""
@@ -412,8 +394,9 @@ class LayerCost:
     def kept(self, schedule: str) -> Kept:
         """Returns the activation bytes, equal for all schedules that treat backward alike."""
         like_schedule = schedule if schedule in SPLIT_BACKWARD else "1f1b"
-        activations_kept: Kept = self._once((like_schedule,), Kept, self, like_schedule)
-        return activations_kept
+        if like_schedule not in self._kept:
+            self._kept[like_schedule] = Kept(self, like_schedule)
+        return self._kept[like_schedule]
 
     # ---------------------------------------------------------------------------------- parameters
 
@@ -436,16 +419,6 @@ class LayerCost:
         params_by_rank = self._pipeline_params.get(shape.key)
         if params_by_rank is None:
             params_by_rank = self._pipeline_params[shape.key] = [
-                self._held(rank, shape.single) for rank in shape.ranks
+                self.params.on_rank(rank, shape.single) for rank in shape.ranks
             ]
         return params_by_rank
-
-    def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
-        """Returns the (dense, expert) parameters of a pipeline rank (`stages.rank_parameters`)."""
-        dense = (
-            rank.dense * self.params.dense[0]
-            + rank.moe * self.params.dense[1]
-            + rank.table * self.params.first
-        )
-        last = self.params.single_last if single or (rank.head and rank.table) else self.params.last
-        return dense + rank.head * last, rank.moe * self.params.experts

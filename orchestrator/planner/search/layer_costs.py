@@ -12,8 +12,9 @@ from orchestrator.plan.document import AllToAll, Parallel
 from orchestrator.plan.expert_mesh import expert_mesh
 
 from .best_paths import BestPaths
-from .layer_cost import LayerCost, ShardParams, shard_params
-from .space import Mesh
+from .layer_cost import LayerCost
+from .layout import Mesh
+from .shard_params import ShardParams, shard_params
 
 #: The fields of a mesh on which the cost of a layer depends.
 DEGREES = ("tp", "cp", "ep", "etp", "fold_cp", "sp", "micro_batch_size", "cp_method")

@@ -23,6 +23,92 @@ from .layer_cost import StageSeconds
 from .pipeline_shapes import PipelineShape, RankShape
 
 
+class ActivationBound:
+    """Bounds the activation bytes of a pipeline's ranks with one schedule."""
+
+    def __init__(self, pipeline: PipelineBound, schedule: str, exact: bool):
+        """`exact` bounds ranks with unequal stages exactly."""
+        cost = pipeline.branch.cost
+        mesh = pipeline.branch.mesh
+        self.schedule = schedule
+        self.exact = exact
+        self.held = pipeline.held
+        self.pp = mesh.pp
+        self.vpp = pipeline.vpp
+        self.micro_batches = mesh.micro_batches
+        self.recompute = pipeline.branch.recompute
+        self.keeps = cost.kept(schedule)
+        self.kernels = self.keeps.kernels
+        self.deferred: DeferredGradients | None = None
+        if pipeline.split and not self.kernels.fills_limit:
+            parallel = structs.replace(
+                cost.par,
+                schedule=schedule,
+                pp=mesh.pp,
+                vpp=pipeline.vpp,
+                micro_batches=mesh.micro_batches,
+            )
+            workload = Workload(cost.context.model, parallel, cost.context.train)
+            self.deferred = DeferredGradients(workload)
+        holds_messages = mesh.pp > 1 and self.kernels.holds_messages
+        self.message = cost.boundary if holds_messages else 0.0
+
+    def of_rank(self, rank: RankShape) -> float:
+        """Returns a lower bound of the activation bytes of one rank."""
+        keeps = self.keeps
+        # The last stage receives no gradient.
+        sent = (1 if rank.head and self.held == 1 else 2) * self.message
+        temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
+        if len(rank.unlike) > 1:
+            return sent + temporary + self._of_unequal_stages(rank)
+        stored = keeps.stored(self.recompute, rank.unlike[0])
+        layers = keeps.stage_layers(self.recompute, rank.dense, rank.moe)
+        if self.deferred:
+            head = keeps.head if rank.head else None
+            peak = max(
+                self.deferred.peak(
+                    rank_index,
+                    self._in_flight(rank_index),
+                    stored=stored,
+                    stages=self.held,
+                    layers=layers,
+                    head=head,
+                )
+                for rank_index in {rank.rank, rank.inner}
+            )
+            return sent + temporary + peak
+        recomputing = max((temporaries for *_, temporaries in layers), default=0.0)
+        if rank.head:
+            logits = logits_in_flight(self.schedule, self.micro_batches)
+            recomputing = max(recomputing, keeps.head) + (logits - 1) * keeps.head
+        if self.kernels.keep_sent:
+            temporaries = recomputing + sent
+        else:
+            temporaries = max(recomputing + self.message, sent)
+        return temporary + stored * self._in_flight(rank.rank) + temporaries
+
+    def _of_unequal_stages(self, rank: RankShape) -> float:
+        """Returns a lower bound of the bytes of a rank whose stages keep unequal bytes."""
+        if not self.exact:
+            stored = min(self.keeps.stored(self.recompute, stage) for stage in rank.unlike)
+            return stored * self._in_flight(rank.rank)
+        stage_bytes = [
+            self.keeps.stage_bytes(self.recompute, stage, self.deferred) for stage in rank.stages
+        ]
+        return unequal_peak(
+            (self.schedule, self.pp, self.micro_batches, self.vpp),
+            rank.rank,
+            rank.held,
+            stage_bytes,
+        )
+
+    def _in_flight(self, rank: int) -> int:
+        """Returns the micro-batches in flight on a rank."""
+        if self.kernels.fills_limit and self.schedule in LIMITS:
+            return min(self.micro_batches, LIMITS[self.schedule] * self.pp)
+        return in_flight_on_rank(self.schedule, self.pp, self.vpp, self.micro_batches, rank)
+
+
 class PipelineBound:
     """A branch with its stages on ranks (`shape`) and backward in one or two parts (`split`)."""
 
@@ -50,7 +136,9 @@ class PipelineBound:
         self.ranks = [self._rank(rank, stage_s) for rank in shape.ranks]
         sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
         self.transfers = [once * sends for once in base.transfers]
-        chain = 0.0 if split and base.overlapped else cost.chain(stage_s, 0.5 if split else 1.0)
+        chain = 0.0
+        if not (split and base.overlapped):
+            chain = cost.chain(stage_s, 0.5 if split else 1.0)
         self.longest = max(chain, *(end for end, _ in self.ranks))
         self.most_params = max(map(sum, self.params))
         # The more is sharded, the less work is left to the optimizer.
@@ -82,9 +170,9 @@ class PipelineBound:
 
     def _rank(self, rank: RankShape, stage_s: StageSeconds) -> tuple[float, float]:
         """Returns (least seconds of the schedule because of a rank, seconds of its micro-batch)."""
-        stages, dense, moe = (
-            (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
-        )
+        stages, dense, moe = rank.before
+        if self.split and self.branch.base.overlapped:
+            stages = dense = moe = 0
         (forward, of_moe), (backward, back_of_moe), first, last = stage_s
         ahead = dense * forward + moe * of_moe + (first if stages else 0.0)
         if not self.split:
@@ -102,66 +190,8 @@ class PipelineBound:
         `exact` also bounds ranks with unequal stages exactly; otherwise all stages count as the
         smallest, which is quick.
         """
-        cost = self.branch.cost
-        mesh = self.branch.mesh
-        deferred = None
-        if self.split and not cost.kept(schedule).kernels.fills_limit:
-            names = {
-                "schedule": schedule,
-                "pp": mesh.pp,
-                "vpp": self.vpp,
-                "micro_batches": mesh.micro_batches,
-            }
-            deferred = DeferredGradients(
-                Workload(cost.context.model, structs.replace(cost.par, **names), cost.context.train)
-            )
-        return [self._kept(rank, schedule, deferred, exact) for rank in self.shape.ranks]
-
-    def _kept(
-        self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool
-    ) -> float:
-        """Returns a lower bound of the activation bytes of one rank."""
-        mesh = self.branch.mesh
-        cost = self.branch.cost
-        keeps = cost.kept(schedule)
-        m = mesh.micro_batches
-        recompute = self.branch.recompute
-        message = cost.boundary if mesh.pp > 1 and keeps.kernels.holds_messages else 0.0
-        # The last stage receives no gradient.
-        sent = (1 if rank.head and self.held == 1 else 2) * message
-        temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
-        rest = sent + temporary
-
-        def in_flight(rank_index: int) -> int:
-            """Returns the micro-batches in flight on a rank."""
-            if keeps.kernels.fills_limit and schedule in LIMITS:
-                return min(m, LIMITS[schedule] * mesh.pp)
-            return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, rank_index)
-
-        if exact and len(rank.unlike) > 1:
-            stage_bytes = [keeps.stage_bytes(recompute, stage, deferred) for stage in rank.stages]
-            return rest + unequal_peak(
-                (schedule, mesh.pp, m, self.vpp), rank.rank, rank.held, stage_bytes
-            )
-        stored = min(keeps.stored(recompute, stage) for stage in rank.unlike)
-        if len(rank.unlike) > 1:
-            return rest + stored * in_flight(rank.rank)
-        layers = keeps.stage_layers(recompute, rank.dense, rank.moe)
-        if deferred:
-            head = keeps.head if rank.head else None
-            return rest + max(
-                deferred.peak(rank_index, in_flight(rank_index), stored, self.held, layers, head)
-                for rank_index in {rank.rank, rank.inner}
-            )
-        recomputing = max((temporaries for *_, temporaries in layers), default=0.0)
-        if rank.head:
-            recomputing = (
-                max(recomputing, keeps.head) + (logits_in_flight(schedule, m) - 1) * keeps.head
-            )
-        temporaries = (
-            recomputing + sent if keeps.kernels.keep_sent else max(recomputing + message, sent)
-        )
-        return temporary + stored * in_flight(rank.rank) + temporaries
+        bound = ActivationBound(self, schedule, exact)
+        return [bound.of_rank(rank) for rank in self.shape.ranks]
 
     def bytes_of(self, activation_bytes: list[float], sharded: ZeroStage) -> float:
         """Returns a lower bound of the bytes on the fullest rank."""
@@ -169,7 +199,8 @@ class PipelineBound:
             return self._one_stage(sharded) * ROUNDING
         if sharded.pipeline and not self.split:
             return self._sharded_pipeline(activation_bytes, sharded) * ROUNDING
-        fullest, (dense, expert) = 0.0, sharded.state_bytes(self.shape.copies)
+        dense, expert = sharded.state_bytes(self.shape.copies)
+        fullest = 0.0
         for (plain, experts), keeps in zip(self.params, activation_bytes, strict=True):
             fullest = max(fullest, plain * dense + experts * expert + keeps)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
@@ -189,8 +220,10 @@ class PipelineBound:
 
     def _one_stage(self, sharded: ZeroStage) -> float:
         """Returns the bytes of a rank that holds the whole model."""
-        cost, ((plain, experts),) = self.branch.cost, self.params
-        keeps, (dense, expert) = cost.kept("1f1b"), sharded.states(1)
+        cost = self.branch.cost
+        ((plain, experts),) = self.params
+        keeps = cost.kept("1f1b")
+        dense, expert = sharded.states(1)
         stage_activations = keeps.one_stage(self.branch.recompute)
         grads = plain * dense.grads + experts * expert.grads
         backward = keeps.backward + sharded.bucket_bytes
@@ -231,7 +264,8 @@ class PipelineBound:
         (end, _), rank = max(
             zip(self.ranks, self.shape.ranks, strict=True), key=lambda both: both[1].before
         )
-        (stages, dense, moe), (of_dense, of_moe) = rank.before, self.one.backward
+        stages, dense, moe = rank.before
+        of_dense, of_moe = self.one.backward
         mesh = self.branch.mesh
         back = dense * of_dense + moe * of_moe
         slowest_stage = max(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from orchestrator.cost.model.layers import dense_and_moe
@@ -51,7 +52,7 @@ class LatestRank(NamedTuple):
     """The rank that starts last, as lower bounds over several shapes."""
 
     before: int  # layers ahead of the rank
-    own: float  # layers of the rank, per copy of the model
+    layers: float  # layers of the rank, per copy of the model
     sends: float
     split: bool  # backward is split, so only forwards must pass all stages ahead
 
@@ -73,40 +74,49 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
     """
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
-    starts = [0]
-    for count in parallel.stage_layers:
-        starts.append(starts[-1] + count)
-    kinds = [dense_and_moe(model, starts[s], starts[s + 1]) for s in range(stages)]
+    starts = [0, *accumulate(parallel.stage_layers)]
+    kinds = [dense_and_moe(model, *ends) for ends in pairwise(starts)]
+    shapes = [StageShape(*kind, last=stage == stages - 1) for stage, kind in enumerate(kinds)]
     rank_shapes: dict[tuple[object, ...], RankShape] = {}
     for rank, held_stages in enumerate(held):
-        stage_shapes = tuple(
-            StageShape(*kinds[stage], stage == stages - 1) for stage in held_stages
-        )
+        stage_shapes = tuple(shapes[stage] for stage in held_stages)
         ahead = (min(held_stages), *dense_and_moe(model, 0, starts[min(held_stages)]))
         same_shape = held_stages.count(0), *sorted(stage_shapes)
-        dense, moe, head = (sum(column) for column in zip(*stage_shapes, strict=True))
-        unlike = tuple(set(stage_shapes))
-        first = rank_shapes.get(same_shape) or RankShape(
-            dense,
-            moe,
-            head,
-            held_stages.count(0),
-            rank,
-            ahead,
-            rank,
-            held_stages,
-            stage_shapes,
-            unlike,
-        )
+        first = rank_shapes.get(same_shape) or _rank_shape(rank, held_stages, stage_shapes, ahead)
         inner = max(
             first.inner, rank, key=lambda candidate: min(candidate, len(held) - 1 - candidate)
         )
         rank_shapes[same_shape] = first._replace(before=max(first.before, ahead), inner=inner)
     ranks = list(rank_shapes.values())
-    copies = sum(map(len, held)) // stages
-    key = (placement, parallel.pp, parallel.vpp)
-    unequal = any(len(rank.unlike) > 1 for rank in ranks)
-    return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1, unequal)
+    return PipelineShape(
+        key=(placement, parallel.pp, parallel.vpp),
+        copies=sum(map(len, held)) // stages,
+        ranks=ranks,
+        sends=sends_per_micro_batch(parallel),
+        single=stages == 1,
+        unequal=any(len(rank.unlike) > 1 for rank in ranks),
+    )
+
+
+def _rank_shape(
+    rank: int,
+    held: tuple[int, ...],
+    stages: tuple[StageShape, ...],
+    before: tuple[int, int, int],
+) -> RankShape:
+    """Returns the shape of a rank that holds the model stages `held`, of these shapes."""
+    return RankShape(
+        dense=sum(stage.dense for stage in stages),
+        moe=sum(stage.moe for stage in stages),
+        head=sum(stage.last for stage in stages),
+        table=held.count(0),
+        rank=rank,
+        before=before,
+        inner=rank,
+        held=held,
+        stages=stages,
+        unlike=tuple(set(stages)),
+    )
 
 
 def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
@@ -123,12 +133,12 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
         latest = LatestRank(before, layers[last] / shape.copies, shape.sends, split)
         key = split, shape.key[2].bit_length()
         known_latest = groups.get(key, latest)
-        least_of = (
-            min(latest.before, known_latest.before),
-            min(latest.own, known_latest.own),
-            min(latest.sends, known_latest.sends),
+        groups[key] = LatestRank(
+            before=min(latest.before, known_latest.before),
+            layers=min(latest.layers, known_latest.layers),
+            sends=min(latest.sends, known_latest.sends),
+            split=split,
         )
-        groups[key] = LatestRank(*least_of, split)
     latest_ranks = list(groups.values())
     return PipelineShapes(
         least,

@@ -7,8 +7,9 @@ from msgspec import structs
 from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.plan.document import Parallel
 
+from .layout import Mesh
 from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
-from .space import Mesh, Space
+from .space import Space
 
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s is on rank s % pp
 #: (stage placement, whether backward is split, virtual stages) -> the schedules that share these.

@@ -4,17 +4,16 @@ A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp, the
 over tp and cp, and the micro-batch size. A `Layout` adds the choices that a mesh leaves open:
 recomputation, ZeRO stage, pipeline schedule and virtual stages. Keys that the configuration gives
 are kept. Meshes that differ only in `Fold` and `Variant` form a family. If expert tokens may be
-exchanged by domain, `Search.cost` tries both exchanges, as it tries every nesting order.
+exchanged by domain, `ExactCosts` tries both exchanges, as it tries every nesting order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple
 
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, structs
 
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.cost.context import CostContext
@@ -22,62 +21,22 @@ from orchestrator.cost.model.stages import balance_stages
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.batch import divisors
-from orchestrator.plan.document import CpMethod
+from orchestrator.plan.document import Model
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
-from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, sharding, zero_group
+from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, broken, sharding, zero_group
 from orchestrator.plan.trained import TRAINER, expert_sharding
-from orchestrator.planner.degrees import global_batch
-from orchestrator.planner.job import make_ramp
+from orchestrator.planner.degrees import unit_case
 
-RECOMPUTE_MODES = ("none", "selective", "full")
-#: Simplest first: the order of preference where nothing else decides.
-CP_METHODS: tuple[CpMethod, ...] = ("zigzag", "ring", "allgather", "ulysses")
+from .layout import CP_METHODS, RECOMPUTE_MODES, Fold, Layout, Mesh, Variant
+
 #: Rules that depend on the variant of a mesh.
 VARIANT_RULES = ("sequence", "ulysses", "matmul")
 #: Rules that only a complete layout can break.
 LAYOUT_RULES = ("virtual_stages", "zero_group", "schedule", "sharding", *VARIANT_RULES)
 #: Rules about tp alone, checked once per tp.
 TP_RULES = ("heads", "kv_heads", "ffn", "nvlink")
-
-
-Variant = tuple[bool, CpMethod]  # (sequence parallelism, method of context parallelism)
-#: The folding of experts: (tp ranks that cut each expert, whether cp ranks hold different experts).
-#: Experts do not fold if both are unset.
-Fold = tuple[int | UnsetType, bool | UnsetType]
-NO_FOLD: Fold = (UNSET, UNSET)
-
-
-class Mesh(NamedTuple):
-    """A device mesh with its micro-batches, one variant and one fold."""
-
-    tp: int
-    cp: int
-    ep: int
-    pp: int
-    dp: int
-    micro_batch_size: int
-    micro_batches: int
-    sp: bool
-    cp_method: CpMethod
-    etp: int | UnsetType = UNSET
-    fold_cp: bool | UnsetType = UNSET
-
-    @property
-    def fold(self) -> Fold:
-        """The folding of experts."""
-        return self.etp, self.fold_cp
-
-
-class Layout(NamedTuple):
-    """A mesh with the choices that it leaves open."""
-
-    mesh: Mesh
-    recompute: str
-    zero: int
-    schedule: str
-    vpp: int
 
 
 class Space:
@@ -87,29 +46,14 @@ class Space:
     """
 
     def __init__(self, config: Config, context: CostContext, any_layout: bool = False):
+        _check_searchable(config, context.model)
         par = config.parallel
-        ramp = config.train.batch_ramp
-        if par.schedule_file is not None:
-            raise OrchError(
-                "parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto",
-                Exit.CONFIG,
-            )
-        if context.model.mtp:
-            raise OrchError(
-                "model.mtp is not searched with: give degrees, not parallel=auto", Exit.CONFIG
-            )
-        if config.train.recompute not in (None, *RECOMPUTE_MODES):
-            raise OrchError(
-                f"train.recompute={config.train.recompute} is not searched; with parallel=auto"
-                f" leave it out, or give one of {', '.join(RECOMPUTE_MODES)}",
-                Exit.CONFIG,
-            )
         self.config = config
         self.context = context
         self.par = par
-        self.samples = global_batch(config)
         self.gpus = len(context.cluster.node_names) * context.cluster.gpus_per_node
-        self.variants, self.schedules = cache(self._variants), cache(self._legal_schedules)
+        self.variants = cache(self._variants)
+        self.schedules = cache(self._legal_schedules)
         self.folded = cache(self._folded)
         self._zeros: dict[tuple[str, int, int, tuple[int, bool]], int] = {}
         self._counts: dict[tuple[int, int, int, tuple[int, bool]], int] = {}
@@ -121,27 +65,12 @@ class Space:
             domains.usable(nodes * domains.gpus_per_node) for nodes in range(1, domains.largest + 1)
         }
         self.worlds = sorted(units, reverse=True)
-        self.parts = cache(lambda tp, cp, ep, pp, dp: domains.parts(tp, cp, ep, pp, dp, across))
-        self.filled = cache(lambda tp, cp, ep, pp: domains.filled(tp, cp, ep, pp, across))
+        self.parts = cache(partial(domains.parts, across=across))
+        self.filled = cache(partial(domains.filled, across=across))
         given_recompute = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given_recompute is None else (given_recompute,)
-        unit_degrees: dict[str, Any] = dict.fromkeys(
-            ("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1
-        )
-        self.base = Case(
-            **unit_degrees | {"zero": 0, "sp": False, "schedule": None},
-            zero_group=par.zero_group,
-            allow_tp_across_nvlink=par.allow_tp_across_nvlink,
-            global_batch_samples=self.samples,
-            batch_ramp=make_ramp(ramp, config.train.seq_len) if ramp else None,
-            seq_len=config.train.seq_len,
-            matmul=config.train.matmul,
-            optim_state="" if config.optim.state == "wide" else config.optim.state,
-            precision=config.train.precision,
-            grad_dtype=config.train.grad_dtype,
-            model=context.model,
-            cluster=context.cluster,
-        )
+        self.base = unit_case(config, context.cluster, context.model)
+        self.samples = self.base.global_batch_samples
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
         # Degrees can only add to what is wrong.
         if not any_layout and (breach := broken(self.base, TRAINER)):
@@ -161,15 +90,16 @@ class Space:
 
     def families(self) -> Iterator[Mesh]:
         """Yields the first mesh of each family."""
-        moe = self.context.model.moe
-        layers = self.context.model.layers
-        heads = self.context.model.heads
-        tensor = ((world, tp) for world in self.worlds for tp in self._degrees("tp", world, heads))
+        model = self.context.model
+        experts = model.moe.experts if model.moe else 1
+        tensor = (
+            (world, tp) for world in self.worlds for tp in self._degrees("tp", world, model.heads)
+        )
         for world, tp in tensor:
             for cp in self._degrees("cp", world // tp, self.config.train.seq_len):
-                for ep in self._degrees("ep", world // tp // cp, moe.experts if moe else 1):
+                for ep in self._degrees("ep", world // tp // cp, experts):
                     rest = world // (tp * cp * ep)
-                    for pp in self._degrees("pp", rest, layers):
+                    for pp in self._degrees("pp", rest, model.layers):
                         dp = rest // pp
                         if self.par.dp in (None, dp) and world in self.parts(tp, cp, ep, pp, dp):
                             yield from self._batches(tp, cp, ep, pp, dp)
@@ -177,25 +107,22 @@ class Space:
     def _degrees(self, axis: str, gpus: int, largest: int) -> list[int]:
         """Returns the legal degrees of an axis that divide `gpus`, left by the axes before it."""
         given_degree = getattr(self.par, axis)
-        if given_degree is not None:
-            return (
-                [given_degree]
-                if gpus % given_degree == 0 and (axis == "pp" or self._keeps({axis: given_degree}))
-                else []
-            )
-        divisors_of_gpus = [degree for degree in divisors(gpus) if degree <= largest]
-        return [
-            degree for degree in divisors_of_gpus if axis == "pp" or self._keeps({axis: degree})
-        ]
+        if given_degree is None:
+            dividing = [degree for degree in divisors(gpus) if degree <= largest]
+        else:
+            dividing = [given_degree] if gpus % given_degree == 0 else []
+        return [degree for degree in dividing if axis == "pp" or self._keeps({axis: degree})]
 
     def _batches(self, tp: int, cp: int, ep: int, pp: int, dp: int) -> Iterator[Mesh]:
         """Yields the meshes of these degrees, one per legal micro-batch size."""
         share, rest = divmod(self.samples, dp * ep)
         if rest or not share:
             return
-        if not (folded := self.folded(tp, cp, ep)):
+        folded = self.folded(tp, cp, ep)
+        if not folded:
             return
         (etp, fold_cp), variants = folded[0]
+        sp, cp_method = variants[0]
         sizes = (
             divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
         )
@@ -204,7 +131,19 @@ class Space:
             return
         for size in sizes:
             if share % size == 0 and self._starts(case | {"micro_batch_size": size}):
-                yield Mesh(tp, cp, ep, pp, dp, size, share // size, *variants[0], etp, fold_cp)
+                yield Mesh(
+                    tp=tp,
+                    cp=cp,
+                    ep=ep,
+                    pp=pp,
+                    dp=dp,
+                    micro_batch_size=size,
+                    micro_batches=share // size,
+                    sp=sp,
+                    cp_method=cp_method,
+                    etp=etp,
+                    fold_cp=fold_cp,
+                )
 
     def _starts(self, degrees: dict[str, int]) -> bool:
         """Reports whether the first step of a batch ramp has a micro-batch for every replica."""
@@ -213,7 +152,9 @@ class Space:
 
     def _variants(self, tp: int, cp: int) -> list[Variant]:
         """Returns the legal variants, simplest first."""
-        along = [False] if tp == 1 else [True, False] if self.par.sp is None else [self.par.sp]
+        along = [False]
+        if tp > 1:
+            along = [True, False] if self.par.sp is None else [self.par.sp]
         methods = (
             CP_METHODS
             if self.par.cp_method is None and cp > 1
@@ -235,10 +176,13 @@ class Space:
         legal_folds = list[tuple[Fold, list[Variant]]]()
         for fold in self._folds(tp, cp):
             mesh = structs.replace(self.base, tp=tp, cp=cp, ep=ep, etp=fold[0], fold_cp=fold[1])
-            legal = {
-                sp: LAYOUT["experts"](structs.replace(mesh, sp=sp)) is None for sp in (True, False)
-            }
-            if variants := [variant for variant in every if legal[variant[0]]]:
+            legal_sp = [
+                sp
+                for sp in (True, False)
+                if LAYOUT["experts"](structs.replace(mesh, sp=sp)) is None
+            ]
+            variants = [variant for variant in every if variant[0] in legal_sp]
+            if variants:
                 legal_folds.append((fold, variants))
         return legal_folds
 
@@ -250,13 +194,15 @@ class Space:
         """
         par = self.par
         if self.context.model.moe is None:
-            yield (UNSET if par.etp is None else par.etp), (True if par.fold_cp else UNSET)
+            etp = UNSET if par.etp is None else par.etp
+            yield etp, par.fold_cp or UNSET
             return
         over_cp = [False, True] if par.fold_cp is None and cp > 1 else [bool(par.fold_cp)]
         cuts = sorted(divisors(tp), reverse=True) if par.etp is None else [par.etp]
-        for fold_cp, etp in product(over_cp, cuts):
-            unset = par.etp is None and etp == tp and not fold_cp
-            yield (UNSET if unset else etp), (True if fold_cp else UNSET)
+        for fold_cp, cut in product(over_cp, cuts):
+            unset = par.etp is None and cut == tp and not fold_cp
+            etp = UNSET if unset else cut
+            yield etp, fold_cp or UNSET
 
     def _keeps(self, degrees: dict[str, int]) -> bool:
         """Reports whether the degrees keep every rule that applies to them.
@@ -288,12 +234,10 @@ class Space:
         for name in names:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
             layers_per_rank = self.context.model.layers // pp
-            among = range(
-                low, (layers_per_rank if high is None else min(high, layers_per_rank)) + 1
-            )
+            highest = layers_per_rank if high is None else min(high, layers_per_rank)
             vpps = [
                 vpp
-                for vpp in among
+                for vpp in range(low, highest + 1)
                 if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)
             ]
             # The legality of pp and micro-batches does not depend on the virtual stages; 2 * pp
@@ -373,17 +317,43 @@ class Space:
     def fixed(self, layout: Layout) -> Config:
         """Returns the configuration with the keys of a layout filled in."""
         mesh = layout.mesh
+        etp = None if mesh.etp is UNSET else mesh.etp
+        fold_cp = None if mesh.fold_cp is UNSET else mesh.fold_cp
         parallel: ParallelSpec = structs.replace(
             self.par,
             auto=False,
-            **{
-                name: getattr(mesh, name)
-                for name in Mesh._fields
-                if name not in ("micro_batches", "etp", "fold_cp")
-            },
-            etp=None if mesh.etp is UNSET else mesh.etp,
-            fold_cp=None if mesh.fold_cp is UNSET else mesh.fold_cp,
-            **{name: getattr(layout, name) for name in ("zero", "schedule", "vpp")},
+            tp=mesh.tp,
+            cp=mesh.cp,
+            ep=mesh.ep,
+            pp=mesh.pp,
+            dp=mesh.dp,
+            micro_batch_size=mesh.micro_batch_size,
+            sp=mesh.sp,
+            cp_method=mesh.cp_method,
+            etp=etp,
+            fold_cp=fold_cp,
+            zero=layout.zero,
+            schedule=layout.schedule,
+            vpp=layout.vpp,
         )
         train = structs.replace(self.config.train, recompute=layout.recompute)
         return structs.replace(self.config, parallel=parallel, train=train)
+
+
+def _check_searchable(config: Config, model: Model) -> None:
+    """Raises OrchError (65) if a key or the model is one that the search does not cover."""
+    if config.parallel.schedule_file is not None:
+        raise OrchError(
+            "parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto",
+            Exit.CONFIG,
+        )
+    if model.mtp:
+        raise OrchError(
+            "model.mtp is not searched with: give degrees, not parallel=auto", Exit.CONFIG
+        )
+    if config.train.recompute not in (None, *RECOMPUTE_MODES):
+        raise OrchError(
+            f"train.recompute={config.train.recompute} is not searched; with parallel=auto"
+            f" leave it out, or give one of {', '.join(RECOMPUTE_MODES)}",
+            Exit.CONFIG,
+        )

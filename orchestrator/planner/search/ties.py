@@ -15,7 +15,7 @@ from orchestrator.plan.expert_mesh import tensor_ranks
 from orchestrator.plan.schedules import SCHEDULES
 
 from .costed_layout import CostedLayout
-from .space import CP_METHODS, NO_FOLD, RECOMPUTE_MODES, Layout
+from .layout import CP_METHODS, NO_FOLD, RECOMPUTE_MODES, Layout
 
 EQUAL = 0.02  # as a share of the step
 MOST_EQUAL = 4  # the number of equal layouts, the fastest ones, that are compared
