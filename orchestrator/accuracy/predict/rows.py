@@ -57,7 +57,6 @@ def read_row(cells: Mapping[str, str]) -> Job:
         row.text("framework") or _framework_of(row),
         row.text("notes"),
         gpu,
-        precision == "fp16",
         model.mlp == "gated",
         seq_len,
         stated_zero(row),

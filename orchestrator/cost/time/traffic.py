@@ -53,9 +53,8 @@ Window = Literal["none", "attention", "backward", "compute"]
 SizedOperation = tuple[Operation, float, float, Window]  # (operation, bytes, count, window)
 
 
-#: The axes whose ranks hold the same dense, and the same expert, parameters.
+#: The axes whose ranks hold the same dense parameters.
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
-EXPERT_REPLICAS = expert_mesh.REPLICAS
 
 #: The part of the replicas that an operation joins: all of them, neighbours that share one copy, or
 #: holders of the same shard.
