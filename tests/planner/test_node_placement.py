@@ -94,7 +94,7 @@ def equals_brute_force(case) -> None:
     assert math.isclose(found.score.step_s, want[2], rel_tol=1e-8)
     assert found.exact and found.bound_s <= found.score.step_s
     heuristic = place_nodes(*args, exact=False)
-    assert heuristic.score >= found.score and heuristic.score <= heuristic.given
+    assert heuristic.score >= found.score and heuristic.score <= heuristic.given_order_score
     assert heuristic.bound_s <= found.score.step_s + 1e-9, "the bound holds for the best of all"
 
 
@@ -153,7 +153,7 @@ def test_fragmented_cluster_beats_the_order_it_came_in(shape):
     cluster = shuffled(scattered(), 7)
     found = place_nodes(*job(cluster, *shape, batch=shape[2] * 8))
     assert len(set(found.nodes)) == len(found.nodes) == math.prod(shape) // 8
-    assert found.score < found.given
+    assert found.score < found.given_order_score
     assert found.score.step_s >= found.bound_s and 0 <= found.gap < 1
 
 
@@ -189,7 +189,7 @@ def test_a_rack_scale_domain_is_used_whole():
     spec = configs.cluster(4, 4, [("fabric", 4, 1.0)], domain_nodes=2)
     plan = planned(shapes.llama3_8b(), {"tp": 8, "zero": 1}, spec, global_batch_samples=4)
     found = place_nodes(*configs.costing(plan, broken))
-    assert found.given.tp_outside and not found.score.tp_outside
+    assert found.given_order_score.tp_outside and not found.score.tp_outside
 
 
 def test_a_plan_on_imported_nodes(tmp_path):

@@ -227,7 +227,7 @@ def memory_by_pp_rank(
     accounts = []
     backward = backward_bytes(workload, kernels)
     stage_activations = kept_of_one_stage(workload, kernels) if one_stage else None
-    held = activations(workload, kernels) if stage_activations is None else [stage_activations.most]
+    held = activations(workload, kernels) if stage_activations is None else [stage_activations.peak]
     offloaded = offloaded_inputs(workload)
     ranks = zip(
         rank_parameters(model, parallel), held, rank_stages(parallel), offloaded, strict=True

@@ -33,9 +33,11 @@ from .moments import Peak, whole_layer
 class RankActivations(NamedTuple):
     """Activation bytes of a pipeline rank."""
 
-    most: float  # bytes at their own peak
+    peak: float  # bytes at their own peak
     in_backward: float  # bytes when a backward enters its first layer, without what the loss keeps
-    again: float  # the part of these that a recomputed layer holds until its own backward ends
+    recomputed_layer: (
+        float  # the part of these that a recomputed layer holds until its own backward ends
+    )
     micro_batch: float  # bytes from forward to backward, of one micro-batch in one stage
     layer: float  # the same of one layer
     several: bool  # a stage has several layers
@@ -76,9 +78,9 @@ def kept_of_rank(
     recomputing = max((layer.recomputing for _, layer in groups), default=0.0)
     loss = head_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
     return RankActivations(
-        most=peak_bytes,
+        peak=peak_bytes,
         in_backward=peak_bytes - max(0.0, loss - recomputing),
-        again=recomputing,
+        recomputed_layer=recomputing,
         micro_batch=sum(n * layer.stored for n, layer in groups) / len(stages),
         layer=max((layer.stored for _, layer in groups), default=0.0),
         several=max(map(len, held)) > 1,
@@ -109,7 +111,7 @@ def peak_of_sharded_rank(
             total = activations + moment.buffers - missing
             if total > highest:
                 highest = total
-                peak = Peak(moment.buffers, rank.most - activations + missing)
+                peak = Peak(moment.buffers, rank.peak - activations + missing)
     return peak
 
 
@@ -129,20 +131,20 @@ def _moments(
     shards = _shards(parallel)
     (first, last), (table, positions) = ends, embedding_params(model)
     table = -(-table // parallel.tp)
-    without_layer = rank.in_backward - rank.again - rank.layer
+    without_layer = rank.in_backward - rank.recomputed_layer - rank.layer
     sent = 0.0
     # Gradients of the head: `sent` are copied as they are summed, `waiting` are as made.
     waiting = 0.0
     if last:
-        yield Moment(rank.most, temporaries.loss)
+        yield Moment(rank.peak, temporaries.loss)
         # the table belongs to the unit of the whole stage
         if model.tied_embeddings or prediction_blocks(model):
             waiting = table * weight
-            end = rank.in_backward - rank.again - rank.micro_batch
+            end = rank.in_backward - rank.recomputed_layer - rank.micro_batch
             yield Moment(end, table * (weight + gradient), table * gradient / shards)
         else:
             sent = table * gradient
-            yield Moment(rank.in_backward - rank.again, table * weight + sent + hidden)
+            yield Moment(rank.in_backward - rank.recomputed_layer, table * weight + sent + hidden)
     layer = temporaries.layer + _last_matrix(model, parallel) * weight + waiting
     yield Moment(rank.in_backward, layer + sent)
     experts = _experts(model, parallel)
@@ -157,7 +159,7 @@ def _moments(
         of_last = unit * gradient
         yield Moment(rank.in_backward - rank.layer, layer + of_last + hidden, of_last / shards)
     if first:
-        ends_with = rank.in_backward - rank.again - rank.micro_batch
+        ends_with = rank.in_backward - rank.recomputed_layer - rank.micro_batch
         elements = table + positions
         yield Moment(
             ends_with,

@@ -58,7 +58,7 @@ DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
 
 #: The part of the replicas that an operation joins: all of them, neighbours that share one copy, or
 #: holders of the same shard.
-Part = Literal["", "shard", "replica"]
+ReplicaPart = Literal["", "shard", "replica"]
 #: (axes that vary in a group, pattern or part): the key of a path on a given cluster in a given
 #: nesting order.
 PathKey = tuple[tuple[Axis, ...], Pattern | Literal["shard", "replica"]]
@@ -76,13 +76,13 @@ class Traffic(Struct, frozen=True):
     size: float
     count: float
     members: int
-    part: Part = ""
+    replica_part: ReplicaPart = ""
     carried: Carried = "rows"  # the content of an all-to-all to experts
 
     @property
     def key(self) -> PathKey:
         """The key of the path that this traffic takes."""
-        return self.varying, self.part or PATTERN[self.operation]
+        return self.varying, self.replica_part or PATTERN[self.operation]
 
     @property
     def sent_bytes(self) -> float:
@@ -384,7 +384,7 @@ def _gradient_parts(
     by_round: bool,
     once: int,
     group: int,
-) -> list[tuple[Part, int, list[SizedOperation]]]:
+) -> list[tuple[ReplicaPart, int, list[SizedOperation]]]:
     """Returns (part of the `members` replicas, ranks in it, operations) of gradients and weights.
 
     Hybrid sharding: `group` neighbours share one copy and exchange as ZeRO does. Once per step, the

@@ -75,7 +75,7 @@ class NodePlacement(NamedTuple):
     #: Lower bound of the step over all placements and nesting orders that keep tp and ep inside.
     bound_s: float
     exact: bool  # every placement was costed
-    given: PlacementScore  # score of the nodes in their given order
+    given_order_score: PlacementScore  # score of the nodes in their given order
 
     @property
     def gap(self) -> float:
@@ -354,7 +354,7 @@ def place_job(
         bound = costs.bound()
         return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
     placement = place_nodes(context.path_cache, parallel, traffic, work, only)
-    given_step_s = placement.given.step_s
+    given_step_s = placement.given_order_score.step_s
     certificate = Certificate(
         bound_s=placement.bound_s,
         gap=placement.gap,

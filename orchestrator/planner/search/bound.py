@@ -133,10 +133,12 @@ class MeshBound:
             ahead *= not (late.split and self.overlapped)
             chain = work.forwards + (0.5 if late.split else 1.0) * work.backwards
             chain *= not (late.split and self.overlapped)
-            span = max(average, chain, heaviest * m * work.layer, ahead + late.own * m * work.layer)
+            span = max(
+                average, chain, heaviest * m * work.layer, ahead + late.layers * m * work.layer
+            )
             # The gradients of an average rank take no longer than those of the slowest rank.
             rank_s = span + self.exposed(degrees.average_gradients_s, span / m)
-            rank_s = max(rank_s, heaviest * of_layer, ahead + late.own * of_layer)
+            rank_s = max(rank_s, heaviest * of_layer, ahead + late.layers * of_layer)
             least = min(least, rank_s + once * (m * late.sends + 2 * (pp - 1)))
         return (least + degrees.constant_s) * degrees.factor
 

@@ -51,7 +51,7 @@ class LatestRank(NamedTuple):
     """The rank that starts last, as lower bounds over several shapes."""
 
     before: int  # layers ahead of the rank
-    own: float  # layers of the rank, per copy of the model
+    layers: float  # layers of the rank, per copy of the model
     sends: float
     split: bool  # backward is split, so only forwards must pass all stages ahead
 
@@ -125,7 +125,7 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
         known_latest = groups.get(key, latest)
         least_of = (
             min(latest.before, known_latest.before),
-            min(latest.own, known_latest.own),
+            min(latest.layers, known_latest.layers),
             min(latest.sends, known_latest.sends),
         )
         groups[key] = LatestRank(*least_of, split)
