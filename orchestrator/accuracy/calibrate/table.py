@@ -107,7 +107,7 @@ def _plausible(
             continue
         factor = float(np.exp(abs(miss)))
         discrepancy = (
-            f"{factor:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds a step?"
+            f"{factor:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds per step?"
         )
         refused.append(
             f"row {observation.name}: step_time_s={observation.measured_s:g} is {discrepancy}"

@@ -358,7 +358,7 @@ def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str,
     if name in ("zbv", "dualpipev"):
         if model.layers >= 2 * pp:
             return name, 2
-        row.say("pp_schedule=zb_h1: too few layers for two stages a rank")
+        row.say("pp_schedule=zb_h1: too few layers for two stages per rank")
         return "zb_h1", 1
     if name == "afab":
         return "afab", min(vpp or 1, max(1, model.layers // pp))

@@ -68,7 +68,7 @@ def read_row(cells: Mapping[str, str]) -> Job:
     parallel = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
     gpus = parallel.world_size
     if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
-        row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
+        row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s per GPU")
     recompute, share, selective = _recompute(row, software)
     if software.selective != selective:
         software = structs.replace(software, selective=selective)

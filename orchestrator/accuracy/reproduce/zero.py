@@ -21,7 +21,7 @@ MEGATRON, ZERO, ZERO_3 = (
 def sections(plans: Plans) -> Iterator[Section]:
     bytes_per_parameter = _state_bytes(plans)
     yield Section(
-        "ZeRO's memory: GB of model states a GPU",
+        "ZeRO's memory: GB of model states per GPU",
         f"{pub.ZERO}, table 1",
         [
             Row(
