@@ -106,9 +106,8 @@ def _plausible(
             plausible_indices.append(index)
             continue
         factor = float(np.exp(abs(miss)))
-        discrepancy = (
-            f"{factor:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds per step?"
-        )
+        direction = "less" if miss > 0 else "more"
+        discrepancy = f"{factor:,.0f} times {direction} than predicted; seconds per step?"
         refused.append(
             f"row {observation.name}: step_time_s={observation.measured_s:g} is {discrepancy}"
         )
