@@ -76,6 +76,7 @@ lint: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/vulture
 
 # The rooms of the code, their sizes, and who imports whom.
 rooms: .venv/.ready

@@ -88,11 +88,11 @@ def _moved(
     new = {node: name for name, nodes in new_switches.items() for node in nodes if node in both}
     shared = Counter((old[node], new[node]) for node in both if node in old and node in new)
     successor: dict[str, str] = {}
-    claimed_switches: set[str] = set()
+    matched_switches: set[str] = set()
     for (old_name, new_name), _ in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
-        if old_name not in successor and new_name not in claimed_switches:
+        if old_name not in successor and new_name not in matched_switches:
             successor[old_name] = new_name
-            claimed_switches.add(new_name)
+            matched_switches.add(new_name)
     groups: dict[str, list[str]] = {}
     for node in both:
         old_switch = old.get(node)

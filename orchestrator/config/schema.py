@@ -106,9 +106,11 @@ Beta = Annotated[float, Meta(ge=0, lt=1)]
 class GpuSpec(Frozen):
     name: Name
     memory_gib: Positive
+    #: Dense TFLOP/s by precision. The GPU cannot compute in a precision that is left out.
     peak_tflops: dict[
-        Literal["fp64", "fp32", "bf16", "fp16", "fp8"], Positive
-    ]  # dense; left out: it cannot do that
+        Literal["fp64", "fp32", "bf16", "fp16", "fp8"],
+        Positive,
+    ]
     hbm_gb_per_s: Positive
     source: Source
 
@@ -116,18 +118,18 @@ class GpuSpec(Frozen):
 class NvlinkSpec(Frozen):
     """The fast domain. One direction of one GPU."""
 
-    domain_nodes: Degree  # nodes that share one domain; more than 1 for rack-scale systems
-    gb_per_s: Positive  # to all others of the domain together
+    domain_nodes: Degree  # Nodes that share one domain; more than 1 for rack-scale systems.
+    gb_per_s: Positive  # To all other GPUs of the domain together.
     latency_us: NonNegative
     source: Source
-    #: false: no NVSwitch, each pair of a node's GPUs has an equal part of their links
+    #: False: without NVSwitch, each pair of a node's GPUs has an equal part of their links.
     switched: bool = True
 
 
 class NicSpec(Frozen):
     per_node: Degree
-    rails: Degree  # NIC i of every node is on rail i % rails
-    gbit_per_s: Positive  # of one NIC, one direction
+    rails: Degree  # NIC i of every node is on rail i % rails.
+    gbit_per_s: Positive  # Of one NIC, in one direction.
     latency_us: NonNegative
     source: Source
 
@@ -136,14 +138,14 @@ class LevelSpec(Frozen):
     """One tier of switches."""
 
     name: Name
-    nodes_per_switch: (
-        Degree | list[Degree]
-    )  # a list is ragged: one entry a switch, in node order, summing to `nodes`
-    #: of one NIC's path between two nodes that meet on this level, before oversubscription
+    #: A list describes unequal switches: one entry per switch, in node order, with `nodes` as
+    #: their sum.
+    nodes_per_switch: Degree | list[Degree]
+    #: Of the path of one NIC between two nodes that meet on this level, before oversubscription.
     gbit_per_s: Positive
     latency_us: NonNegative
     source: Source
-    #: of the links from this level's switches upwards; 1 = none
+    #: Of the links from this level's switches upwards; 1 means none.
     oversubscription: Annotated[float, Meta(ge=1)] = 1.0
 
 
@@ -152,9 +154,9 @@ class HostSpec(Frozen):
 
     memory_gib: Positive
     memory_gb_per_s: Positive
-    link_gb_per_s: Positive  # between one GPU and the host's memory, one direction
+    link_gb_per_s: Positive  # Between one GPU and the host's memory, in one direction.
     disk_gib: Positive
-    disk_gb_per_s: Positive  # reads and writes together
+    disk_gb_per_s: Positive  # Reads and writes together.
     source: Source
 
 
@@ -172,14 +174,17 @@ class ClusterSpec(Frozen):
     gpu: GpuSpec
     nvlink: NvlinkSpec
     nic: NicSpec
-    levels: list[LevelSpec]  # innermost first
-    #: the real nodes and switches, any form `orch topology` reads; figures stay
+    levels: list[LevelSpec]  # Tiers of switches, the innermost first.
+    #: The real nodes and switches, in any form that `orch topology` reads. Speeds and latencies
+    #: stay those of this description.
     topology_file: Path | None = None
-    topology_name: Name | None = None  # which of a file that holds several
-    #: so many of the file's; unset: cluster.nodes where typed, else all
+    topology_name: Name | None = None  # The cluster to take from a file that describes several.
+    #: The number of nodes to take from the file. Unset: `cluster.nodes` if it was given on the
+    #: command line, else all.
     topology_nodes: Degree | UnsetType = UNSET
-    host: HostSpec | None = None  # None: predictions of train.offload assume one, and say so
-    measured: bool = True  # plan with what `orch bench` has found on this cluster, where it was run
+    host: HostSpec | None = None  # None: predictions of `train.offload` assume a host, and say so.
+    #: Whether to plan with the rates that `orch bench` measured on this cluster, if it ran there.
+    measured: bool = True
 
 
 # ------------------------------------------------------------------------------------------- model
@@ -211,8 +216,8 @@ class ModelSpec(Frozen):
     bias: bool
     tied_embeddings: bool
     source: Source
-    kv_heads: Degree | None = None  # None: heads (an int once loaded)
-    head_dim: Degree | None = None  # None: hidden / heads (an int once loaded)
+    kv_heads: Degree | None = None  # None: as many as `heads`. Always an integer after loading.
+    head_dim: Degree | None = None  # None: hidden / heads. Always an integer after loading.
     norm_eps: Positive = 1e-5
     rope_theta: Positive = 10000.0
     causal: bool = True
@@ -221,10 +226,9 @@ class ModelSpec(Frozen):
     mla: Mla | None = None
     qk_norm: bool = False
     yarn: Yarn | None = None
-    mtp: Mtp | None = None  # depth 0: none
-    extra_params: dict[
-        str, Natural
-    ] = {}  # outside the decoder (BERT's pooler): counted, not trained
+    mtp: Mtp | None = None  # Prediction of further tokens; depth 0 means none.
+    #: Parameters outside the decoder, such as BERT's pooler, which are counted and not trained.
+    extra_params: dict[str, Natural] = {}
 
     def __post_init__(self) -> None:
         if self.kv_heads is None:
@@ -252,36 +256,42 @@ class ParallelSpec(Frozen):
     is kept. Without it, what is left out has its default.
     """
 
-    auto: bool = False
-    tp: Degree | None = None  # None: 1, as the next three
-    cp: Degree | None = None
-    ep: Degree | None = None
-    #: ranks of tp that each expert is cut over; None: all. The others hold different experts
+    auto: bool = False  # Whether the planner searches the degrees that are left out.
+    tp: Degree | None = None  # Tensor-parallel ranks. None: 1.
+    cp: Degree | None = None  # Context-parallel ranks. None: 1.
+    ep: Degree | None = None  # Expert-parallel ranks. None: 1.
+    #: Tensor-parallel ranks that each expert is cut over; the other ones hold different experts.
+    #: None: all of them.
     etp: Degree | None = None
-    fold_cp: bool | None = None  # ranks of cp hold different experts; None: they do not
-    #: None: direct; hierarchical: a token goes once to each NVLink domain
+    #: Whether context-parallel ranks hold different experts. None: they do not.
+    fold_cp: bool | None = None
+    #: How tokens reach their experts. None: directly. `hierarchical`: a token goes once to each
+    #: NVLink domain.
     expert_all_to_all: AllToAll | None = None
-    pp: Degree | None = None
-    dp: Degree | None = None  # None: what the cluster leaves
-    zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # None: 0
-    vpp: Degree | None = None  # virtual stages a pipeline rank; None: 1
-    sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
-    schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
-    #: a table of your own, CSV or JSON: one row of actions a pipeline rank
+    pp: Degree | None = None  # Pipeline-parallel ranks. None: 1.
+    dp: Degree | None = None  # Data-parallel replicas. None: as many as the cluster has GPUs for.
+    zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # The ZeRO stage. None: 0.
+    vpp: Degree | None = None  # Virtual stages per pipeline rank. None: 1.
+    sp: bool | None = None  # Sequence parallelism on the tensor-parallel group. None: on if tp > 1.
+    schedule: Name | None = None  # The pipeline's schedule. None: 1f1b, or interleaved if vpp > 1.
+    #: A schedule of your own, as CSV or JSON: a table with one row of actions per pipeline rank.
     schedule_file: Path | None = None
-    cp_method: CpMethod | None = None  # None: zigzag
-    #: ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
+    cp_method: CpMethod | None = None  # None: zigzag.
+    #: Ranks that share one copy of the states that ZeRO shards (hybrid sharding). 0: all ranks
+    #: that hold the same weights.
     zero_group: Natural = 0
-    micro_batch_size: Degree | None = None  # samples; None: 1 on GPUs, up to 8 on CPUs
-    #: where the global batch does not divide, some replicas take a micro-batch more than others
+    #: Samples per micro-batch. None: 1 on GPUs, up to 8 on CPUs.
+    micro_batch_size: Degree | None = None
+    #: Whether some replicas may take one micro-batch more than others if the global batch cannot
+    #: be divided equally.
     uneven: bool = False
-    #: layers of each of the pp * vpp stages; None: balanced by cost
+    #: Layers of each of the pp * vpp stages. None: balanced by cost.
     stage_layers: list[Natural] | None = None
-    #: nesting of the axes, innermost first; None: the planner chooses by bytes
+    #: The nesting of the axes, the innermost first. None: the planner chooses it by bytes.
     order: list[Axis] | None = None
-    #: tensor- and expert-parallel groups may leave their NVLink domain
+    #: Whether tensor-parallel and expert-parallel groups may leave their NVLink domain.
     allow_tp_across_nvlink: bool = False
-    bucket_mib: Positive = 25.0  # gradient bucket, MiB of the reduce dtype
+    bucket_mib: Positive = 25.0  # Size of a gradient bucket, in MiB of `train.grad_dtype`.
 
 
 # ------------------------------------------------------------------------------------------- job
@@ -289,31 +299,32 @@ class ParallelSpec(Frozen):
 
 class DataSpec(Frozen):
     name: Name
-    paths: Annotated[
-        list[Path], Meta(min_length=1)
-    ]  # files or folders; "stdlib" = Python's standard-library sources
+    #: Files or folders. "stdlib" stands for the sources of Python's standard library.
+    paths: Annotated[list[Path], Meta(min_length=1)]
     extensions: list[Extension]
-    tokenizer: Path = "bytes"  # or the path of a tokenizers JSON file
-    seed: Natural | None = None  # of the order of samples; None: train.seed
-    cache_dir: Path | None = None  # of token files; None: <home>/data
-    #: attention and positions stop where a document ends inside a sample
+    tokenizer: Path = "bytes"  # "bytes", or the path of a JSON file of the `tokenizers` library.
+    seed: Natural | None = None  # The seed of the order of samples. None: `train.seed`.
+    cache_dir: Path | None = None  # The folder of token files. None: <home>/data.
+    #: Whether attention and positions stop where a document ends inside a sample.
     isolate_documents: bool = False
-    #: a corpus to show the machinery with, not to learn language from: the plan warns
+    #: Whether the corpus only shows how training works, and teaches no language: the plan warns.
     demo: bool = False
 
 
 class OptimSpec(Frozen):
     """The rule of the update, and its learning rate with a warm-up."""
 
-    lr: Positive  # peak
+    lr: Positive  # The peak of the learning rate.
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    #: of moments; bf16 is rounded stochastically, 8bit has blocks
+    #: The format of moments. `bf16` is rounded stochastically; `8bit` has scales per block.
     state: Literal["wide", "bf16", "8bit"] = "wide"
     min_lr_ratio: Ratio = 0.1
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: Natural = 0
-    decay_steps: Natural = 0  # 0: until train.steps; for wsd the length of the final decay
-    beta1: Beta = 0.9  # for sgd and the matrices of muon: the momentum
+    #: For cosine: the step at which the learning rate is lowest; 0 means `train.steps`. For wsd:
+    #: the length of the final decay; 0 means a tenth of the run.
+    decay_steps: Natural = 0
+    beta1: Beta = 0.9  # For sgd, and for the matrices of muon, the momentum.
     beta2: Beta = 0.95
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1
@@ -323,7 +334,8 @@ class BatchRampSpec(Frozen):
     """The global batch grows linearly from `start` to its full size while the first `over` samples
     are consumed."""
 
-    start_samples: Count | None = None  # exactly one of each pair
+    #: Exactly one of the two `start` keys must be set, and exactly one of the two `over` keys.
+    start_samples: Count | None = None
     start_tokens: Count | None = None
     over_samples: Count | None = None
     over_tokens: Count | None = None
@@ -331,51 +343,57 @@ class BatchRampSpec(Frozen):
 
 class TrainSpec(Frozen):
     steps: Count
-    seq_len: Count  # tokens
-    global_batch_samples: Count | None = None  # exactly one of these two
+    seq_len: Count  # Tokens per sample.
+    #: Exactly one of this and `global_batch_tokens` must be set.
+    global_batch_samples: Count | None = None
     global_batch_tokens: Count | None = None
     seed: Natural = 1234
     precision: Precision = "bf16"
-    matmul: Matmul = ""  # of the layers' matrix products, by fp8 or fp4 recipe; "": precision
-    grad_dtype: Precision = "fp32"  # of accumulation and reduction
-    #: budget: by layer, as little as fits; None: none, or searched
+    #: The fp8 or fp4 recipe of the layers' matrix products. "": they compute in `precision`.
+    matmul: Matmul = ""
+    grad_dtype: Precision = "fp32"  # The precision in which gradients are accumulated and reduced.
+    #: `budget`: each layer recomputes as little as fits. None: nothing, or what a search finds.
     recompute: Recompute | Literal["budget"] | None = None
-    #: for activations on a rank; None: what the GPU's memory leaves
+    #: Memory for the activations of a rank. None: what the GPU's memory leaves.
     recompute_budget_gib: Positive | None = None
-    #: tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
+    #: Whether each tensor-parallel rank keeps only a share of the input of a recomputed layer
+    #: (ZeRO-R's Pa).
     partition_activations: bool = False
-    #: of recompute=selective: latent attention's queries, keys and values as well
+    #: Whether recompute=selective also recomputes latent attention's queries, keys and values.
     recompute_latents: bool = False
-    #: where master weights and moments are, if not on the device
+    #: Where master weights and moments are kept: on the device (none), or elsewhere.
     offload: Literal["none", "host", "disk"] = "none"
-    #: of offload=host: updates run beside the next step, which computes with older weights
+    #: With offload=host: updates run beside the next step, which computes with older weights.
     offload_delayed: bool = False
-    #: where inputs of recomputed layers are until backward
+    #: Where the inputs of recomputed layers are until backward; none: on the device.
     offload_activations: Literal["none", "host", "disk"] = "none"
-    #: of offload=disk on CPUs: weights and gradients in mapped pages of the disk too
+    #: With offload=disk on CPUs: weights and gradients are in mapped pages of the disk too.
     offload_weights: bool = False
-    #: of offload=disk: a folder of a disk of each node; None: in the run folder
+    #: With offload=disk: a folder on a disk of each node. None: a folder in the run folder.
     offload_dir: Path | None = None
-    #: of offload=disk: host memory through which the state passes, on each rank
+    #: With offload=disk: host memory per rank through which the state passes.
     offload_buffer_mib: Positive = 256.0
     batch_ramp: BatchRampSpec | None = None
-    clip_grad_norm: NonNegative = 1.0  # 0: off
-    #: in a row, whose gradient is inf or nan and not applied, before the run stops
+    #: The largest norm of the gradient. 0: gradients are not clipped.
+    clip_grad_norm: NonNegative = 1.0
+    #: How many steps in a row may have a gradient that is inf or nan, which is not applied, before
+    #: the run stops.
     skip_non_finite_steps: Natural = 0
     log_every_steps: Count = 1
-    compile: bool | None = None  # blocks, one by one; None: on GPUs
-    deterministic: bool = False  # on GPUs: kernels that give the same bits every time
+    compile: bool | None = None  # Whether blocks are compiled, one by one. None: on GPUs only.
+    deterministic: bool = False  # Whether GPUs use kernels that give the same bits every time.
 
 
 class CostSpec(Frozen):
     """What predictions assume; it changes no run."""
 
-    #: whose kernels, overlap and memory: a family of orchestrator/cost/software.py
+    #: The software whose kernels, overlap and memory are predicted: a family of
+    #: orchestrator/cost/software.py.
     software: Text = "orch"
-    #: fitted parameters (orch calibrate); None: the site's, else the shipped ones
+    #: Fitted parameters (`orch calibrate`). None: those of the site, else the shipped ones.
     profile: Path | None = None
-    #: Load of the fullest of the ranks that share experts over the mean; 1: even; None: as the
-    #: profile says.
+    #: The load of the fullest of the ranks that share experts, divided by the mean load; 1 means
+    #: equal loads. None: the profile's value.
     expert_imbalance: Annotated[float, Meta(ge=1)] | None = None
 
 
@@ -383,16 +401,19 @@ class ExperimentSpec(Frozen):
     """What was published of the run that a file of the group `experiment` repeats; it changes no
     run."""
 
-    step_s: Positive  # seconds of one optimizer step, as printed or as they follow from what was
-    published: Text  # the figure as printed, and how it counts
+    #: Seconds per optimizer step, as printed or as they follow from the printed figures.
+    step_s: Positive
+    published: Text  # The figure as printed, and what it counts.
     source: Source
 
 
 class CheckpointSpec(Frozen):
-    every_steps: Natural = 0  # 0: only at the end and on a notice
-    keep_last: Count = 2
-    dir: Path | None = None  # None: <run folder>/checkpoints
-    #: copies in the memory of two nodes each, between checkpoints; 0: none
+    #: Steps between two checkpoints. 0: only at the end and on a termination signal.
+    every_steps: Natural = 0
+    keep_last: Count = 2  # Number of checkpoints to keep.
+    dir: Path | None = None  # None: <run folder>/checkpoints.
+    #: Steps between two copies of the state in the memory of two nodes each, between checkpoints.
+    #: 0: no copies.
     memory_every_steps: Natural = 0
 
 
@@ -400,54 +421,56 @@ class MetricsSpec(Frozen):
     host: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9.:_-]{1,253}\Z", description="a host name or address")
     ] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the first node's agent; 0: any free port
+    #: The port of the first node's agent. 0: any free port.
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
     memory_every_steps: Count = 10
-    #: the first steps' timeline and memory, a file a rank; 0: none
+    #: Number of first steps whose timeline and memory are recorded, in one file per rank. 0: none.
     trace_steps: Annotated[int, Meta(ge=0, le=100)] = 0
-    #: of a program's printed lines, with a group (?P<step>...): its steps; None: not read
+    #: Finds steps in the lines that a program prints, by a group (?P<step>...). None: not read.
     pattern: Text | None = None
 
 
 class BackendSpec(Frozen):
     name: Name
-    max_restarts: Natural = 3  # after a failure; a saved-and-wants-restart exit does not count
-    grace_s: Positive = 30.0  # between asking workers to save and killing them
-    heartbeat_timeout_s: Positive = 15.0  # an agent silent for longer is lost
-    max_restarts_by_cause: dict[
-        WorkerCause, Natural
-    ] = {}  # budgets of their own; the rest share max_restarts
-    hang_after_s: Positive = 30.0  # a run is hung that has not moved for so long, and for
-    hang_after_steps: Positive = 10.0  # so many times its median step
-    start_hang_after_s: Positive = 1800.0  # instead: before an epoch's second step, and in saves
-    #: own compute time over the peers' median: slow
+    #: The most restarts after failures; a worker's exit that asks for a restart does not count.
+    max_restarts: Natural = 3
+    grace_s: Positive = 30.0  # Seconds between the request to save and the kill of the workers.
+    heartbeat_timeout_s: Positive = 15.0  # An agent that is silent for longer is lost.
+    #: Restart budgets of single causes; the other causes share `max_restarts`.
+    max_restarts_by_cause: dict[WorkerCause, Natural] = {}
+    #: A run hangs if it has not moved for this time and for `hang_after_steps`.
+    hang_after_s: Positive = 30.0
+    #: The multiple of the run's median step that belongs to `hang_after_s`.
+    hang_after_steps: Positive = 10.0
+    #: The same limit before the second step of an epoch, and during saves.
+    start_hang_after_s: Positive = 1800.0
+    #: A node is slow if its own compute time exceeds the median of its peers by this factor.
     straggler_ratio: Annotated[float, Meta(gt=1)] = 1.5
-    #: exclude: go on with a spare in its place, where there is one
+    #: `exclude`: the run continues with a spare in the place of the slow node, if it has one.
     on_straggler: Literal["name", "exclude"] = "name"
-    #: failures in a row on one node of several, at different steps: leave it out; 0: never
+    #: Failures in a row, at different steps, that exclude one node of several. 0: never.
     bad_node_after: Natural = 3
-    #: nodes that were left out, for the next runs of this user; 0: not
+    #: Hours for which the next runs of this user avoid nodes that were left out. 0: they do not.
     remember_bad_nodes_h: NonNegative = 24.0
-    #: an elastic run waits so long for nodes to come back before it ends with 76
+    #: How long an elastic run waits for nodes to come back before it ends with 76.
     min_nodes_grace_s: NonNegative = 30.0
-    #: `orch drill` may break parts of the run; None: on the local backend alone
+    #: Whether `orch drill` may break parts of the run. None: on the local backend only.
     allow_drills: bool | None = None
-    #: rank 0's store answers the run's nodes alone; false: for a NAT between nodes
+    #: Whether rank 0's store answers only the run's nodes. False: for a NAT between nodes.
     store_filter: bool = True
-    #: each worker runs on the cores of its GPU's NUMA domain, docs/programs.md; false: on all
+    #: Whether each worker runs on the cores of its GPU's NUMA domain only (docs/programs.md).
     numa_binding: bool = True
-    env: dict[
-        EnvName, Text
-    ] = {}  # for the workers, on top of the allow-list; never a place for secrets
-    pass_env: list[
-        EnvPattern
-    ] = []  # further variables of the shell to pass on: names, and patterns like WANDB_*
-    options: dict[str, Any] = {}  # of this backend alone
+    #: Variables for the workers, in addition to the allow-list. They are not a place for secrets.
+    env: dict[EnvName, Text] = {}
+    #: Further variables of the shell to pass on: names, and patterns such as WANDB_*.
+    pass_env: list[EnvPattern] = []
+    options: dict[str, Any] = {}  # Options of this backend only.
 
 
 class RunSpec(Frozen):
-    name: RunName | None = None  # None: <model>-<parallel choice> (text once loaded)
-    dir: Path | None = None  # run folders are made here; None: <home>/runs
-    allow_oom: bool = False  # submit even when the plan does not fit the memory
+    name: RunName | None = None  # None: <model>-<choice of parallel>. Always a text after loading.
+    dir: Path | None = None  # The folder in which run folders are made. None: <home>/runs.
+    allow_oom: bool = False  # Whether to submit a plan that does not fit the memory.
 
 
 # ------------------------------------------------------------------------------------------- the
@@ -469,8 +492,8 @@ class Config(Frozen):
     run: RunSpec = RunSpec()
     cost: CostSpec = CostSpec()
     experiment: ExperimentSpec | None = None
-    #: sizes that the job may be started at, in place of cluster.nodes
+    #: Sizes that the job may be started at, in place of `cluster.nodes`.
     nodes: NodeRange | None = None
-    #: ranks of a user's program; None: what parallel gives, else all of the cluster's
+    #: Ranks of a user's program. None: as `parallel` says, else all of the cluster's GPUs.
     nproc: Degree | None = None
     choices: dict[str, str] = {}

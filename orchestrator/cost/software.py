@@ -55,7 +55,6 @@ class Software(Struct, frozen=True, kw_only=True):
     #: CPU time of launching a layer; modern: CUDA graphs or fewer launches.
     host: Literal["eager", "modern"] = "eager"
     memory: str = "orch"  # recipe of model states and activations: `cost.memory.recipe`
-    known: bool = True  # False: the traits are assumed, for unknown software
 
 
 _LISTED = (
@@ -151,9 +150,7 @@ _LISTED = (
     Software(
         name="maxtext", elementwise="fused", attention="cudnn", dp_overlap="jax", memory="fsdp"
     ),  # MaxText, PaxML
-    Software(
-        name="eager", accumulate="separate", memory="pytorch", known=False
-    ),  # unknown software
+    Software(name="eager", accumulate="separate", memory="pytorch"),  # unknown software
 )
 SOFTWARE: dict[str, Software] = {software.name: software for software in _LISTED}
 

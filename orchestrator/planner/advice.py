@@ -173,7 +173,7 @@ def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
         return line
     spec, seconds = inside
     cost = plan.time.step_s - seconds
-    return f"{line}; predicted cost against {spec}: {cost:+.3g} s a step ({cost / seconds:+.0%})"
+    return f"{line}; predicted cost against {spec}: {cost:+.3g} s per step ({cost / seconds:+.0%})"
 
 
 def _bubble(plan: Plan) -> str | None:
@@ -206,7 +206,7 @@ def _replicated_state(plan: Plan) -> str | None:
     if par.zero or replicas == 1 or saved < 0.05 * plan.memory.capacity:
         return None
     held = f"the optimizer's {plan.memory.optimizer / GIB:.1f} GiB are held {replicas} times"
-    return f"{held}: zero1 frees {saved / GIB:.1f} GiB a rank at no cost"
+    return f"{held}: zero1 frees {saved / GIB:.1f} GiB per rank at no cost"
 
 
 def _sharded_gradients(plan: Plan) -> str | None:
@@ -311,7 +311,7 @@ def _offload(plan: Plan) -> str | None:
         )
     if not reasons:
         return None
-    return f"{settings} takes {seconds:.3g} s a step; " + "; ".join(reasons)
+    return f"{settings} takes {seconds:.3g} s per step; " + "; ".join(reasons)
 
 
 def _demo(plan: Plan) -> str | None:

@@ -59,7 +59,7 @@ class Term(NamedTuple):
 class Change(NamedTuple):
     """A change of one key of a plan; dp takes the remaining GPUs."""
 
-    words: list[str]  # overrides for the command line
+    overrides: list[str]  # overrides for the command line
     step_s: float
     memory: doc.Memory
     saves_s: float  # seconds per step that the change saves; negative if it is slower
@@ -100,7 +100,7 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) ->
         changes, tried = _layout_changes(config, cluster, plan)
     if over:
         changes += offered(config, cluster, plan)
-    changes.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
+    changes.sort(key=lambda change: (change.step_s, change.memory.total, change.overrides))
     categories = sorted(
         ((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1]
     )

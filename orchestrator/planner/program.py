@@ -66,7 +66,7 @@ def place_program(plan: Plan, cluster: doc.Cluster) -> Plan:
     world = plan.parallel.world_size
     if world > gpus or cluster.gpus_per_node != plan.cluster.gpus_per_node:
         raise OrchError(
-            f"the program has {world} ranks, {plan.cluster.gpus_per_node} a node; given:"
+            f"the program has {world} ranks, {plan.cluster.gpus_per_node} per node; given:"
             f" {len(cluster.node_names)} nodes of {cluster.gpus_per_node}",
             Exit.CAPACITY,
         )
@@ -94,7 +94,7 @@ def _parallel(config: Config, cluster: doc.Cluster) -> doc.Parallel:
     dp, rest = divmod(world, group)
     if rest or not dp:
         axes = " x ".join(f"{axis} {size}" for axis, size in inner.items() if size > 1)
-        raise OrchError(f"{world} ranks are no multiple of {axes} = {group}", Exit.CONFIG)
+        raise OrchError(f"{world} ranks are not a multiple of {axes} = {group}", Exit.CONFIG)
     if par.dp not in (None, dp):
         raise OrchError(
             f"nproc={world} is not what parallel gives: {group * (par.dp or 1)} ranks", Exit.CONFIG

@@ -98,7 +98,7 @@ class Host:
                 refusal = error.message
         answer = wire.Prepared(
             request=msgspec.Raw(to_bytes(request)),
-            said=list(job.messages),
+            messages=list(job.messages),
             script=script,
             refusal=refusal,
         )

@@ -77,7 +77,7 @@ def prepare_on_host(
     request = request_of(prepared)
     bundle = SubmissionBundle(request=request, contents={"plan.json": raw})
     candidate = SizeCandidate(config, from_json(raw), bundle)
-    return PreparedOnHost(SshBackend(session, prepared), candidate, prepared.said)
+    return PreparedOnHost(SshBackend(session, prepared), candidate, prepared.messages)
 
 
 def _pack(code: Code, user_config: Path | None, host: str) -> bytes:

@@ -271,9 +271,3 @@ UNEQUAL_PARTNERS = (
     "full",
     "dropout",
 )
-#: Techniques that are refused alone: 8-bit products whose rounding depends on the layout.
-REFUSED_ALONE = {
-    "fp8_tensor tp4, shared key-value heads",
-    "fp8_block tp2, blocks cut",
-    "fp8_block cp2 zigzag, blocks cut",
-}

@@ -54,9 +54,7 @@ async def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(h,
         for rank, pid in h.workers.pids.items():
             await h.until_logged(f"{life}-{rank}", rank)
             assert Path(f"/proc/{pid}/comm").read_text() == f"orch-rank-{rank}\n"
-            assert (
-                f"\nPPid:\t{h.workers.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
-            )
+            assert f"\nPPid:\t{h.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
         await h.until_empty()
         for rank in (0, 1):
             by, forked, mine, cwd = h.log(rank).read_text().split()[-4:]
@@ -65,7 +63,7 @@ async def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(h,
         assert h.ended == {0: (0, False), 1: (0, False)}
         h.ended.clear()
     assert len(fork_server_pids) == 1 and h.workers.warm
-    assert descendants(h.workers.supervisor_pid) == [int(fork_server_pids.pop())]
+    assert descendants(h.supervisor_pid) == [int(fork_server_pids.pop())]
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
@@ -75,7 +73,7 @@ async def test_without_a_fork_server_workers_start_the_plain_way(h, waits, tmp_p
     if when == "between":
         waits.touch()
     h.workers.open()
-    while not (fork_server_pid := descendants(h.workers.supervisor_pid)):
+    while not (fork_server_pid := descendants(h.supervisor_pid)):
         await asyncio.sleep(0.01)
     if when == "between":
         h.start(WHO, 0, {"MINE": "x", "PRELOAD_WAITS": ""})
@@ -83,7 +81,7 @@ async def test_without_a_fork_server_workers_start_the_plain_way(h, waits, tmp_p
         os.kill(fork_server_pid[0], signal.SIGKILL)
     else:
         os.kill(fork_server_pid[0], signal.SIGKILL)
-        while descendants(h.workers.supervisor_pid):
+        while descendants(h.supervisor_pid):
             await asyncio.sleep(0.01)
         h.start(WHO, 0, {"MINE": "x"})
     await h.until_empty()
@@ -94,7 +92,7 @@ async def test_without_a_fork_server_workers_start_the_plain_way(h, waits, tmp_p
 async def test_a_worker_is_prepared_before_it_is_forked(h):
     h.start("import os; print(os.environ['PREPARED'], os.getpid())", 0, {"PREPARED": "no"})
     await h.until_empty()
-    (fork_server_pid,) = descendants(h.workers.supervisor_pid)
+    (fork_server_pid,) = descendants(h.supervisor_pid)
     where, prepared_by, own = h.log().read_text().split()
     assert (where, prepared_by) == ("in", str(fork_server_pid)) and own != prepared_by
 
@@ -142,15 +140,12 @@ async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork
     await h.until_logged("up")
     worker = h.workers.pids[0]
     async with asyncio.timeout(PATIENCE_S):  # what bore the worker may still be going
-        while (
-            len(others := [pid for pid in descendants(h.workers.supervisor_pid) if pid != worker])
-            > 1
-        ):
+        while len(others := [pid for pid in descendants(h.supervisor_pid) if pid != worker]) > 1:
             await asyncio.sleep(0.01)
     (fork_server_pid,) = others
     seen = [identity(worker), identity(fork_server_pid)]
     if victim == "worker supervisor":
-        os.kill(h.workers.supervisor_pid, signal.SIGKILL)
+        os.kill(h.supervisor_pid, signal.SIGKILL)
     else:
         os.kill(fork_server_pid, signal.SIGKILL)
         while is_alive(seen[1]):
@@ -169,7 +164,7 @@ async def test_a_stopped_fork_server_owes_no_worker_for_long(h):
     way."""
     h.start("print('first')", 0)
     await h.until_empty()
-    (fork_server,) = descendants(h.workers.supervisor_pid)
+    (fork_server,) = descendants(h.supervisor_pid)
     h.ended.clear()
     os.kill(fork_server, signal.SIGSTOP)
     h.start("print('second')", 0)

@@ -46,6 +46,10 @@ class Harness:
     async def __aexit__(self, *_):
         self.workers.close()
 
+    @property
+    def supervisor_pid(self) -> int:
+        return self.workers._supervisor.pid
+
     def _count(self):
         self.started += 1
 
@@ -213,7 +217,7 @@ async def test_a_stopped_worker_supervisor_hides_no_death(h):
     while not h.workers.pids[0]:
         await asyncio.sleep(0.01)
     assert h.started == 1
-    stop(h.workers.supervisor_pid)
+    stop(h.supervisor_pid)
     os.kill(h.workers.pids[0], signal.SIGKILL)
     said = [h.workers.watch() for _ in range(4)]
     assert said == ["", "", "", "the worker supervisor was stopped by a signal: continued"]
@@ -225,7 +229,7 @@ async def test_a_worker_supervisor_that_is_stopped_again_and_again_is_killed(h):
     h.start("import time; time.sleep(600)")
     while not h.workers.pids[0]:
         await asyncio.sleep(0.01)
-    pid = h.workers.supervisor_pid
+    pid = h.supervisor_pid
     said = []
     while not said or "killed" not in said[-1]:
         stop(pid)
@@ -238,12 +242,12 @@ async def test_a_worker_supervisor_that_is_stopped_again_and_again_is_killed(h):
 async def test_workers_have_started_when_all_of_them_run(h):
     """Not when they were ordered: a worker supervisor that does not answer has started nobody."""
     h.workers.open()
-    stop(h.workers.supervisor_pid)
+    stop(h.supervisor_pid)
     for rank in (0, 1):
         h.start("import time; time.sleep(600)", rank)
     await asyncio.sleep(0.3)
     assert h.started == 0
-    os.kill(h.workers.supervisor_pid, signal.SIGCONT)
+    os.kill(h.supervisor_pid, signal.SIGCONT)
     while not h.started:
         await asyncio.sleep(0.01)
     assert all(h.workers.pids.values()) and len(h.workers.pids) == 2 and h.started == 1

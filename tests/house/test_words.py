@@ -41,7 +41,29 @@ PRIVATE = {
     "remedies": "hints",
     "tiles": "interval partition",
     "tile": "interval partition",
+    "notice": "termination signal",
+    "notices": "termination signals",
+    "claim": "lease",
+    "claims": "leases",
+    "claimed": "leased",
+    "life": "attempt",
+    "lives": "attempts",
+    "told": "reported",
+    "said": "reported",
+    "wish": "intent",
+    "wishes": "intents",
+    "torn": "truncated",
+    "beat": "heartbeat",
+    "beats": "heartbeats",
 }
+#: Rooms where a word is the field's: Kubernetes has claims of volumes and of devices.
+FIELDS_IN = {
+    "claim": "orchestrator.backends.kubernetes",
+    "claims": "orchestrator.backends.kubernetes",
+    "claimed": "orchestrator.backends.kubernetes",
+}
+#: Names that users write: an option of the Slurm backend, and the method of a drill's fault.
+WRITTEN_BY_USERS = {"notice_s", "_notice"}
 
 
 def parts(name: str) -> set[str]:
@@ -65,7 +87,8 @@ def test_names_are_the_fields():
     wrong = [
         f"{module}: {name}"
         for module in MODULES
-        for name in names(module)
-        if parts(name) & PRIVATE.keys()
+        for name in names(module) - WRITTEN_BY_USERS
+        for part in parts(name) & PRIVATE.keys()
+        if not module.startswith(FIELDS_IN.get(part, "-"))
     ]
     assert sorted(wrong) == []

@@ -43,7 +43,7 @@ def test_changes_are_faster_and_are_what_a_plan_of_them_says():
     assert [c.step_s for c in found.changes] == sorted(c.step_s for c in found.changes)
     for change in found.changes:
         changed = config
-        for word in change.words:
+        for word in change.overrides:
             group, key, text = re.split("[.=]", word)
             value = int(text) if text.isdigit() else text
             changed = structs.replace(

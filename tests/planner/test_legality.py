@@ -323,7 +323,7 @@ def test_tp_over_nodes_needs_to_be_asked_for_and_then_has_a_price():
     assert plan.placement["tp"].worst_level == "leaf"
     price = [w for w in plan.warnings if "leave NVLink" in w]
     assert len(price) == 1 and re.search(
-        r"predicted cost against tp8_pp4_dp2_zero1: \+[\d.]+ s a step", price[0]
+        r"predicted cost against tp8_pp4_dp2_zero1: \+[\d.]+ s per step", price[0]
     )
 
 

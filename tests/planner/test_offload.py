@@ -63,7 +63,9 @@ def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_pr
     plan = build_plan(config)
     assert plan.memory.total > plan.memory.capacity
     found = explain(config, resolve(config.cluster), plan, limit=9)
-    offers = {change.words[0]: change for change in found.changes if "offload" in change.words[0]}
+    offers = {
+        change.overrides[0]: change for change in found.changes if "offload" in change.overrides[0]
+    }
     assert list(offers) == [
         "train.offload=host",
         "train.offload=disk",
@@ -119,7 +121,7 @@ def test_inputs_on_the_host_are_offered_where_they_make_it_fit():
     config = load(["cluster=h100x8", "model=llama3_8b", "parallel=dp8_zero3", *long])
     plan = build_plan(config)
     found = explain(config, resolve(config.cluster), plan, limit=99)
-    offers = {change.words[0]: change for change in found.changes}
+    offers = {change.overrides[0]: change for change in found.changes}
     assert plan.memory.total > plan.memory.capacity
     assert offers["train.offload_activations=host"].memory.total <= plan.memory.capacity
 

@@ -90,7 +90,7 @@ def test_a_plan_is_either_a_program_s_or_has_a_model():
     ("words", "line"),
     [
         (["nproc=9"], "9 ranks need more than cluster local has (2 nodes x 4 = 8)"),
-        (["nproc=3", "parallel=tp2"], "3 ranks are no multiple of tp 2 = 2"),
+        (["nproc=3", "parallel=tp2"], "3 ranks are not a multiple of tp 2 = 2"),
         (["nproc=4", "parallel=dp2"], "nproc=4 is not what parallel gives: 2 ranks"),
         (["parallel=auto"], "parallel=auto needs a model"),
         (["parallel.schedule=gpipe"], "parallel.schedule means nothing without a model"),

@@ -98,7 +98,7 @@ def test_trends_of_the_papers():
     """ZeRO: super-linear; the playbook: TP across nodes loses a third or more, a pipeline half of
     that."""
     assert ours("ZeRO's throughput", "60B, speed-up") > 400 / 64
-    assert ours("Tensor parallelism", "lost from TP 8 to 16, %", "tokens/s a GPU") > 33
+    assert ours("Tensor parallelism", "lost from TP 8 to 16, %", "tokens/s per GPU") > 33
     assert ours("From one node to two", "tensor over pipeline") > 1.5
     fits = [
         ours("Tensor parallelism", "TP 16", name)

@@ -79,7 +79,7 @@ def test_memory_counts_unless_told_otherwise():
         (
             ["parallel=tp8_pp8", "nodes=2..3"],
             Exit.CONFIG,
-            "with 3: 24 GPUs are no multiple of a model replica of 64",
+            "with 3: 24 GPUs are not a multiple of a model replica of 64",
         ),
         (
             ["nodes=9..10"],

@@ -198,12 +198,12 @@ def test_hybrid_sharding_shards_among_neighbours_and_sums_shards_across_groups()
         ]
         for one in (plan.parallel, par)
     )
-    assert {(item.part, item.members) for item in whole} == {("", 64)}
-    assert {(item.part, item.members) for item in hybrid} == {("shard", 8), ("replica", 8)}
+    assert {(item.replica_part, item.members) for item in whole} == {("", 64)}
+    assert {(item.replica_part, item.members) for item in hybrid} == {("shard", 8), ("replica", 8)}
     gradients = 4 * sum(rank_parameters(plan.model, par)[0])
-    across = [item for item in hybrid if item.part == "replica"]
+    across = [item for item in hybrid if item.replica_part == "replica"]
     assert sum(item.sent_bytes for item in across) == pytest.approx(2 * gradients / 8 * 7 / 8)
-    inside = sum(item.sent_bytes for item in hybrid if item.part == "shard")
+    inside = sum(item.sent_bytes for item in hybrid if item.replica_part == "shard")
     assert inside == pytest.approx(sum(item.sent_bytes for item in whole) * (7 / 8) / (63 / 64))
 
 

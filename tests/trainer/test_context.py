@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.plan.document import CpMethod
 from tests.reference.attention import attention
 from tests.trainer.operations import LargestTensor
 from tests.trainer.together import run_together, told
@@ -20,11 +22,12 @@ from trainer.model.attention import SDPA
 from trainer.model.documents import Documents
 from trainer.parallel.context import block
 from trainer.parallel.context.allgather import AllGatherAttention
-from trainer.parallel.context.order import METHODS, natural_order, positions, visible
+from trainer.parallel.context.order import natural_order, positions, visible
 from trainer.parallel.context.ring import RingAttention
 from trainer.parallel.context.ulysses import UlyssesAttention
 from trainer.verify.ranks import run_ranks
 
+METHODS = get_args(CpMethod)
 SEQ = 16
 BATCH = 2
 HEADS = 4

@@ -25,7 +25,8 @@ from .format import FENCE
 class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     run_id: str
     epoch: int
-    claims: str = ""  # folder of the epoch leases of an elastic run
+    #: The folder of the epoch leases of an elastic run.
+    leases: str = msgspec.field(default="", name="claims")
 
     @classmethod
     def of(cls, env: WorkerEnv) -> Fence:
@@ -88,7 +89,7 @@ def check(folder: Path, token: Fence) -> None:
 
 
 def _check_leases(folder: Path, token: Fence) -> None:
-    newest = newest_lease(token.claims) if token.claims else -1
+    newest = newest_lease(token.leases) if token.leases else -1
     if newest > token.epoch:
         raise Fenced(_message(folder, Fence(token.run_id, newest), token))
 

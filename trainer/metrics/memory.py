@@ -48,7 +48,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 @dataclass(slots=True)
-class StorageLife:
+class StorageLifetime:
     """One storage: its bytes, its category as far as it is known, and the times at which it was
     allocated and freed."""
 
@@ -95,19 +95,19 @@ class StorageTracker(DispatchMode):
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         super().__init__()
-        self.lives: list[StorageLife] = []
+        self.lifetimes: list[StorageLifetime] = []
         self._registered = registered or {}
         self._running = running
         self._opaque = opaque
         self._clock = clock
-        self._known: dict[int, StorageLife | None] = {}  # by storage; None: existed before
+        self._known: dict[int, StorageLifetime | None] = {}  # by storage; None: existed before
         self._finalizers: list[weakref.finalize] = []
 
     def __enter__(self) -> StorageTracker:
         now = self._clock()
         for category, storage in self._list():
             if storage_key(storage) not in self._known:
-                self._follow(storage, StorageLife(storage.nbytes(), category, now))
+                self._follow(storage, StorageLifetime(storage.nbytes(), category, now))
         self._contexts = contextlib.ExitStack()
         self._contexts.enter_context(warnings.catch_warnings())
         # The warning is about tensors that the hooks keep alive; `_classify` finds those.
@@ -121,11 +121,11 @@ class StorageTracker(DispatchMode):
             super().__exit__(*error)
         self._contexts.close()
         for category, storage in self._list():  # registered only during the step
-            if life := self._known.get(storage_key(storage)):
-                life.category = category
-        for life in self.lives:
-            if math.isinf(life.died):
-                self._classify(life)
+            if lifetime := self._known.get(storage_key(storage)):
+                lifetime.category = category
+        for lifetime in self.lifetimes:
+            if math.isinf(lifetime.died):
+                self._classify(lifetime)
         for finalizer in self._finalizers:  # the storages outlive this tracker
             finalizer.detach()
 
@@ -145,7 +145,7 @@ class StorageTracker(DispatchMode):
     @property
     def live(self) -> int:
         """Bytes held now."""
-        return sum(life.size for life in self.lives if math.isinf(life.died))
+        return sum(lifetime.size for lifetime in self.lifetimes if math.isinf(lifetime.died))
 
     @property
     def peak(self) -> int:
@@ -154,11 +154,15 @@ class StorageTracker(DispatchMode):
 
     def points(self) -> list[Point]:
         """Returns one point for each moment at which a storage was allocated or freed."""
-        changes = [(life.born, life.size, life.category) for life in self.lives if life.size]
+        changes = [
+            (lifetime.born, lifetime.size, lifetime.category)
+            for lifetime in self.lifetimes
+            if lifetime.size
+        ]
         changes += [
-            (life.died, -life.size, life.category)
-            for life in self.lives
-            if math.isfinite(life.died)
+            (lifetime.died, -lifetime.size, lifetime.category)
+            for lifetime in self.lifetimes
+            if math.isfinite(lifetime.died)
         ]
         held = dict.fromkeys(CATEGORIES, 0)
         points = list[Point]()
@@ -183,10 +187,10 @@ class StorageTracker(DispatchMode):
             if storage_key(storage) not in self._known:
                 self._follow(storage, self._new_storage(storage.nbytes()) if new else None)
 
-    def _new_storage(self, size: int) -> StorageLife:
+    def _new_storage(self, size: int) -> StorageLifetime:
         number, is_forward = self._running() or (None, False)
         recomputed = self._recomputes()
-        return StorageLife(
+        return StorageLifetime(
             size,
             category="activations" if recomputed else "buffers",
             born=self._clock(),
@@ -200,45 +204,47 @@ class StorageTracker(DispatchMode):
         hook = top_saved_tensors_hook()
         return running is not None and not running[1] and hook not in (None, self._saved)
 
-    def _follow(self, storage: torch.UntypedStorage, life: StorageLife | None) -> None:
+    def _follow(self, storage: torch.UntypedStorage, lifetime: StorageLifetime | None) -> None:
         key = storage_key(storage)
-        self._known[key] = life
-        if life is not None:
-            self.lives.append(life)
+        self._known[key] = lifetime
+        if lifetime is not None:
+            self.lifetimes.append(lifetime)
         finalizer = weakref.finalize(storage, self._forget, key)
         finalizer.atexit = False
         self._finalizers.append(finalizer)
 
     def _forget(self, key: int) -> None:
-        life = self._known.pop(key)
-        if life is not None:
-            self._classify(life)
+        lifetime = self._known.pop(key)
+        if lifetime is not None:
+            self._classify(lifetime)
             # A temporary of the recomputation ends before backward uses it.
-            if life.recomputed and self._recomputes():
-                life.category = "buffers"
-            life.died = self._clock()
+            if lifetime.recomputed and self._recomputes():
+                lifetime.category = "buffers"
+            lifetime.died = self._clock()
 
-    def _classify(self, life: StorageLife) -> None:
+    def _classify(self, lifetime: StorageLifetime) -> None:
         """Counts a storage that outlives the forward that made it as an activation."""
-        if life.category != "buffers" or life.forward is None:
+        if lifetime.category != "buffers" or lifetime.forward is None:
             return
-        if self._running() != (life.forward, True):
-            life.category = "activations"
+        if self._running() != (lifetime.forward, True):
+            lifetime.category = "activations"
 
     def keep(self, tensor: Tensor) -> None:
         """Counts `tensor` as an activation: it is kept for a later part of backward."""
-        life = self._known.get(storage_key(tensor.untyped_storage()))
-        if life is not None and life.category == "buffers":
-            life.category = "activations"
+        lifetime = self._known.get(storage_key(tensor.untyped_storage()))
+        if lifetime is not None and lifetime.category == "buffers":
+            lifetime.category = "activations"
 
     def _saved(self, tensor: Tensor) -> Tensor:
         """The hook that autograd calls when it saves a tensor for backward."""
         storage = tensor.untyped_storage()
-        life = self._known.get(storage_key(storage))
-        if life is not None:
-            life.category = "activations" if life.category == "buffers" else life.category
+        lifetime = self._known.get(storage_key(storage))
+        if lifetime is not None:
+            lifetime.category = (
+                "activations" if lifetime.category == "buffers" else lifetime.category
+            )
         elif self._opaque and storage_key(storage) not in self._known:
-            self._follow(storage, StorageLife(storage.nbytes(), "activations", self._clock()))
+            self._follow(storage, StorageLifetime(storage.nbytes(), "activations", self._clock()))
         return tensor
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -248,10 +254,10 @@ class StorageTracker(DispatchMode):
         previous = self._known.get(key)
         if previous is not None:
             previous.died = now
-        resized = StorageLife(storage.nbytes(), "params", now)
+        resized = StorageLifetime(storage.nbytes(), "params", now)
         if key in self._known:
             self._known[key] = resized
-            self.lives.append(resized)
+            self.lifetimes.append(resized)
         else:
             self._follow(storage, resized)
 

@@ -135,7 +135,7 @@ def leave_one_source_out(
     observations: Sequence[Observation],
     start: Mapping[str, float],
     fixed: Mapping[str, float] = MappingProxyType({}),
-    tell: Callable[[int, int, str], None] = lambda done, total, source_name: None,
+    tell: Callable[[int, int, str], None] = lambda _done, _total, _source_name: None,
 ) -> Iterator[LeftOutSource]:
     """Leaves out each source in turn and predicts it by a fit to the others.
 

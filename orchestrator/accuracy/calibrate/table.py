@@ -123,7 +123,7 @@ def _plausible(
         direction = "less" if miss > 0 else "more"
         refused.append(
             f"row {observation.name}: step_time_s={observation.measured_s:g} is {factor:,.0f} times"
-            f" {direction} than predicted; seconds a step?"
+            f" {direction} than predicted; seconds per step?"
         )
     return [observed_steps[index] for index in plausible_indices], residuals[plausible_indices]
 

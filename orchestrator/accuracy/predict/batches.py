@@ -61,7 +61,7 @@ def batch_of(
     micro_batches = max(1, math.ceil(batch / (size * replicas)))
     if micro_batches > 1 << 20:
         raise RowError(
-            f"global_batch={batch} is {micro_batches:,} micro-batches a replica, more than is"
+            f"global_batch={batch} is {micro_batches:,} micro-batches per replica, more than is"
             " plausible"
         )
     return Batch(size, batch, micro_batches)

@@ -134,10 +134,3 @@ class Row:
 
     def say(self, assumption: str) -> None:
         self.assumed.append(assumption)
-
-    def assume(self, name: str, value: int | None, default: int) -> int:
-        """Returns `value`; if it is None, records `default` as an assumption and returns it."""
-        if value is not None:
-            return value
-        self.assumed.append(f"{name}={default}")
-        return default

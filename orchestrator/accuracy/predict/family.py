@@ -19,7 +19,6 @@ class Facts(NamedTuple):
     framework: str
     notes: str
     gpu: str  # A name in `hardware.GPUS`.
-    fp16: bool
     gated: bool  # True for Llama-like models, which came in 2023.
     seq_len: int
     zero: int | None

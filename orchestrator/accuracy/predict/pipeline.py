@@ -57,7 +57,7 @@ def _pipeline(row: Row, model: Model, software: Software, pp: int) -> Pipeline:
     if name in ("zbv", "dualpipev"):
         if model.layers >= 2 * pp:
             return Pipeline(name, 2)
-        row.say("pp_schedule=zb_h1: too few layers for two stages a rank")
+        row.say("pp_schedule=zb_h1: too few layers for two stages per rank")
         return Pipeline("zb_h1", 1)
     if name == "afab":
         return Pipeline("afab", min(vpp or 1, max(1, model.layers // pp)))
@@ -101,7 +101,7 @@ def _with_stated_stages(row: Row, model: Model, name: str | None, pp: int, vpp: 
         row.say(f"vpp={most_stages} of {vpp}: the model has {model.layers} layers")
         vpp = most_stages
     if vpp == 1 and name == "interleaved":
-        row.say("pp_schedule=1f1b: one stage a rank")
+        row.say("pp_schedule=1f1b: one stage per rank")
     return _interleaved(vpp)
 
 

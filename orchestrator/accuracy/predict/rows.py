@@ -54,7 +54,7 @@ def read_row(cells: Mapping[str, str]) -> Job:
     parallel = layout_of(row, model, software, memory_bytes, per_node)
     gpus = parallel.world_size
     if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
-        row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
+        row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s per GPU")
     recompute, share, selective = _recompute(row, software)
     if software.selective != selective:
         software = structs.replace(software, selective=selective)
@@ -90,7 +90,6 @@ def _software(row: Row, model: Model, gpu: str, precision: Precision) -> Softwar
         framework=row.text("framework") or _framework_of(row),
         notes=row.text("notes"),
         gpu=gpu,
-        fp16=precision == "fp16",
         gated=model.mlp == "gated",
         seq_len=model.max_seq_len,
         zero=stated_zero(row),

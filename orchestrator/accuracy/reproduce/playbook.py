@@ -248,7 +248,7 @@ def _tensor_parallel(plans: Plans) -> Section:
     ours = {}
     for tp, (sequences, published) in pub.PLAYBOOK_TP.items():
         ours[tp] = _tp_plan(plans, tp, sequences).tokens_per_s_per_gpu
-        rows.append(Row(f"TP {tp}", ours[tp], published, "", "tokens/s a GPU"))
+        rows.append(Row(f"TP {tp}", ours[tp], published, "", "tokens/s per GPU"))
         for column, sp in (("sequences that fit with SP", True), ("without SP", False)):
             rows.append(
                 Row(
@@ -270,7 +270,7 @@ def _tensor_parallel(plans: Plans) -> Section:
                 100 * lost_share,
                 100 * (1 - published_tokens_doubled / published_tokens),
                 "",
-                "tokens/s a GPU",
+                "tokens/s per GPU",
             )
         )
     return Section(

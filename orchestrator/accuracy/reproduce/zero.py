@@ -61,7 +61,7 @@ def _states(state_bytes: dict[int, list[float]]) -> Section:
                     )
                 )
     return Section(
-        "ZeRO's memory: GB of model states a GPU",
+        "ZeRO's memory: GB of model states per GPU",
         f"{pub.ZERO}, table 1",
         rows,
         "Parameters, gradients and optimizer state of a plan with dp = N_d, fp16 weights and"

@@ -73,10 +73,6 @@ class Workers:
     def pids(self) -> dict[int, int]:
         return dict(self._alive)
 
-    @property
-    def supervisor_pid(self) -> int | None:
-        return self._supervisor.pid if self._supervisor else None
-
     def open(self) -> None:
         """Starts the worker supervisor, through which workers inherit this environment."""
         become_subreaper()

@@ -82,7 +82,7 @@ class Prepared(Frozen, tag=True):
     """A prepared job. The payload is plan.json."""
 
     request: msgspec.Raw
-    said: list[str]
+    messages: list[str] = msgspec.field(name="said")
     script: str = ""  # the document for its scheduler
     refusal: str = ""  # the reason why sending it would be refused
 

@@ -132,7 +132,13 @@ def _explained(config: Config, cluster: Cluster, plan: Plan) -> str:
     from orchestrator.planner.explain import explain
 
     explanation = explain(config, cluster, plan)
-    changes = [change._asdict() for change in explanation.changes]
+    changes = [
+        {
+            "words" if name == "overrides" else name: value
+            for name, value in change._asdict().items()
+        }
+        for change in explanation.changes
+    ]
     terms = {term.name: term.seconds for term in explanation.terms}
     low, high = interval(plan.time.step_s, plan.time.sd)
     document = explanation._asdict() | {

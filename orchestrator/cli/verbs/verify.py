@@ -98,7 +98,7 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
     from orchestrator.verify import matrix
     from orchestrator.verify.cells import cells_of_entries
 
-    entries = getattr(matrix, args.matrix)()
+    entries = matrix.quick() if args.matrix == "quick" else matrix.full()
     cells = list(cells_of_entries(entries, args.config_dir))
     verdicts = _show(cells, args.json, CELLS_PER_LAUNCH)
     if args.out:

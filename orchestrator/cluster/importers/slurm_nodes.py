@@ -80,7 +80,6 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     other_gpus: tuple[GpuCount, ...] = ()  # whole GPUs of further types
     sliced: bool = False  # some of its GPUs are offered as slices only
     cpus: int
-    memory_mib: int
     features: frozenset[str]
     partitions: frozenset[str]
     reason: str = ""  # why the site took the node out
@@ -206,7 +205,6 @@ def _from_text(block: str) -> Node:
         states=parse_state(fields["State"]),
         gpus_used=in_use,
         cpus=_number(fields.get("CPUEfctv") or fields.get("CPUTot")),
-        memory_mib=_number(fields.get("RealMemory")),
         features=_words(fields.get("ActiveFeatures")),
         partitions=_words(fields.get("Partitions")),
         reason=fields["Reason"],
@@ -223,7 +221,6 @@ class _JsonNode(msgspec.Struct):
     gres: str = ""
     gres_used: str = ""
     cpus: int = 0
-    real_memory: int = 0
     active_features: list[str] | str = []
     partitions: list[str] = []
     reason: str = ""
@@ -249,7 +246,6 @@ def _from_json(content: str) -> list[Node]:
                 states=parse_state("+".join([state, *node.state_flags])),
                 gpus_used=_total(parse_gres(node.gres_used)),
                 cpus=node.cpus,
-                memory_mib=node.real_memory,
                 features=_words(features) if isinstance(features, str) else frozenset(features),
                 partitions=frozenset(node.partitions),
                 reason=node.reason,

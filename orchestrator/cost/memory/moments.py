@@ -23,13 +23,13 @@ class OneStage(NamedTuple):
 
     stored: float  # from the forward to the backward, without the output projection
     head: float  # norm, output projection and logits
-    again: float  # the most bytes that a layer recomputes in backward
+    recomputed_layer: float  # the most bytes that a layer recomputes in backward
     layer: float  # the most bytes that one layer holds in its backward
 
     @property
-    def most(self) -> float:
+    def peak(self) -> float:
         """Activation bytes at their own peak: with the logits, or while a layer is recomputed."""
-        return self.stored + max(self.head, self.again)
+        return self.stored + max(self.head, self.recomputed_layer)
 
 
 class Peak(NamedTuple):
@@ -77,13 +77,13 @@ def peak_of_one_stage(
     )
     moments = (  # (activations, buffers, gradients that are not made yet)
         (stage.stored + stage.head, loss, late),
-        (stage.stored + stage.again, first, late),
+        (stage.stored + stage.recomputed_layer, first, late),
         # the activations of the last layer are freed
-        (stage.stored + 2 * stage.again - stage.layer, later, late),
+        (stage.stored + 2 * stage.recomputed_layer - stage.layer, later, late),
         (stage.layer, later, 0.0),
     )
     held, buffers, missing = max(moments, key=lambda moment: moment[0] + moment[1] - moment[2])
-    return Peak(always + buffers, stage.most - held + missing)
+    return Peak(always + buffers, stage.peak - held + missing)
 
 
 def whole_layer(model: Model, parallel: Parallel) -> float:

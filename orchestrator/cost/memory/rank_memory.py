@@ -214,7 +214,7 @@ def memory_by_pp_rank(
     kernels = kernels_of(recipe, cluster, workload.model, parallel, matmul)
     temporaries = Temporaries.of(workload, kernels)
     one_stage = kept_of_one_stage(workload, kernels) if is_one_stage(parallel, recipe) else None
-    peak_activations = activations(workload, kernels) if one_stage is None else [one_stage.most]
+    peak_activations = activations(workload, kernels) if one_stage is None else [one_stage.peak]
     lasting = lasting_buffers(workload, cluster.device, recipe)
     zero = zero_buffers(workload, recipe)
     accounts = []

@@ -35,7 +35,9 @@ class RankActivations(NamedTuple):
 
     peak: float  # bytes at their own peak
     in_backward: float  # bytes when a backward enters its first layer, without what the loss keeps
-    again: float  # the part of these that a recomputed layer holds until its own backward ends
+    recomputed_layer: (
+        float  # the part of these that a recomputed layer holds until its own backward ends
+    )
     micro_batch: float  # bytes from forward to backward, of one micro-batch in one stage
     layer: float  # the same of one layer
     several: bool  # a stage has several layers
@@ -83,7 +85,7 @@ def _activations_of_rank(
     return RankActivations(
         peak=peak_bytes,
         in_backward=peak_bytes - max(0.0, loss - recomputing),
-        again=recomputing,
+        recomputed_layer=recomputing,
         micro_batch=sum(n * layer.stored for n, layer in groups) / len(stages),
         layer=max((layer.stored for _, layer in groups), default=0.0),
         several=max(map(len, held)) > 1,
@@ -172,11 +174,13 @@ def _head_moment(workload: Workload, rank: RankActivations) -> Moment:
     gradient = _gradient_width(workload)
     table = _table(workload)
     if _head_belongs_to_stage(workload.model):
-        end = rank.in_backward - rank.again - rank.micro_batch
+        end = rank.in_backward - rank.recomputed_layer - rank.micro_batch
         shards = _shards(workload.parallel)
         return Moment(end, table * (weight + gradient), table * gradient / shards)
     sent = table * gradient
-    return Moment(rank.in_backward - rank.again, table * weight + sent + workload.boundary_bytes)
+    return Moment(
+        rank.in_backward - rank.recomputed_layer, table * weight + sent + workload.boundary_bytes
+    )
 
 
 def _layer_moments(
@@ -196,7 +200,7 @@ def _layer_moments(
     layer = temporary + _last_matrix(model, parallel) * weight + waiting
     yield Moment(rank.in_backward, layer + head.sent)
     unit = _unit(model, parallel)
-    without_layer = rank.in_backward - rank.again - rank.layer
+    without_layer = rank.in_backward - rank.recomputed_layer - rank.layer
     # gradients as made, and their copy; then the copy and the sum
     for elements in (unit, whole_layer(model, parallel) - unit):
         yield Moment(without_layer, waiting + elements * (weight + gradient) + 2 * hidden)
@@ -214,7 +218,7 @@ def _embedding_moments(workload: Workload, rank: RankActivations) -> Iterator[Mo
     gradient = _gradient_width(workload)
     hidden = workload.boundary_bytes
     shards = _shards(parallel)
-    end = rank.in_backward - rank.again - rank.micro_batch
+    end = rank.in_backward - rank.recomputed_layer - rank.micro_batch
     elements = _table(workload) + embedding_params(model)[1]
     arriving = max(_unit(model, parallel) * gradient + hidden, elements * gradient)
     yield Moment(end, elements * weight + arriving + hidden)

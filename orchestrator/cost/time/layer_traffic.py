@@ -188,7 +188,7 @@ def routing_operations(workload: Workload) -> list[TensorOperation]:
         TensorOperation(
             "all_gather",
             "",
-            told_choices(workload),
+            choice_bytes(workload),
             1 + workload.recomputed.layer,
             parallel.tp,
         )
@@ -208,7 +208,7 @@ def routing_operations(workload: Workload) -> list[TensorOperation]:
     return operations
 
 
-def told_choices(workload: Workload) -> float:
+def choice_bytes(workload: Workload) -> float:
     """Returns the bytes of the choices of a micro-batch's tokens on a cp rank.
 
     The ranks that share a sequence exchange them if experts drop tokens

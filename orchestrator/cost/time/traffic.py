@@ -38,12 +38,12 @@ from .fabric import Pattern
 from .layer_traffic import (
     Carried,
     TensorOperation,
+    choice_bytes,
     expert_operations,
     label_operations,
     prediction_operations,
     routing_operations,
     tensor_operations,
-    told_choices,
     vocabulary_operations,
 )
 
@@ -55,11 +55,10 @@ SizedOperation = tuple[Operation, float, float, Window]  # (operation, bytes, co
 
 #: The axes whose ranks hold the same dense, and the same expert, parameters.
 DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
-EXPERT_REPLICAS = expert_mesh.REPLICAS
 
 #: The part of the replicas that an operation joins: all of them, neighbours that share one copy, or
 #: holders of the same shard.
-Part = Literal["", "shard", "replica"]
+ReplicaPart = Literal["", "shard", "replica"]
 #: (axes that vary in a group, pattern or part): the key of a path on a given cluster in a given
 #: nesting order.
 PathKey = tuple[tuple[Axis, ...], Pattern | Literal["shard", "replica"]]
@@ -77,13 +76,13 @@ class Traffic(Struct, frozen=True):
     size: float
     count: float
     members: int
-    part: Part = ""
+    replica_part: ReplicaPart = ""
     carried: Carried = "rows"  # the content of an all-to-all to experts
 
     @property
     def key(self) -> PathKey:
         """The key of the path that this traffic takes."""
-        return self.varying, self.part or PATTERN[self.operation]
+        return self.varying, self.replica_part or PATTERN[self.operation]
 
     @property
     def sent_bytes(self) -> float:
@@ -200,7 +199,7 @@ def _context_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic
         yield Traffic("cp", ("cp",), operation, size, count * layers * m, members=cp)
     # Ranks of cp that share sequences agree on the tokens that experts take.
     if rank.moe:
-        size = told_choices(workload) * cp
+        size = choice_bytes(workload) * cp
         count = (1 + workload.recomputed.layer) * rank.moe / copies * m
         yield Traffic("cp", ("cp",), "all_gather", size, count, members=cp)
 
@@ -390,12 +389,14 @@ def gradient_traffic(
         groups = _gradient_parts(workload, parameters, once, members, group)
         for group_part, ranks, operations in groups:
             for operation, size, count, _ in operations:
-                yield Traffic("dp", varying, operation, size, count, members=ranks, part=group_part)
+                yield Traffic(
+                    "dp", varying, operation, size, count, members=ranks, replica_part=group_part
+                )
 
 
 def _gradient_parts(
     workload: Workload, parameters: int, once: int, members: int, group: int
-) -> list[tuple[Part, int, list[SizedOperation]]]:
+) -> list[tuple[ReplicaPart, int, list[SizedOperation]]]:
     """Returns (part of the `members` replicas, ranks in it, operations) of gradients and weights.
 
     Hybrid sharding: `group` neighbours share one copy and exchange as ZeRO does. Once per step, the

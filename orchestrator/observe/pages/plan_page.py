@@ -364,7 +364,7 @@ def _changes(plan_costs: Explanation, step_s: float, width: int) -> list[str]:
     for change in plan_costs.changes:
         step = f"{change.step_s:.4g} s per step ({-change.saves_s / step_s:+.1%})"
         memory = f"{change.memory.total / GIB:.1f} GiB ({-change.frees_bytes / GIB:+.1f})"
-        name = f"  {' '.join(change.words):<30}"
+        name = f"  {' '.join(change.overrides):<30}"
         line = f"{name}  {step:<26}  {memory}"
         if len(line) <= width:
             lines.append(line)

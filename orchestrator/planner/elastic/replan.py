@@ -40,7 +40,7 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
     if cluster.gpus_per_node != plan.cluster.gpus_per_node or world > gpus:
         have = f"{len(cluster.node_names)} nodes of {cluster.gpus_per_node} GPUs"
         raise OrchError(
-            f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}",
+            f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} per node; given: {have}",
             Exit.CAPACITY,
         )
     context, certificate = place_job(context_of(plan, cluster=cluster), plan.parallel)

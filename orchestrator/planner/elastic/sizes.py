@@ -360,7 +360,9 @@ def _size(config: Config, site: _Site, nodes: int) -> Size:
     sized_config = _at(config, nodes)
     cluster = site.resolve(sized_config.cluster)
     if _filled(config, cluster) % replica:
-        raise OrchError(f"{gpus} GPUs are no multiple of a model replica of {replica}", Exit.CONFIG)
+        raise OrchError(
+            f"{gpus} GPUs are not a multiple of a model replica of {replica}", Exit.CONFIG
+        )
     plan = plan_of(sized_config, cluster, profile=site.profile)
     if _over(plan) and not (site.any_memory or config.run.allow_oom):
         usage = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"

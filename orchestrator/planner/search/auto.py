@@ -113,7 +113,7 @@ def _run(seeker: Search, near: float) -> SearchResult:
         )
     raise OrchError(
         f"parallel=auto: none of the {answer.counts.legal:,} legal layouts of {seeker.space.gpus}"
-        f" GPUs{with_what} fits {seeker.capacity / GIB:.1f} GiB a GPU for {config.model.name}; use"
-        " more GPUs, shorter sequences (train.seq_len) or train.grad_dtype=bf16",
+        f" GPUs{with_what} fits {seeker.capacity / GIB:.1f} GiB per GPU for {config.model.name};"
+        " use more GPUs, shorter sequences (train.seq_len) or train.grad_dtype=bf16",
         Exit.CONFIG,
     )

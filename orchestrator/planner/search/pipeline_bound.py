@@ -240,7 +240,7 @@ class PipelineBound:
             + experts * (expert.params + expert.optimizer)
             + grads
         )
-        tensors = states + stage_activations.most + sharded.buffer_bytes
+        tensors = states + stage_activations.peak + sharded.buffer_bytes
         return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
 
     def seconds_of(self, sharded: ZeroStage) -> float:

@@ -19,7 +19,7 @@ from .ulysses import UlyssesAttention
 
 
 def apply_context_parallel(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
-    """Gives every block of a stage the attention core of `method` (one of `order.METHODS`)."""
+    """Gives every block of a stage the attention core of `method` (a `CpMethod`)."""
     for block in stage.blocks.values():
         block.attn.core = attention_core(method, mesh, counter, block.attn.drop)
 

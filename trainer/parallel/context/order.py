@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from orchestrator.plan.supported import BALANCED
 
-METHODS = ("zigzag", "ring", "allgather", "ulysses")
-
 
 def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:
     """Returns the global positions of rank `index` of `size`, as ascending ranges of equal length.

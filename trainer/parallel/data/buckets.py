@@ -335,12 +335,6 @@ class GradBuckets(ParamGathers):
     # -------------------------------------------------------------------------------------------
     #     views
 
-    def grad_of(self, param: Tensor) -> Tensor:
-        """Returns a view of a parameter's gradient buffer: after `finish`, the sum where this rank
-        owns the shard."""
-        number, position = self._slot_of[param]
-        return self.buckets[number].grad_views[position]
-
     def full_grads(self) -> dict[str, Tensor]:
         """Returns copies of the whole summed gradients by parameter name, gathered from the
         shards: for verification only."""

@@ -114,9 +114,6 @@ class ShardedGradBuckets(GradBuckets):
                 all_reduce(shard, group, axis, self.counter)
             bucket.grad_shard.copy_(shard)
 
-    def grad_of(self, param: Tensor) -> Tensor:
-        raise NotImplementedError("ZeRO-2 holds no parameter's whole gradient; see full_grads")
-
     def grad_tensors(self) -> list[Tensor]:
         """The storage of the shards and of the current whole buffers, for memory metrics."""
         full_grads = [bucket.grads for bucket in self.buckets if bucket.grads is not None]

@@ -54,7 +54,6 @@ class PodMeta(Struct, frozen=True, rename="camel", omit_defaults=True):
     labels: dict[str, str] = {}
     creation_timestamp: str = ""
     deletion_timestamp: str | None = None
-    deletion_grace_period_seconds: int | None = None
 
 
 class PodSpec(PodShape, frozen=True, rename="camel", omit_defaults=True):

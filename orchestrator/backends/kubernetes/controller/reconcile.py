@@ -160,7 +160,7 @@ class Reconciler:
                 case steps.Make():
                     assert bundle is not None and options is not None
                     status = self._make(step.generation, seen, status, bundle, options)
-                case steps.Release() if not _any_lives(cluster, run.metadata.name):
+                case steps.Release() if not _has_live_pods(cluster, run.metadata.name):
                     asks.append(step)
                     status = self._released(status, seen.allocation, seen.now)
                 case steps.Move():
@@ -312,7 +312,7 @@ class Reconciler:
         jobs = [job for job in jobs if not job["metadata"].get("deletionTimestamp")]
         for job in jobs:  # the garbage collector would do so too, later
             cluster.delete("Job", job["metadata"]["name"])
-        if jobs or _any_lives(cluster, name):
+        if jobs or _has_live_pods(cluster, name):
             self._again(key, 2.0)
             return
         self._planner.forget(allocation.uid)
@@ -367,7 +367,7 @@ def _is_late(seen: steps.Seen) -> bool:
     return seen.run.is_over and seen.now > ended_at + _LAST_WORD_S
 
 
-def _any_lives(cluster: Cluster, name: str) -> bool:
+def _has_live_pods(cluster: Cluster, name: str) -> bool:
     """Tells whether any pod of the run lives. It asks the API server itself, because what is
     released is given to other runs."""
     phases = (body.get("status", {}).get("phase") for body in cluster.list("Pod", f"{RUN}={name}"))

@@ -44,14 +44,14 @@ log = logging.getLogger("orch.elastic")
 
 
 class Waiting(Frozen):
-    """`kubernetes/waiting/<index>.json`: a waiting pod. `beat` counts its heartbeats."""
+    """`kubernetes/waiting/<index>.json`: a waiting pod. `heartbeats` counts its heartbeats."""
 
     index: int
     node: str
     address: str
     pod: str
     together: int  # nodes that the run had when this pod's gate was removed
-    beat: int = 0
+    heartbeats: int = msgspec.field(default=0, name="beat")
 
     @property
     def join(self) -> Join:
@@ -103,7 +103,7 @@ def come_together(
             if (attempt := _announced(folder, first, this_pod.pod)) is not None:
                 return Begun(_ready(folder, attempt))
             all_here = len(waiting_pods) >= max(pod.together for pod in waiting_pods)
-            if not all_here and coordinator.lives():
+            if not all_here and coordinator.is_alive():
                 return Begun(None)
             unchanged_s = time.monotonic() - waiting_room.changed_at
             settled = unchanged_s >= settle_s and coordinator.is_gone()
@@ -140,7 +140,7 @@ class _WaitingPods:
 
     def look(self) -> list[Waiting]:
         """Rewrites this pod's file, and returns the waiting pods by index, this one among them."""
-        self._own = structs.replace(self._own, beat=self._own.beat + 1)
+        self._own = structs.replace(self._own, heartbeats=self._own.heartbeats + 1)
         write_private(self._path, msgspec.json.encode(self._own), durable=False)
         waiting_pods = {self._own.index: self._own}
         for path in self._folder.glob("*.json"):
@@ -178,7 +178,7 @@ class _Coordinator:
         self._last = read_address(folder)
         self._since = time.monotonic()
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         now = read_address(self._folder)
         if now is None or now == self._last or self._last is None:
             self._last = self._last or now

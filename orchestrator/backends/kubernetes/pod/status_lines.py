@@ -178,7 +178,7 @@ class _TrainingTime:
         have been short."""
         if not recompute and time.monotonic() - self._computed_at < _ETTR_S:
             return self._ettr
-            self._computed_at = time.monotonic()
+        self._computed_at = time.monotonic()
         try:
             state = read_state(self._folder)
             with_ranks = [name for name, node in state.nodes.items() if node.ranks]

@@ -168,7 +168,7 @@ fi""".splitlines()
 #: claimed in turn. `owner` is created and replaced as a whole, so it is empty only if somebody else
 #: has emptied it. The script asks a controller that does not answer for two minutes. Slurm requeues
 #: some jobs whose run has ended (see `forbid_requeue`, and a lost batch node): they exit.
-CLAIM_RUN_FOLDER = f"""\
+OWN_RUN_FOLDER = f"""\
 mkdir -p "$run/slurm" || exit 70
 has_ended() {{
   for pause in 1 5 10 20 30 60 0; do

@@ -23,11 +23,11 @@ from orchestrator.planner.placement.rank_assignment import used_node_count
 
 from .fixed import (
     CHECK_PROBE,
-    CLAIM_RUN_FOLDER,
     END_STUCK_STEP,
     LIFECYCLE,
     MARK,
     MODULES,
+    OWN_RUN_FOLDER,
     PROBE,
     PROBE_FLAGS,
     PROBE_LIMIT,
@@ -157,7 +157,7 @@ def _body(job: JobScript) -> list[str]:
         "",
         *_site_setup(job.options),
         "",
-        *CLAIM_RUN_FOLDER,
+        *OWN_RUN_FOLDER,
         *keep_script,
         "# Every node reports its name and address; then the ranks are assigned to these nodes.",
         *_assign_nodes(job),
