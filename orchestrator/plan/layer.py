@@ -34,7 +34,7 @@ Writer = Literal["residual", "norm", "product", "core", "activation", "copy"]
 Spread = Literal["sequence", "regathered", "whole", "columns"]
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor that the backward of an operation reads. Operations that read the same tensor name
     it alike, and it is held once."""
 
@@ -67,7 +67,7 @@ class Operation(NamedTuple):
     passed: int = 1  # matrices that a token passes
     shared_outputs: int = 1  # outputs that no two ranks divide: one key-value head
     fused: str = ""  # products with the same name here run as one
-    keeps: tuple[Kept, ...] = ()
+    saves: tuple[SavedTensor, ...] = ()
 
     @property
     def is_matrix(self) -> bool:
@@ -203,7 +203,7 @@ def _norm(shape: LayerShape, name: str, half: Half) -> Operation:
         outputs=shape.hidden,
         cut="whole",
         bias=shape.norm == "layer",
-        keeps=(Kept(f"input of {name}", shape.hidden, "sequence", "residual"),),
+        saves=(SavedTensor(f"input of {name}", shape.hidden, "sequence", "residual"),),
     )
 
 
@@ -224,11 +224,11 @@ def _attention(shape: LayerShape) -> Iterator[Operation]:
             bias=shape.bias,
             shared_outputs=shape.head_dim,
             fused="attn.wqkv",
-            keeps=(Kept("norm1", hidden, "regathered", "norm"),),
+            saves=(SavedTensor("norm1", hidden, "regathered", "norm"),),
         )
 
-    def heads(name: str, writer: Writer) -> Kept:
-        return Kept(name, widths[name[-1]], "columns", writer, shared=shape.head_dim)
+    def heads(name: str, writer: Writer) -> SavedTensor:
+        return SavedTensor(name, widths[name[-1]], "columns", writer, shared=shape.head_dim)
 
     if shape.qk_norm:
         for name in ("q", "k"):
@@ -239,10 +239,10 @@ def _attention(shape: LayerShape) -> Iterator[Operation]:
                 inputs=1,
                 outputs=shape.head_dim,
                 cut="whole",
-                keeps=(heads(f"attn.w{name}", "product"),),
+                saves=(heads(f"attn.w{name}", "product"),),
             )
     normed: Writer = "norm" if shape.qk_norm else "product"
-    output = Kept("attn.core", queries, "columns", "core")
+    output = SavedTensor("attn.core", queries, "columns", "core")
     yield Operation(
         "attn.core",
         "attention",
@@ -250,7 +250,7 @@ def _attention(shape: LayerShape) -> Iterator[Operation]:
         inputs=queries,
         outputs=queries,
         cut="column",
-        keeps=(heads("q", normed), heads("k", normed), heads("v", "product"), output),
+        saves=(heads("q", normed), heads("k", normed), heads("v", "product"), output),
     )
     yield Operation(
         "attn.wo",
@@ -259,7 +259,7 @@ def _attention(shape: LayerShape) -> Iterator[Operation]:
         inputs=queries,
         outputs=hidden,
         cut="row",
-        keeps=(output,),
+        saves=(output,),
     )
     if shape.bias:
         yield _output_bias(shape, "attn.out_bias", "attention")
@@ -278,46 +278,23 @@ def _latent_attention(shape: LayerShape, mla: Mla) -> Iterator[Operation]:
     keys = shape.heads * key
     values = shape.heads * mla.v_head_dim
 
-    def product(
-        name: str, inputs: int, outputs: int, cut: Cut, kept: Kept, fused: str = ""
-    ) -> Operation:
-        return Operation(
-            f"attn.{name}",
-            "attention",
-            "product",
-            inputs=inputs,
-            outputs=outputs,
-            cut=cut,
-            fused=fused,
-            keeps=(kept,),
-        )
-
-    def norm(name: str, features: int, kept: Kept) -> Operation:
-        return Operation(
-            f"attn.{name}",
-            "attention",
-            "norm",
-            inputs=1,
-            outputs=features,
-            cut="whole",
-            keeps=(kept,),
-        )
-
-    shard = Kept("norm1", hidden, "sequence", "norm")
+    shard = SavedTensor("norm1", hidden, "sequence", "norm")
     # The ranks gather one tensor, which holds all that queries, keys and values are made of.
-    queries_of = Kept("gathered, of queries", mla.q_lora_rank or hidden, "whole", "norm")
+    queries_of = SavedTensor("gathered, of queries", mla.q_lora_rank or hidden, "whole", "norm")
     if mla.q_lora_rank:
-        yield product("q_down", hidden, mla.q_lora_rank, "whole", shard, fused="attn.down")
-        latent_queries = Kept("attn.q_down", mla.q_lora_rank, "sequence", "product")
-        yield norm("q_norm", mla.q_lora_rank, latent_queries)
+        yield _latent_product("q_down", hidden, mla.q_lora_rank, "whole", shard, fused="attn.down")
+        latent_queries = SavedTensor("attn.q_down", mla.q_lora_rank, "sequence", "product")
+        yield _latent_norm("q_norm", mla.q_lora_rank, latent_queries)
     latent = mla.kv_lora_rank + mla.qk_rope_head_dim
-    yield product("kv_down", hidden, latent, "whole", shard, fused="attn.down")
-    yield norm("kv_norm", mla.kv_lora_rank, Kept("attn.kv_down", latent, "sequence", "product"))
-    yield product("wq", queries_of.features, keys, "column", queries_of)
-    keys_of = Kept("gathered, of keys and values", latent, "whole", "norm")
-    yield product("wkv", mla.kv_lora_rank, shape.heads * key_value, "column", keys_of)
-    output = Kept("attn.core", keys, "columns", "core")
-    core_keeps = tuple(Kept(name, keys, "columns", "copy") for name in ("q", "k", "v"))
+    yield _latent_product("kv_down", hidden, latent, "whole", shard, fused="attn.down")
+    yield _latent_norm(
+        "kv_norm", mla.kv_lora_rank, SavedTensor("attn.kv_down", latent, "sequence", "product")
+    )
+    yield _latent_product("wq", queries_of.features, keys, "column", queries_of)
+    keys_of = SavedTensor("gathered, of keys and values", latent, "whole", "norm")
+    yield _latent_product("wkv", mla.kv_lora_rank, shape.heads * key_value, "column", keys_of)
+    output = SavedTensor("attn.core", keys, "columns", "core")
+    core_saves = tuple(SavedTensor(name, keys, "columns", "copy") for name in ("q", "k", "v"))
     yield Operation(
         "attn.core",
         "attention",
@@ -325,10 +302,41 @@ def _latent_attention(shape: LayerShape, mla: Mla) -> Iterator[Operation]:
         inputs=keys,
         outputs=values,
         cut="column",
-        keeps=(*core_keeps, output),
+        saves=(*core_saves, output),
     )
-    narrowed = Kept("attn.core, cut", values, "columns", "copy")
-    yield product("wo", values, hidden, "row", output if mla.v_head_dim == key else narrowed)
+    narrowed = SavedTensor("attn.core, cut", values, "columns", "copy")
+    yield _latent_product(
+        "wo", values, hidden, "row", output if mla.v_head_dim == key else narrowed
+    )
+
+
+def _latent_product(
+    name: str, inputs: int, outputs: int, cut: Cut, saved: SavedTensor, fused: str = ""
+) -> Operation:
+    """A matrix of latent attention."""
+    return Operation(
+        f"attn.{name}",
+        "attention",
+        "product",
+        inputs=inputs,
+        outputs=outputs,
+        cut=cut,
+        fused=fused,
+        saves=(saved,),
+    )
+
+
+def _latent_norm(name: str, features: int, saved: SavedTensor) -> Operation:
+    """A norm of latents."""
+    return Operation(
+        f"attn.{name}",
+        "attention",
+        "norm",
+        inputs=1,
+        outputs=features,
+        cut="whole",
+        saves=(saved,),
+    )
 
 
 def _mlp(shape: LayerShape, name: str, width: int) -> Iterator[Operation]:
@@ -346,7 +354,7 @@ def _mlp(shape: LayerShape, name: str, width: int) -> Iterator[Operation]:
             cut="column",
             bias=shape.bias,
             fused=f"{name}.gate_up",
-            keeps=(Kept("norm2", shape.hidden, spread, "norm"),),
+            saves=(SavedTensor("norm2", shape.hidden, spread, "norm"),),
         )
     yield from _activated(shape, name, width, columns)
     if shape.bias:
@@ -371,7 +379,9 @@ def _activated(
         outputs=width,
         cut="column",
         routed=experts > 0,
-        keeps=tuple(Kept(f"{name}.{column}", width, "columns", "product") for column in columns),
+        saves=tuple(
+            SavedTensor(f"{name}.{column}", width, "columns", "product") for column in columns
+        ),
     )
     yield Operation(
         f"{name}.down",
@@ -383,7 +393,7 @@ def _activated(
         routed=experts > 0,
         matrices=experts or 1,
         passed=passed,
-        keeps=(Kept(f"{name}.activation", width, "columns", "activation"),),
+        saves=(SavedTensor(f"{name}.activation", width, "columns", "activation"),),
     )
 
 
@@ -398,7 +408,7 @@ def _experts(shape: LayerShape, moe: Moe) -> Iterator[Operation]:
         inputs=hidden,
         outputs=moe.experts,
         cut="whole",
-        keeps=(Kept("norm2", hidden, "sequence", "norm"),),
+        saves=(SavedTensor("norm2", hidden, "sequence", "norm"),),
     )
     if moe.shared_ffn_hidden:
         yield from _mlp(shape, "mlp.shared", moe.shared_ffn_hidden)
@@ -417,7 +427,7 @@ def _experts(shape: LayerShape, moe: Moe) -> Iterator[Operation]:
             matrices=moe.experts,
             passed=moe.top_k,
             fused=f"{name}.gate_up",
-            keeps=(Kept("routed tokens", hidden, "whole", "copy"),),
+            saves=(SavedTensor("routed tokens", hidden, "whole", "copy"),),
         )
     yield from _activated(shape, name, width, columns, experts=moe.experts, passed=moe.top_k)
 

@@ -14,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from orchestrator.accuracy.calibrate.accuracy import accuracy
-from orchestrator.accuracy.calibrate.drift import drift
+from orchestrator.accuracy.calibrate.drift import attribution_of, drift
 from orchestrator.accuracy.calibrate.fit import fit, leave_one_source_out, linearised
 from orchestrator.accuracy.calibrate.observations import after_row, observations
 from orchestrator.accuracy.calibrate.table import fit_table
@@ -210,6 +210,12 @@ def test_a_measured_step_far_off_is_taken_over_and_the_blame_sums_to_it():
     )
     change, _ = update_with_step(shipped(), step_of(plan), measured)
     assert float(step_of(plan)(change.values(shipped()))) == pytest.approx(measured, rel=0.1)  # type: ignore[arg-type]
+
+
+def test_every_parameter_has_a_sentence():
+    """`gemm_wave` had none, and `orch calibrate` ended in a traceback once it moved."""
+    for name in INDEX:
+        assert attribution_of(name, 1.0, 2.0, 0.5).text.endswith("was assumed")
 
 
 @pytest.mark.parametrize("far", [-2.5, -2.0, -1.5, -1.0, 1.0, 2.5])

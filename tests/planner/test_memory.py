@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.cost.memory.activations import activations, layer_tensors
+from orchestrator.cost.memory.activations import activations
 from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
 from orchestrator.cost.memory.kernels import Kernels
+from orchestrator.cost.memory.layer_activations import layer_tensors
 from orchestrator.cost.memory.rank_memory import rank_state_bytes, zero_buffers
 from orchestrator.cost.memory.unequal_stages import StageBytes, unequal_peak
 from orchestrator.cost.model.layers import expert_params, layer_params, parameter_count

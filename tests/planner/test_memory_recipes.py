@@ -11,7 +11,7 @@ from msgspec import structs
 from orchestrator.accuracy.predict.job_memory import job_memory, recomputed
 from orchestrator.accuracy.predict.rows import read_row
 from orchestrator.config.compose import load
-from orchestrator.cost.memory.activations import layer_activation_bytes
+from orchestrator.cost.memory.layer_activations import layer_activation_bytes
 from orchestrator.cost.memory.rank_memory import as_measured, memory_by_pp_rank, rank_state_bytes
 from orchestrator.cost.memory.recipe import (
     ORCH,

@@ -314,7 +314,7 @@ def test_batches():
             "fsdp_triton",
             {},
         ),
-        (LLAMA_70B | {"framework": "nobody's trainer"}, "eager", {"known": False}),
+        (LLAMA_70B | {"framework": "nobody's trainer"}, "eager", {}),
         (
             LLAMA_70B | {"notes": "no communication overlap"},
             "nemo",

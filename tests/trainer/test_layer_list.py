@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.groups import shipped
-from orchestrator.cost.memory.activations import layer_tensors
 from orchestrator.cost.memory.kernels import trainer_kernels
+from orchestrator.cost.memory.layer_activations import layer_tensors
 from orchestrator.cost.model.layers import dense_on_rank, layer_params, vectors_on_rank
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Mla, Model, Moe

@@ -20,6 +20,8 @@ from .update import attribution, update_with_step
 SUBJECTS = {
     "gemm.": "matrix products ({}) reach",
     "gemm_bytes": "bytes of matrix products take",
+    "gemm_wave": "the end of a matrix product loses",
+    "gemm_wave.old": "the end of a matrix product on a GPU before Hopper loses",
     "attention.": "attention ({}) reaches",
     "attention.packed": "attention over packed samples takes",
     "attention.scores": "unfused attention moves",
@@ -93,7 +95,7 @@ def drift(plan: Plan, measured_s: float, limit: int = 3) -> Drift:
     values = change.values(profile)
     total_change = float(change.log_change @ jacobian) or 1.0
     attributions = [
-        _attribution(name, profile.values[name], values[name], contribution / total_change)
+        attribution_of(name, profile.values[name], values[name], contribution / total_change)
         for name, contribution in attribution(change, jacobian, limit)
     ]
     z = log(measured_s / plan.time.step_s) / (plan.time.sd or relative_sd(jacobian, profile))
@@ -107,14 +109,15 @@ def changed(base: Profile, updated: Profile) -> list[Attribution]:
     largest_move = max(moves.values()) or 1.0
     names = sorted((name for name in INDEX if moves[name] > 0.02), key=lambda name: -moves[name])
     return [
-        _attribution(name, base.values[name], updated.values[name], moves[name] / largest_move)
+        attribution_of(name, base.values[name], updated.values[name], moves[name] / largest_move)
         for name in names
     ]
 
 
-def _attribution(
+def attribution_of(
     name: str, assumed_value: float, updated_value: float, share: float
 ) -> Attribution:
+    """Returns the sentence about a parameter whose value was updated."""
     unit = PRIOR[INDEX[name]].unit
     stem = max(
         (stem for stem in SUBJECTS if f"{name}.".startswith((stem.rstrip(".") + ".", f"{stem}_"))),

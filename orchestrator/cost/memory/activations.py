@@ -1,8 +1,6 @@
-"""Activation bytes, tensor by tensor, as the trainer's autograd keeps them for backward.
+"""Activation bytes of a pipeline's ranks at their peak, as the trainer's autograd keeps them.
 
-The logits at the loss are included. With the paper's `Kernels`, a layer's sum is that of
-Korthikanti et al. (arXiv 2205.05198, equations 1 to 4), which tests check. With the trainer's
-kernels, it is what its storages were measured to hold (docs/accuracy.md).
+The logits at the loss are included.
 """
 
 from __future__ import annotations
@@ -10,25 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from msgspec import Struct
-
 from orchestrator.cost.model.layers import layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
 from orchestrator.cost.time.pipeline import in_flight
 from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Parallel
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import prediction_blocks
-from orchestrator.plan.layer import Half, layer_moe, layer_operations
 from orchestrator.plan.offload import offload_of
-from orchestrator.plan.schedules import TABLE, schedule_of
+from orchestrator.plan.schedules import TABLE, Schedule, schedule_of
 
-from . import other_software, routed_experts
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
-from .kept_tensors import KeptTensor, listed_tensors
 from .kernels import Kernels, trainer_kernels
+from .layer_activations import ActivationBytes, layer_activation_bytes
 from .moments import OneStage
-from .offloaded_inputs import back_bytes, input_bytes, inputs_of
+from .offloaded_inputs import back_bytes
 from .unequal_stages import unequal_peak
 
 #: Searched schedules use all the memory they may: this many times the memory of 1F1B's first rank,
@@ -37,255 +32,126 @@ LIMITS = {"zb_h1": 1, "zb_h2": 2}
 LOSS_CHUNK = 1 << 24  # the number of logits that the loss converts to fp32 at a time
 
 
-def layer_tensors(workload: Workload, layer: int, kernels: Kernels) -> list[KeptTensor]:
-    """Returns the tensors that one layer keeps for backward without recomputation."""
-    model = workload.model
-    moe = layer_moe(model, layer)
-    listed: set[Half] = {"attention", "mlp"}
-    if model.mla is not None and not kernels.trainer:
-        listed.remove("attention")
-    if moe is not None and not kernels.trainer:
-        listed.remove("mlp")
-    tensors = listed_tensors(workload, layer, kernels, listed)
-    if model.mla is not None and not kernels.trainer:
-        tensors += other_software.latent_attention(workload, model.mla, kernels)
-    if moe is not None and kernels.trainer:
-        tensors += routed_experts.routing(workload, moe, kernels.trainer)
-    elif moe is not None:
-        tensors += other_software.experts(workload, moe, kernels)
-    if model.dropout or kernels.dropout:
-        # A byte per element of the outputs of both halves.
-        mask = 2 * model.hidden / workload.sequence_shards
-        tensors.append(KeptTensor("mlp", "dropout masks", "mask", mask))
-    return tensors
-
-
-class ActivationBytes(Struct, frozen=True):
-    """Activation bytes of one layer and micro-batch."""
-
-    stored: float  # from its forward to its backward
-    recomputing: float  # further bytes while the layer is recomputed
-
-
-def layer_activation_bytes(
-    workload: Workload,
-    layer: int,
-    kernels: Kernels,
-    mode: str,
-) -> ActivationBytes:
-    """Returns the bytes of a layer with a recomputation mode, without offloaded inputs.
-
-    `back_bytes` counts those that are on the device.
-    """
-    model = workload.model
-    train = workload.train
-    with_inputs = _with_inputs(workload, layer, kernels, mode)
-    away = inputs_of(model, layer, train, mode)
-    return ActivationBytes(
-        with_inputs.stored - away * input_bytes(workload), with_inputs.recomputing
-    )
-
-
-def _with_inputs(
-    workload: Workload,
-    layer: int,
-    kernels: Kernels,
-    mode: str,
-) -> ActivationBytes:
-    """Returns the bytes of a layer with a recomputation mode, wherever its input is."""
-    model = workload.model
-    tensors = layer_tensors(workload, layer, kernels)
-    per_token = sum(tensor.size for tensor in tensors)
-    tokens = workload.tokens
-    moe = layer_moe(model, layer)
-    if mode == "none":
-        return ActivationBytes(per_token * tokens, 0.0)
-    if mode == "selective" and kernels.selective == "core":
-        scores = sum(tensor.size for tensor in tensors if tensor.writer == "scores")
-        repeated = 0.0
-        if model.mla is not None or moe is not None:
-            repeated = other_software.repeated_modules(tensors, moe is not None) * tokens
-        return ActivationBytes((per_token - scores) * tokens - repeated, repeated)
-    # A layer that is being recomputed holds the gathered sequence.
-    gathered = sum(tensor.size for tensor in tensors if tensor.is_regathered)
-    everything = tokens * (per_token + gathered * (workload.sequence_shards - 1))
-    boundary = workload.boundary_bytes
-    if mode == "full":
-        return _full(workload, layer, kernels, tensors, everything)
-    if kernels.selective == "alternate":
-        return ActivationBytes((everything + boundary) / 2, everything - boundary)
-    if kernels.selective == "ops":
-        kept = sum(tensor.size for tensor in tensors if tensor.writer in ("core", "statistics"))
-        stored = boundary + other_software.every_second_product(workload, layer) + kept * tokens
-        stored = min(everything, stored)
-        return ActivationBytes(stored, everything - stored)
-    return _selective(workload, layer, kernels, tensors, everything)
-
-
-def _full(
-    workload: Workload,
-    layer: int,
-    kernels: Kernels,
-    tensors: Sequence[KeptTensor],
-    everything: float,
-) -> ActivationBytes:
-    """Returns the bytes of a layer that keeps its input alone."""
-    parallel = workload.parallel
-    boundary = workload.boundary_bytes
-    if workload.shares_inputs:  # a gathered input counts among the buffers
-        return ActivationBytes(boundary / parallel.tp, everything - boundary)
-    moe = layer_moe(workload.model, layer)
-    if moe is not None and kernels.trainer:
-        kept_later = sum(
-            tensor.size
-            for tensor in tensors
-            if tensor.name.startswith("mlp.shared")
-            or (tensor.name == "norm2" and moe.shared_ffn_hidden)
-        )
-        results = routed_experts.results_of_experts(workload, moe, kept_later)
-        everything += workload.tokens * results
-    is_shared = kernels.shared_inputs and not parallel.sp
-    stored = boundary / parallel.tp if is_shared else boundary
-    return ActivationBytes(stored, everything - stored)
-
-
-def _selective(
-    workload: Workload,
-    layer: int,
-    kernels: Kernels,
-    tensors: Sequence[KeptTensor],
-    everything: float,
-) -> ActivationBytes:
-    """Returns the bytes of a layer with the trainer's selective recomputation.
-
-    A recomputed half keeps its input, the outputs of all its matrix products but the last, and
-    those of fused attention. Halves with experts are not recomputed.
-    """
-    parallel = workload.parallel
-    has_experts = bool(kernels.trainer) and layer_moe(workload.model, layer) is not None
-    halves: set[Half] = {"attention"} if has_experts else {"attention", "mlp"}
-    kept_writers = {"residual", "mask"}
-    if parallel.cp == 1 and kernels.fused_attention:
-        kept_writers |= {"core", "statistics"}
-    kept = sum(
-        tensor.size
-        for tensor in tensors
-        if tensor.half not in halves or tensor.writer in kept_writers
-    )
-    outputs = product_outputs(workload, layer, halves)
-    stored = workload.tokens * (kept + outputs * workload.width)
-    recomputing = everything - stored
-    if workload.shares_inputs:  # a gathered input counts among the buffers
-        stored -= len(halves) * workload.boundary_bytes * (1 - 1 / parallel.tp)
-    return ActivationBytes(stored, recomputing)
-
-
-def product_outputs(workload: Workload, layer: int, halves: set[Half]) -> float:
-    """Returns the features per token on a rank that the matrix products of these halves write.
-
-    The last product of each half is left out, and what is made of latents if it is recomputed.
-    """
-    tp = workload.parallel.tp
-    without_latents = workload.train.recompute_latents is True
-    features = 0.0
-    for operation in layer_operations(workload.model, layer):
-        if operation.kind != "product" or operation.half not in halves or operation.cut == "row":
-            continue
-        if operation.cut == "whole":
-            features += operation.outputs / workload.sequence_shards
-        elif not (without_latents and operation.keeps[0].spread == "whole"):
-            features += operation.outputs_on_rank(tp)
-    return features
-
-
 def activations(workload: Workload, kernels: Kernels | None = None) -> list[float]:
     """Returns the peak activation bytes of each pipeline rank, logits included."""
-    model = workload.model
     parallel = workload.parallel
-    train = workload.train
-    kernels = kernels or trainer_kernels(model, parallel)
-    layer_bytes = bytes_of_layers(workload, kernels)
-    last = len(parallel.stage_layers) - 1
-    head = head_bytes(workload, kernels)
-    stage = stage_bytes(workload, kernels)
-    peaks = []
-    split = splits_backward(parallel) and not kernels.fills_limit
-    deferred = DeferredGradients(workload) if split else None
-    held = in_flight(parallel)
-    messages = parallel.pp > 1 and kernels.holds_messages
-    boundary = workload.boundary_bytes if messages else 0.0
-    ahead = ahead_bytes(workload, head)
-    if kernels.fills_limit and parallel.schedule in LIMITS:
-        held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
+    stages = PipelineActivations(workload, kernels or trainer_kernels(workload.model, parallel))
+    return [
+        stages.peak(rank, rank_indices) + back_bytes(workload, rank_indices)
+        for rank, rank_indices in enumerate(rank_stages(parallel))
+    ]
 
-    schedule = (
-        schedule_of(parallel)
-        if parallel.schedule == TABLE
-        else (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
-    )
 
-    def layers_in(ranges: Sequence[range]) -> list[Layers]:
-        """Returns the layers in these ranges by kind, with their bytes."""
-        groups = [
-            (n, kind, layer_bytes(kind, mode))
-            for kind, mode, n in layer_groups(model, train, ranges)
-            if n
+class PipelineActivations:
+    """Activation bytes of a pipeline's stages."""
+
+    def __init__(self, workload: Workload, kernels: Kernels):
+        parallel = workload.parallel
+        self.workload = workload
+        self.kernels = kernels
+        self.layer_bytes = bytes_of_layers(workload, kernels)
+        self.last = len(parallel.stage_layers) - 1
+        self.head = head_bytes(workload, kernels)
+        self.stage = stage_bytes(workload, kernels)
+        self.ahead = ahead_bytes(workload, self.head)
+        split = splits_backward(parallel) and not kernels.fills_limit
+        self.deferred = DeferredGradients(workload) if split else None
+        self.in_flight = in_flight(parallel)
+        if kernels.fills_limit and parallel.schedule in LIMITS:
+            limit = min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)
+            self.in_flight = [limit] * parallel.pp
+        messages = parallel.pp > 1 and kernels.holds_messages
+        self.message = workload.boundary_bytes if messages else 0.0
+
+    def peak(self, rank: int, stages: tuple[int, ...]) -> float:
+        """Returns the peak bytes of a pipeline rank, without offloaded inputs on their way."""
+        parallel = self.workload.parallel
+        layers_by_stage = [
+            self.layers_in([held_layers(self.workload.model, parallel, stage)]) for stage in stages
         ]
-        further_bytes = (
-            ahead if any(layer_range.stop > model.layers for layer_range in ranges) else 0.0
-        )
-        return [
-            (
-                n,
-                kind,
-                kept_bytes.stored,
-                kept_bytes.recomputing + further_bytes * (kept_bytes.recomputing > 0),
-            )
-            for n, kind, kept_bytes in groups
-        ]
-
-    def stored_in(index: int, layers: Sequence[Layers]) -> float:
-        """Returns the bytes of one micro-batch in a stage until backward."""
-        layer_range = stage_range(parallel, index)
-        received = (
-            received_input_bytes(workload, kernels, layer_range) if layer_range.start else 0.0
-        )
-        return sum(n * per_layer for n, _, per_layer, _ in layers) + stage[index == last] + received
-
-    for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
-        layers_by_stage = [layers_in([held_layers(model, parallel, index)]) for index in stages]
         stored = [
-            stored_in(index, layers) for index, layers in zip(stages, layers_by_stage, strict=True)
+            self.stored_in(stage, layers)
+            for stage, layers in zip(stages, layers_by_stage, strict=True)
         ]
-        stage_accounts = [
-            bytes_of_stage(layers, kept_bytes, head if index == last else 0.0, deferred)
-            for index, layers, kept_bytes in zip(stages, layers_by_stage, stored, strict=True)
-        ]
-        sent = (1 if stages == (last,) else 2) * boundary  # the last stage receives no gradient
-        if len(set(stage_accounts)) > 1:
-            peaks.append(unequal_peak(schedule, rank, stages, stage_accounts) + sent)
-            continue
-        layers = layers_in([held_layers(model, parallel, index) for index in stages])
-        ends = last in stages
-        if deferred:
-            count = len(stages)
-            mean = sum(stored) / len(stages)
-            peaks.append(
-                deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None)
-                + sent
+        accounts = [
+            bytes_of_stage(
+                layers, stage_stored, self.head if stage == self.last else 0.0, self.deferred
             )
-            continue
+            for stage, layers, stage_stored in zip(stages, layers_by_stage, stored, strict=True)
+        ]
+        # The last stage receives no gradient.
+        sent = (1 if stages == (self.last,) else 2) * self.message
+        if len(set(accounts)) > 1:
+            return unequal_peak(_schedule(parallel), rank, stages, accounts) + sent
+        layers = self.layers_in(
+            [held_layers(self.workload.model, parallel, stage) for stage in stages]
+        )
+        mean = sum(stored) / len(stages)
+        head = self.head if self.last in stages else None
+        if self.deferred is None:
+            return self._equal_peak(self.in_flight[rank], mean, layers, head=head, sent=sent)
+        peak = self.deferred.peak(
+            rank=rank,
+            in_flight_count=self.in_flight[rank],
+            stored=mean,
+            stages=len(stages),
+            layers=layers,
+            head=head,
+        )
+        return peak + sent
+
+    def _equal_peak(
+        self,
+        in_flight_count: int,
+        stored: float,
+        layers: Sequence[Layers],
+        *,
+        head: float | None,
+        sent: float,
+    ) -> float:
+        """Returns the peak of a rank with equal stages and whole backwards."""
+        parallel = self.workload.parallel
         recomputing = [further_bytes for *_, further_bytes in layers]
-        heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches) if ends else 0.0
-        extra = max(0.0, *recomputing, head * ends) + max(0.0, heads - head)
+        heads = 0.0
+        if head is not None:
+            heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches)
+        extra = max(0.0, *recomputing, head or 0.0) + max(0.0, heads - self.head)
         # A layer is recomputed after its output was sent: of the two messages, only the gradient is
         # held.
-        extra = extra + sent if kernels.keep_sent else max(extra + boundary, sent)
-        peaks.append(sum(stored) / len(stages) * in_flight_count + extra)
-    back = (back_bytes(workload, stages) for stages in rank_stages(parallel))
-    return [
-        kept_bytes + further_bytes for kept_bytes, further_bytes in zip(peaks, back, strict=True)
-    ]
+        if self.kernels.keep_sent:
+            extra += sent
+        else:
+            extra = max(extra + self.message, sent)
+        return stored * in_flight_count + extra
+
+    def layers_in(self, ranges: Sequence[range]) -> list[Layers]:
+        """Returns the layers in these ranges by kind, with their bytes."""
+        model = self.workload.model
+        ends = any(layers.stop > model.layers for layers in ranges)
+        ahead = self.ahead if ends else 0.0
+        groups = []
+        for kind, mode, count in layer_groups(model, self.workload.train, ranges):
+            if count:
+                layer = self.layer_bytes(kind, mode)
+                recomputing = layer.recomputing + ahead * (layer.recomputing > 0)
+                groups.append((count, kind, layer.stored, recomputing))
+        return groups
+
+    def stored_in(self, stage: int, layers: Sequence[Layers]) -> float:
+        """Returns the bytes of one micro-batch in a stage until backward."""
+        stage_layers = stage_range(self.workload.parallel, stage)
+        received = 0.0
+        if stage_layers.start:
+            received = received_input_bytes(self.workload, self.kernels, stage_layers)
+        outside = self.stage[stage == self.last] + received
+        return sum(count * stored for count, _, stored, _ in layers) + outside
+
+
+def _schedule(parallel: Parallel) -> Schedule | tuple[str, int, int, int]:
+    """Returns the schedule of a pipeline: a table, or the arguments that name one."""
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel)
+    return parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp
 
 
 def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., ActivationBytes]:

@@ -156,8 +156,8 @@ def _layer(workload: Workload, layer: int) -> tuple[float, float]:
     for operation in layer_operations(workload.model, layer):
         if operation.kind != "product" or operation.routed:
             continue
-        for kept in operation.keeps:
-            inputs[kept.tensor] = kept.read_on_rank(tp, shards)
+        for saved in operation.saves:
+            inputs[saved.tensor] = saved.read_on_rank(tp, shards)
         is_shard = operation.cut == "whole"  # products that are not cut read shards
         grads[operation.half] += operation.outputs_on_rank(tp) / (shards if is_shard else 1)
     return sum(inputs.values()) + sum(grads.values()), grads["mlp"]

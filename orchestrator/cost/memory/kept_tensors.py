@@ -12,7 +12,14 @@ from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import fullest, tensor_ranks
-from orchestrator.plan.layer import Half, Kept, Operation, Writer, layer_moe, layer_operations
+from orchestrator.plan.layer import (
+    Half,
+    Operation,
+    SavedTensor,
+    Writer,
+    layer_moe,
+    layer_operations,
+)
 
 from .kernels import Kernels
 
@@ -55,18 +62,18 @@ def _kept_by(
     if operation.kind == "router":
         yield from _router_input(operation, workload)
         return
-    is_head_norm = operation.kind == "norm" and operation.keeps[0].writer != "residual"
+    is_head_norm = operation.kind == "norm" and operation.saves[0].writer != "residual"
     if is_head_norm and not kernels.trainer:
         return  # others compute it again
     if operation.kind == "core":
         yield from _core(operation, workload, kernels)
         return
-    for kept in operation.keeps:
-        tensor = kept_tensor(half, kept, workload, kernels)
+    for saved in operation.saves:
+        tensor = kept_tensor(half, saved, workload, kernels)
         if operation.kind == "product":
-            yield from product_input(half, kept, workload, kernels)
+            yield from product_input(half, saved, workload, kernels)
         elif operation.kind == "activation":
-            copies = activation_copies(workload, kernels) / len(operation.keeps)
+            copies = activation_copies(workload, kernels) / len(operation.saves)
             yield tensor._replace(size=tensor.size * copies)
         else:
             yield tensor
@@ -75,9 +82,9 @@ def _kept_by(
 def _core(operation: Operation, workload: Workload, kernels: Kernels) -> Iterator[KeptTensor]:
     """Yields what attention keeps: queries, keys, values, its output and statistics."""
     half = operation.half
-    for kept in operation.keeps:
-        tensor = kept_tensor(half, kept, workload, kernels)
-        if kept.writer == "core":
+    for saved in operation.saves:
+        tensor = kept_tensor(half, saved, workload, kernels)
+        if saved.writer == "core":
             yield tensor._replace(size=tensor.size * output_copies(workload))
             continue
         yield tensor
@@ -111,28 +118,28 @@ def core_tensors(workload: Workload, kernels: Kernels) -> Iterator[KeptTensor]:
     yield KeptTensor("attention", "attn.core, scores", "scores", size)
 
 
-def kept_tensor(half: Half, kept: Kept, workload: Workload, kernels: Kernels) -> KeptTensor:
+def kept_tensor(half: Half, saved: SavedTensor, workload: Workload, kernels: Kernels) -> KeptTensor:
     """Returns a tensor of the list as one rank keeps it, in full width."""
     shards = workload.sequence_shards
-    features = kept.read_on_rank(workload.parallel.tp, shards)
-    is_regathered = kept.spread == "regathered" and shards > 1 and not kernels.keep_gathered
+    features = saved.read_on_rank(workload.parallel.tp, shards)
+    is_regathered = saved.spread == "regathered" and shards > 1 and not kernels.keep_gathered
     if is_regathered:
         features = features / shards
-    is_shard = is_regathered or (kept.spread == "sequence" and shards > 1)
-    name = f"{kept.tensor}, shard" if is_shard else kept.tensor
-    return KeptTensor(half, name, kept.writer, features * workload.width, is_regathered)
+    is_shard = is_regathered or (saved.spread == "sequence" and shards > 1)
+    name = f"{saved.tensor}, shard" if is_shard else saved.tensor
+    return KeptTensor(half, name, saved.writer, features * workload.width, is_regathered)
 
 
 def product_input(
-    half: Half, kept: Kept, workload: Workload, kernels: Kernels
+    half: Half, saved: SavedTensor, workload: Workload, kernels: Kernels
 ) -> Iterator[KeptTensor]:
     """Yields the input of a matrix product, which may be narrower than the tensor."""
-    tensor = kept_tensor(half, kept, workload, kernels)
-    if kept.writer == "norm" and kernels.compiled and workload.parallel.tp == 1:
+    tensor = kept_tensor(half, saved, workload, kernels)
+    if saved.writer == "norm" and kernels.compiled and workload.parallel.tp == 1:
         return  # the norm is computed again
-    if kept.writer == "copy":  # of attention's output
+    if saved.writer == "copy":  # of attention's output
         tensor = tensor._replace(size=tensor.size * output_copies(workload))
-    is_narrow = kept.writer in ("norm", "activation")
+    is_narrow = saved.writer in ("norm", "activation")
     if tensor.is_regathered and kernels.wide_shards:
         is_narrow = False
     if is_narrow and kernels.product_width:
@@ -149,14 +156,16 @@ def activation_copies(workload: Workload, kernels: Kernels) -> int:
 
 def _router_input(operation: Operation, workload: Workload) -> Iterator[KeptTensor]:
     """Yields the input of a router, which computes in fp32: a copy if it is jittered or wider."""
-    (kept,) = operation.keeps
+    (saved,) = operation.saves
     rows = workload.sequence_shards
     moe = workload.model.moe
-    is_copy = workload.width < 4 or (moe is not None and moe.jitter)
-    shared_name = f"{kept.tensor}, shard" if rows > 1 else kept.tensor
+    is_jittered = moe is not None and moe.jitter
+    is_copy = is_jittered or workload.width < 4
+    shared_name = f"{saved.tensor}, shard" if rows > 1 else saved.tensor
     name = "mlp.router, input" if is_copy else shared_name
     width = max(4, workload.width)
-    yield KeptTensor(operation.half, name, kept.writer, kept.features / rows * width)
+    size = saved.features / rows * width
+    yield KeptTensor(operation.half, name, saved.writer, size)
 
 
 def _routed(operation: Operation, workload: Workload, layer: int) -> Iterator[KeptTensor]:
@@ -164,10 +173,10 @@ def _routed(operation: Operation, workload: Workload, layer: int) -> Iterator[Ke
     moe = layer_moe(workload.model, layer)
     assert moe is not None, "routed operations belong to a mixture of experts"
     copies = copies_per_token(workload, moe) * fullest(workload.parallel)
-    for kept in operation.keeps:
-        ranks = tensor_ranks(workload.parallel) if kept.spread == "columns" else 1
-        size = copies * kept.features / ranks * workload.width
-        yield KeptTensor(operation.half, kept.tensor, kept.writer, size)
+    for saved in operation.saves:
+        ranks = tensor_ranks(workload.parallel) if saved.spread == "columns" else 1
+        size = copies * saved.features / ranks * workload.width
+        yield KeptTensor(operation.half, saved.tensor, saved.writer, size)
 
 
 def copies_per_token(workload: Workload, moe: Moe) -> float:

@@ -11,7 +11,7 @@ from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Mla, Moe
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
-from orchestrator.plan.layer import Half, Kept, layer_moe
+from orchestrator.plan.layer import Half, SavedTensor, layer_moe
 
 from .kept_tensors import KeptTensor, activation_copies, core_tensors, product_input
 from .kernels import Kernels
@@ -70,8 +70,8 @@ def _inputs(half: Half, workload: Workload, kernels: Kernels) -> Iterator[KeptTe
     rows = workload.sequence_shards
     size = features * workload.width / rows
     yield KeptTensor(half, f"input of norm{index}", "residual", size)
-    kept = Kept(f"norm{index}", features, "regathered", "norm")
-    yield from product_input(half, kept, workload, kernels)
+    saved = SavedTensor(f"norm{index}", features, "regathered", "norm")
+    yield from product_input(half, saved, workload, kernels)
 
 
 def repeated_modules(layer_tensors: Sequence[KeptTensor], has_experts: bool) -> float:
@@ -96,15 +96,17 @@ def every_second_product(workload: Workload, layer: int) -> float:
     These are the products of queries, of values, the MLP's first and, in a gated MLP, its last.
     """
     model = workload.model
-    parallel = workload.parallel
-    train = workload.train
-    tp = parallel.tp
-    heads = model.heads * model.head_dim + max(parallel.tp, model.kv_heads) * model.head_dim
+    tp = workload.parallel.tp
+    key_heads = max(tp, model.kv_heads)
+    heads = (model.heads + key_heads) * model.head_dim
     if model.mla is not None:
-        heads = model.heads * (
-            model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim
-        )
-    ffn = mlp_width(model, layer_moe(model, layer), train.seq_len, fullest(parallel))
-    rows = workload.sequence_shards
-    last = model.hidden / rows if model.mlp == "gated" else 0
-    return workload.tokens * workload.width * ((heads + ffn) / tp + last)
+        mla = model.mla
+        features = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+        heads = model.heads * features
+    moe = layer_moe(model, layer)
+    load = fullest(workload.parallel)
+    ffn = mlp_width(model, moe, workload.train.seq_len, load)
+    outputs = (heads + ffn) / tp
+    if model.mlp == "gated":
+        outputs += model.hidden / workload.sequence_shards
+    return workload.tokens * workload.width * outputs

@@ -100,7 +100,9 @@ def sample_layers(model: Model) -> tuple[int | None, int | None]:
     The index is None if the model has no such layer.
     """
     dense, moe = dense_and_moe(model, 0, model.layers)
-    return (0 if dense else None), (model.layers - 1 if moe else None)
+    first_dense = 0 if dense else None
+    last_moe = model.layers - 1 if moe else None
+    return first_dense, last_moe
 
 
 def layer_params(model: Model, layer: int) -> LayerParams:

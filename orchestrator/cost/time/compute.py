@@ -22,10 +22,9 @@ from orchestrator.cost.model.layers import (
     sample_layers,
 )
 from orchestrator.cost.rates import Rates
-from orchestrator.cost.software import Software
 from orchestrator.cost.workload import Workload
 from orchestrator.plan import flops
-from orchestrator.plan.document import Model, Parallel
+from orchestrator.plan.document import Model, Moe, Parallel
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.layer import Operation, layer_moe, layer_operations
@@ -55,7 +54,15 @@ class LayerSeconds(NamedTuple):
         return {"none": 0.0, "selective": self.selective, "full": self.full}[mode]
 
 
-NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), {})
+NO_LAYER = LayerSeconds(
+    forward=0.0,
+    backward=0.0,
+    core=0.0,
+    selective=0.0,
+    full=0.0,
+    column_matmuls=(0.0, 0.0),
+    terms={},
+)
 
 
 class Matrix(NamedTuple):
@@ -82,6 +89,10 @@ class Matrix(NamedTuple):
         return 2.0 * (
             self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs
         )
+
+    def seconds(self, rate: Rates) -> Number:
+        """Returns the seconds of the forward products."""
+        return self.flops * rate.gemm_s + self.bytes * rate.gemm_byte_s
 
 
 def layer_matrices(
@@ -124,86 +135,121 @@ def _matrix(workload: Workload, layer: int, fused: Sequence[Operation], load: Nu
 
 def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     """Returns the seconds of decoder layer `layer` (0-based)."""
-    model = workload.model
-    parallel = workload.parallel
-    train = workload.train
-    software = workload.software
-    tp = parallel.tp
-    mesh = expert_mesh(parallel)
-    tokens = workload.tokens
-    rows = workload.sequence_shards
-    moe = layer_moe(model, layer)
-    load = imbalance(parallel, rate)
+    moe = layer_moe(workload.model, layer)
+    load = imbalance(workload.parallel, rate)
     attention, mlp = layer_matrices(workload, layer, load)
-    column = [
-        matrix.flops * rate.gemm_s + matrix.bytes * rate.gemm_byte_s
-        for matrix in (attention[0], mlp[0])
-    ]
     matrices = attention + mlp
-    gemm = (
-        sum(matrix.flops for matrix in matrices) * rate.gemm_s
-        + sum(matrix.bytes for matrix in matrices) * rate.gemm_byte_s
-    )
-    # Seconds lost in the last, partly filled wave.
-    wave_loss = [
-        sum(matrix.reduced[direction] for matrix in matrices) * rate.wave_s for direction in (0, 1)
-    ]
-    if moe is not None:
-        gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
-
+    gemm = _gemm_seconds(workload, matrices, moe, rate)
+    forward_wave, backward_wave = _wave_seconds(matrices, rate)
     core, core_back = _core(workload, rate)
-    ffn: Number = model.ffn_hidden
-    if moe is not None:
-        ffn = taken_choices(moe, train.seq_len) * moe.ffn_hidden * load + moe.shared_ffn_hidden
-    row = 20 * model.hidden / rows
-    gated = 6 if model.mlp == "gated" else 4
-    columns: Number = gated * ffn / tp
-    if model.position == "rope":
-        columns += 4 * (model.heads + model.kv_heads) * model.head_dim / tp
-    elementwise = tokens * (row + columns) * rate.elementwise * rate.byte_s
+    row, columns = _elementwise_features(workload, moe, load)
+    elementwise = workload.tokens * (row + columns) * rate.elementwise * rate.byte_s
     cast = sum(matrix.rows * matrix.inputs for matrix in matrices) * rate.cast_bytes * rate.byte_s
-    experts: Number = 0.0
-    if moe is not None:
-        copies = tokens / rows * taken_choices(moe, train.seq_len)
-        experts = rate.permute * 8 * copies * model.hidden * rate.byte_s
-        # half of these rows are the rank's own, half are received
-        experts = experts * (1.0 + load) / 2
-    parameters = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (
-        mesh.etp * mesh.ep
-    )
-    accumulate = parameters * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
+    experts = _permutation_seconds(workload, moe, load, rate)
+    accumulate = _accumulation_seconds(workload, layer, rate)
 
-    forward = gemm + wave_loss[0] + core + elementwise + cast + experts
+    forward = gemm + forward_wave + core + elementwise + cast + experts
     terms = {
-        "gemm": gemm * (2.0 + rate.weight_gradients) + wave_loss[0] + wave_loss[1] + accumulate,
+        "gemm": gemm * (2.0 + rate.weight_gradients) + forward_wave + backward_wave + accumulate,
         "attention": core + core_back,
         "elementwise": 3.0 * elementwise,
         "cast": 3.0 * cast,
         "experts": 2.0 * experts,
     }
     gpu = sum(terms.values())
-    host = rate.host_moe_s if moe is not None else rate.host_dense_s
-    # The CPU launches the kernels of forward and backward alike.
-    slower = (gpu**4 + host**4) ** 0.25 / gpu
-    slower = slower + rate.host_gap_s / gpu
+    slower = _slowed_by_host(gpu, moe, rate)
     terms["host"] = gpu * (slower - 1.0)
-    selective = _selective(
-        software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel
-    )
-    if model.mla is not None and train.recompute_latents is True and software.selective == "orch":
-        _, *from_latents, _ = attention  # queries, keys and values made from latents
-        selective += sum(
-            matrix.flops * rate.gemm_s + matrix.bytes * rate.gemm_byte_s for matrix in from_latents
-        )
     return LayerSeconds(
         forward=forward * slower,
         backward=(gpu - forward) * slower,
         core=core,
-        selective=selective,
+        selective=_selective(
+            workload,
+            rate,
+            attention,
+            core=core,
+            outside_rows=elementwise * _outside_rows(row, columns),
+            forward=forward,
+        ),
         full=forward * rate.full_recompute,
-        column_matmuls=(column[0], column[1]),
+        column_matmuls=(attention[0].seconds(rate), mlp[0].seconds(rate)),
         terms=terms,
     )
+
+
+def _slowed_by_host(gpu: Number, moe: Moe | None, rate: Rates) -> Number:
+    """Returns a layer's seconds with the CPU's launches over its `gpu` seconds alone.
+
+    The CPU launches the kernels of forward and backward alike.
+    """
+    host = rate.host_moe_s if moe is not None else rate.host_dense_s
+    slower = (gpu**4 + host**4) ** 0.25 / gpu
+    return slower + rate.host_gap_s / gpu
+
+
+def _gemm_seconds(
+    workload: Workload, matrices: Sequence[Matrix], moe: Moe | None, rate: Rates
+) -> Number:
+    """Returns the seconds of forward matrix products, with the router's."""
+    gemm = (
+        sum(matrix.flops for matrix in matrices) * rate.gemm_s
+        + sum(matrix.bytes for matrix in matrices) * rate.gemm_byte_s
+    )
+    if moe is not None:
+        router = 2.0 * workload.tokens / workload.sequence_shards * workload.model.hidden
+        gemm += router * moe.experts * rate.gemm16_s
+    return gemm
+
+
+def _wave_seconds(matrices: Sequence[Matrix], rate: Rates) -> tuple[Number, Number]:
+    """Returns the seconds that (forward, backward) lose in last, partly filled waves."""
+    forward, backward = zip(*(matrix.reduced for matrix in matrices), strict=True)
+    return sum(forward) * rate.wave_s, sum(backward) * rate.wave_s
+
+
+def _elementwise_features(
+    workload: Workload, moe: Moe | None, load: Number
+) -> tuple[float, Number]:
+    """Returns the features per token that memory-bound kernels move in forward.
+
+    The result is (of hidden states, of heads and of the MLP).
+    """
+    model = workload.model
+    tp = workload.parallel.tp
+    ffn: Number = model.ffn_hidden
+    if moe is not None:
+        choices = taken_choices(moe, workload.train.seq_len)
+        ffn = choices * moe.ffn_hidden * load + moe.shared_ffn_hidden
+    gated = 6 if model.mlp == "gated" else 4
+    columns: Number = gated * ffn / tp
+    if model.position == "rope":
+        columns += 4 * (model.heads + model.kv_heads) * model.head_dim / tp
+    return 20 * model.hidden / workload.sequence_shards, columns
+
+
+def _outside_rows(row: float, columns: Number) -> Number:
+    """Returns the share of memory-bound work in norms, rotary positions and the activation."""
+    share = columns / (row + columns)
+    return share + 0.4 * (1 - share)
+
+
+def _permutation_seconds(workload: Workload, moe: Moe | None, load: Number, rate: Rates) -> Number:
+    """Returns the seconds of permuting routed tokens in forward."""
+    if moe is None:
+        return 0.0
+    tokens = workload.tokens / workload.sequence_shards
+    copies = tokens * taken_choices(moe, workload.train.seq_len)
+    seconds = rate.permute * 8 * copies * workload.model.hidden * rate.byte_s
+    # Half of these rows are the rank's own, half are received.
+    return seconds * (1.0 + load) / 2
+
+
+def _accumulation_seconds(workload: Workload, layer: int, rate: Rates) -> Number:
+    """Returns the seconds in which a layer's weight gradients are added to their sums."""
+    mesh = expert_mesh(workload.parallel)
+    experts = layer_params(workload.model, layer).experts / (mesh.etp * mesh.ep)
+    parameters = dense_on_rank(workload.model, layer, workload.parallel.tp) + experts
+    return parameters * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
 
 def _core(workload: Workload, rate: Rates) -> tuple[Number, Number]:
@@ -217,7 +263,9 @@ def _core(workload: Workload, rate: Rates) -> tuple[Number, Number]:
     )
     # Unfused attention computes the whole square.
     if not isinstance(rate.scores_bytes, float) or rate.scores_bytes:
-        square = core_flops * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
+        square = core_flops * (2 if model.causal else 1)
+        if model.head_dim % 8:
+            square = square * 8
         scores = tokens * train.seq_len * model.heads / parallel.tp
         forward = square * rate.attention_s + scores * rate.scores_bytes * rate.byte_s
         return forward, 2.0 * forward
@@ -237,28 +285,31 @@ def _slowest_core(model: Model, parallel: Parallel) -> float:
 
 
 def _selective(
-    software: Software,
+    workload: Workload,
     rate: Rates,
-    gemm: Number,
+    attention: Sequence[Matrix],
+    *,
     core: Number,
-    elementwise: Number,
-    columns: Number,
+    outside_rows: Number,
     forward: Number,
-    parallel: Parallel,
 ) -> Number:
     """Returns the seconds that selective recomputation repeats.
 
-    `columns` is the share of the memory-bound bytes outside hidden states.
+    `outside_rows` is the seconds of norms, rotary positions and the activation.
     """
+    software = workload.software
     if software.selective == "core":
         return core
     if software.selective == "ops":
         return forward * rate.recompute_ops
     if software.selective == "alternate":
         return forward * 0.5
-    # Recomputed are norms, rotary positions and the activation; with context parallelism also
-    # attention.
-    return elementwise * (columns + 0.4 * (1 - columns)) + (core if parallel.cp > 1 else 0.0)
+    # With context parallelism, attention is recomputed too.
+    seconds = outside_rows + (core if workload.parallel.cp > 1 else 0.0)
+    if workload.model.mla is not None and workload.train.recompute_latents is True:
+        _, *from_latents, _ = attention  # queries, keys and values made from latents
+        seconds += sum(matrix.seconds(rate) for matrix in from_latents)
+    return seconds
 
 
 def layer_seconds_by_kind(workload: Workload, rate: Rates) -> tuple[LayerSeconds, LayerSeconds]:

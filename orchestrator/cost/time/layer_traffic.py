@@ -86,38 +86,41 @@ def _half(workload: Workload, half: Half, moe: bool, sums: float) -> list[Tensor
         if operation.half == half and operation.kind == "product"
     ]
     entries = {
-        kept.tensor: kept
+        saved.tensor: saved
         for operation in products
-        for kept in operation.keeps
-        if kept.spread in ("regathered", "whole")
+        for saved in operation.saves
+        if saved.spread in ("regathered", "whole")
     }
     token_bytes = workload.tokens * workload.width
-    entry = token_bytes * sum(kept.features for kept in entries.values())
-    end = token_bytes * products[-1].outputs
-    is_kept = any(kept.spread == "whole" for kept in entries.values())
+    is_kept = any(saved.spread == "whole" for saved in entries.values())
     is_plain = is_kept or splits_backward(workload.parallel)
     gathers = workload.recomputed.gather
-    return list(
-        _region(
-            workload.parallel,
-            entry,
-            end,
-            "" if is_plain else half,
-            gathers=gathers,
-            sums=sums,
-            regathers=0.0 if is_plain else 1.0 - gathers,
-        )
+    overlap: Overlap = half
+    regathers = 1.0 - gathers
+    if is_plain:
+        overlap = ""
+        regathers = 0.0
+    region = _region(
+        workload.parallel,
+        token_bytes * sum(saved.features for saved in entries.values()),
+        token_bytes * products[-1].outputs,
+        overlap=overlap,
+        gathers=gathers,
+        sums=sums,
+        regathers=regathers,
     )
+    return list(region)
 
 
 def _region(
     parallel: Parallel,
     entry: float,
     end: float,
-    overlap: Overlap,
+    *,
     gathers: float,
     sums: float,
-    regathers: float,
+    overlap: Overlap = "",
+    regathers: float = 0.0,
 ) -> Iterator[TensorOperation]:
     """Yields the operations of a tensor-parallel region with `entry` bytes in and `end` bytes out.
 
@@ -152,18 +155,16 @@ def _mixture(workload: Workload, load: float) -> Iterator[TensorOperation]:
     assert moe is not None
     etp, ranks, _ = expert_mesh(parallel)
     if not parallel.sp or ranks == 1:
-        yield from _region(
-            parallel, hidden, hidden, "", workload.recomputed.layer, workload.recomputed.end, 0.0
-        )
+        recomputed = workload.recomputed
+        yield from _region(parallel, hidden, hidden, gathers=recomputed.layer, sums=recomputed.end)
         return
     if etp > 1:
         rows = hidden * taken_choices(moe, train.seq_len) * etp / parallel.tp * load
         for operation in ("all_gather", "reduce_scatter"):
             yield TensorOperation(operation, "", rows, 2 + workload.recomputed.layer, etp)
     if moe.shared_ffn_hidden:
-        yield from _region(
-            parallel, hidden, hidden, "", workload.recomputed.layer, workload.recomputed.layer, 0.0
-        )
+        repeats = workload.recomputed.layer
+        yield from _region(parallel, hidden, hidden, gathers=repeats, sums=repeats)
 
 
 def routing_operations(workload: Workload) -> list[TensorOperation]:

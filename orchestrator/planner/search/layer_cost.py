@@ -22,6 +22,7 @@ from orchestrator.cost.memory.deferred_weight_gradients import (
     Layers,
     bytes_of_stage,
 )
+from orchestrator.cost.memory.layer_activations import ActivationBytes, layer_activation_bytes
 from orchestrator.cost.memory.moments import OneStage
 from orchestrator.cost.memory.recipe import Recipe, kernels_of
 from orchestrator.cost.memory.unequal_stages import StageBytes
@@ -62,7 +63,7 @@ class StageSeconds(NamedTuple):
     last: tuple[float, float]  # output projection and loss, (forward, backward)
 
 
-NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
+NO_ACTIVATIONS = ActivationBytes(0.0, 0.0)
 
 
 class Kept:
@@ -84,10 +85,10 @@ class Kept:
         self.stage = activations.stage_bytes(workload, self.kernels)
         self.loss = activations.loss_bytes(workload, self.kernels)
         self.backward = activations.backward_bytes(workload, self.kernels)
-        self._layers: dict[str, list[activations.ActivationBytes]] = {}
+        self._layers: dict[str, list[ActivationBytes]] = {}
         self._one_stage: dict[str, OneStage] = {}
 
-    def layers(self, recompute: str) -> list[activations.ActivationBytes]:
+    def layers(self, recompute: str) -> list[ActivationBytes]:
         """Returns the bytes of a dense layer and of an MoE layer with this recomputation mode."""
         if recompute not in self._layers:
             cost = self.cost
@@ -95,7 +96,7 @@ class Kept:
             self._layers[recompute] = [
                 NO_ACTIVATIONS
                 if layer is None
-                else activations.layer_activation_bytes(workload, layer, self.kernels, recompute)
+                else layer_activation_bytes(workload, layer, self.kernels, recompute)
                 for layer in cost.kinds
             ]
         return self._layers[recompute]
