@@ -227,6 +227,7 @@ class ModelSpec(Frozen):
     qk_norm: bool = False
     yarn: Yarn | None = None
     mtp: Mtp | None = None  # Prediction of further tokens; depth 0 means none.
+    block: Name | None = None  # Kind of the layers. None: pre_norm.
     #: Parameters outside the decoder, such as BERT's pooler, which are counted and not trained.
     extra_params: dict[str, Natural] = {}
 

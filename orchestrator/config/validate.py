@@ -10,6 +10,7 @@ import msgspec
 from orchestrator.errors import did_you_mean
 from orchestrator.plan.batch import nearest_divisors
 from orchestrator.plan.document import AXES
+from orchestrator.plan.layer import KINDS
 from orchestrator.plan.worker import PRINTED
 
 from .schema import LIVE, ClusterSpec, Config, ModelSpec, ParallelSpec, TrainSpec
@@ -97,6 +98,9 @@ def _check_parts(model: ModelSpec, origin: Origin) -> None:
                 value > 0 or (value == 0 and name in may_be_zero)
             ):
                 raise origin.error(f"model.{group}.{name}", f"must be {zero}positive, not {value}")
+    if model.block is not None and model.block not in KINDS:
+        problem = f"{model.block!r} is not a kind of layer; {did_you_mean(model.block, KINDS)}"
+        raise origin.error("model.block", problem)
     if (moe := model.moe) is None:
         return
     if moe.jitter is not None and moe.jitter >= 1:

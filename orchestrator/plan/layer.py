@@ -2,13 +2,14 @@
 
 Every size of a layer is a sum over this list: parameters by how tensor parallelism cuts them,
 FLOPs, matrix products, the tensors that backward reads, what recomputation drops of them, what the
-ranks of tensor parallelism send. A kind of layer is described here and in the trainer's module of
-that kind, and nowhere else; tests compare the two for every model of `conf/`.
+ranks of tensor parallelism send. A kind of layer is one function in `KINDS` here and one module in
+`trainer.model.block.BLOCKS`, and is described nowhere else; tests compare the two for every model
+of `conf/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -25,8 +26,10 @@ Kind = Literal["product", "router", "norm", "bias", "core", "activation"]
 #: What ranks of tensor parallelism divide of an operation: its outputs, its inputs, nothing.
 Cut = Literal["column", "row", "whole"]
 
-#: What wrote a tensor. residual: the sum with which a half begins; copy: a rearrangement.
-Writer = Literal["residual", "norm", "product", "core", "activation", "copy"]
+#: What wrote a tensor. residual: the sum with which a half begins; output: the sum of a half's last
+#: product, which tensor parallelism completes; scores: attention, of each query with each key;
+#: copy: a rearrangement.
+Writer = Literal["residual", "norm", "product", "core", "scores", "activation", "output", "copy"]
 
 #: What a rank of tensor parallelism keeps of a tensor. sequence: its shard of the sequence;
 #: regathered: its shard too, although a product reads the whole sequence, which backward gathers
@@ -43,6 +46,7 @@ class SavedTensor(NamedTuple):
     spread: Spread
     writer: Writer
     shared: int = 1  # features that no two ranks divide: one key-value head
+    per_key: bool = False  # there are so many features per key that a query attends to
 
     def read_on_rank(self, tp: int, shards: int) -> float:
         """Features per token that the operation reads on one of `tp` ranks, of which `shards` share
@@ -76,6 +80,11 @@ class Operation(NamedTuple):
     @property
     def has_parameters(self) -> bool:
         return self.kind not in ("core", "activation")
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether backward reads a number of each query with each key, as no fused kernel needs."""
+        return any(tensor.writer == "scores" for tensor in self.saves)
 
     @property
     def weights(self) -> int:
@@ -149,6 +158,7 @@ class LayerShape(NamedTuple):
     kv_heads: int
     head_dim: int
     ffn_hidden: int
+    kind: str  # of `KINDS`
     norm: str
     mlp: str
     bias: bool
@@ -165,6 +175,7 @@ def layer_shape(model: Model, layer: int) -> LayerShape:
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
         ffn_hidden=model.ffn_hidden,
+        kind=layer_kind(model),
         norm=model.norm,
         mlp=model.mlp,
         bias=model.bias,
@@ -183,14 +194,30 @@ def layer_operations(model: Model, layer: int) -> tuple[Operation, ...]:
 @lru_cache(maxsize=256)
 def operations_of(shape: LayerShape) -> tuple[Operation, ...]:
     """The operations of every layer with this shape."""
+    return KINDS[shape.kind](shape)
+
+
+def pre_norm(shape: LayerShape) -> tuple[Operation, ...]:
+    """Attention and MLP behind a norm each (GPT-2; Xiong et al. 2020, arXiv 2002.04745)."""
     attention = _attention(shape) if shape.mla is None else _latent_attention(shape, shape.mla)
-    mlp = _mlp(shape, "mlp", shape.ffn_hidden) if shape.moe is None else _experts(shape, shape.moe)
+    mlp = _dense(shape) if shape.moe is None else _experts(shape, shape.moe)
     return (
         _norm(shape, "norm1", "attention"),
         *attention,
         _norm(shape, "norm2", "mlp"),
         *mlp,
     )
+
+
+#: The kind of layers of a model that names none.
+PRE_NORM = "pre_norm"
+#: The kinds of layers that a model can name (`model.block`).
+KINDS: dict[str, Callable[[LayerShape], tuple[Operation, ...]]] = {PRE_NORM: pre_norm}
+
+
+def layer_kind(model: Model) -> str:
+    """The kind of a model's layers, of `KINDS`."""
+    return model.block or PRE_NORM
 
 
 def _norm(shape: LayerShape, name: str, half: Half) -> Operation:
@@ -339,10 +366,26 @@ def _latent_norm(name: str, features: int, saved: SavedTensor) -> Operation:
     )
 
 
-def _mlp(shape: LayerShape, name: str, width: int) -> Iterator[Operation]:
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) (arXiv 2002.05202)."""
-    # Shared experts keep the gathered sequence.
-    spread: Spread = "regathered" if shape.moe is None else "whole"
+def _dense(shape: LayerShape) -> Iterator[Operation]:
+    """The MLP of a layer without experts."""
+    gathered = SavedTensor("norm2", shape.hidden, "regathered", "norm")
+    return _mlp(shape, "mlp", shape.ffn_hidden, gathered)
+
+
+def _mlp(
+    shape: LayerShape,
+    name: str,
+    width: int,
+    tokens: SavedTensor,
+    experts: int = 0,
+    passed: int = 1,
+) -> Iterator[Operation]:
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) (arXiv 2002.05202), of `tokens`.
+
+    It is one MLP, or as many `experts` without biases, of which a token passes `passed`.
+    """
+    routed = experts > 0
+    matrices = experts or 1
     columns = ("gate", "up") if shape.mlp == "gated" else ("up",)
     for column in columns:
         yield Operation(
@@ -352,25 +395,13 @@ def _mlp(shape: LayerShape, name: str, width: int) -> Iterator[Operation]:
             inputs=shape.hidden,
             outputs=width,
             cut="column",
-            bias=shape.bias,
+            bias=shape.bias and not routed,
+            routed=routed,
+            matrices=matrices,
+            passed=passed,
             fused=f"{name}.gate_up",
-            saves=(SavedTensor("norm2", shape.hidden, spread, "norm"),),
+            saves=(tokens,),
         )
-    yield from _activated(shape, name, width, columns)
-    if shape.bias:
-        yield _output_bias(shape, f"{name}.out_bias", "mlp")
-
-
-def _activated(
-    shape: LayerShape,
-    name: str,
-    width: int,
-    columns: tuple[str, ...],
-    experts: int = 0,
-    passed: int = 1,
-) -> Iterator[Operation]:
-    """The activation and the last product of an MLP, or of `experts` of which a token passes
-    `passed`."""
     yield Operation(
         f"{name}.activation",
         "mlp",
@@ -378,7 +409,7 @@ def _activated(
         inputs=len(columns) * width,
         outputs=width,
         cut="column",
-        routed=experts > 0,
+        routed=routed,
         saves=tuple(
             SavedTensor(f"{name}.{column}", width, "columns", "product") for column in columns
         ),
@@ -390,11 +421,13 @@ def _activated(
         inputs=width,
         outputs=shape.hidden,
         cut="row",
-        routed=experts > 0,
-        matrices=experts or 1,
+        routed=routed,
+        matrices=matrices,
         passed=passed,
         saves=(SavedTensor(f"{name}.activation", width, "columns", "activation"),),
     )
+    if shape.bias and not routed:
+        yield _output_bias(shape, f"{name}.out_bias", "mlp")
 
 
 def _experts(shape: LayerShape, moe: Moe) -> Iterator[Operation]:
@@ -411,25 +444,18 @@ def _experts(shape: LayerShape, moe: Moe) -> Iterator[Operation]:
         saves=(SavedTensor("norm2", hidden, "sequence", "norm"),),
     )
     if moe.shared_ffn_hidden:
-        yield from _mlp(shape, "mlp.shared", moe.shared_ffn_hidden)
-    width = moe.ffn_hidden
-    name = "mlp.experts"
-    columns = ("gate", "up") if shape.mlp == "gated" else ("up",)
-    for column in columns:
-        yield Operation(
-            f"{name}.{column}",
-            "mlp",
-            "product",
-            inputs=hidden,
-            outputs=width,
-            cut="column",
-            routed=True,
-            matrices=moe.experts,
-            passed=moe.top_k,
-            fused=f"{name}.gate_up",
-            saves=(SavedTensor("routed tokens", hidden, "whole", "copy"),),
-        )
-    yield from _activated(shape, name, width, columns, experts=moe.experts, passed=moe.top_k)
+        # Shared experts keep the gathered sequence.
+        gathered = SavedTensor("norm2", hidden, "whole", "norm")
+        yield from _mlp(shape, "mlp.shared", moe.shared_ffn_hidden, gathered)
+    routed = SavedTensor("routed tokens", hidden, "whole", "copy")
+    yield from _mlp(
+        shape,
+        "mlp.experts",
+        moe.ffn_hidden,
+        routed,
+        experts=moe.experts,
+        passed=moe.top_k,
+    )
 
 
 def _output_bias(shape: LayerShape, name: str, half: Half) -> Operation:

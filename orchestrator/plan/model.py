@@ -106,3 +106,5 @@ class Model(Frozen):
     qk_norm: bool | UnsetType = UNSET
     yarn: Yarn | UnsetType = UNSET
     mtp: Mtp | UnsetType = UNSET
+    #: kind of the layers, of `orchestrator.plan.layer.KINDS`; UNSET: "pre_norm"
+    block: str | UnsetType = UNSET

@@ -10,6 +10,7 @@ from . import hierarchy
 from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
+from .layer import KINDS, PRE_NORM, layer_kind
 from .supported import BALANCED, FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
@@ -129,6 +130,22 @@ def _causal(case: Case) -> str | None:
     return f"model {case.model.name} is not causal: the trainer predicts the next token"
 
 
+def _layer_kind(case: Case) -> str | None:
+    kind = layer_kind(case.model)
+    name = f"model.block={kind}"
+    if kind == PRE_NORM:
+        return None
+    if kind not in KINDS:
+        return f"{name} is not a kind of layer that this version knows; legal: {', '.join(KINDS)}"
+    if case.cp > 1:
+        return f"{name} with cp={case.cp}: the ranks attend as in {PRE_NORM} layers; legal: cp=1"
+    if case.model.mtp:
+        return f"{name} with model.mtp: modules that predict further tokens are {PRE_NORM} layers"
+    if case.matmul:
+        return f"{name} with train.matmul={case.matmul}: legal in {PRE_NORM} layers only"
+    return None
+
+
 def _kv_groups(case: Case) -> str | None:
     heads = case.model.heads
     kv = case.model.kv_heads
@@ -189,6 +206,7 @@ def _batch_ramp(case: Case) -> str | None:
 MODELS: dict[str, Rule] = {
     "biases": _biases,
     "causal": _causal,
+    "layer_kind": _layer_kind,
     "kv_groups": _kv_groups,
     "rotary": _rotary,
 }

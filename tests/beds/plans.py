@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
+from orchestrator.cost.model.layers import parameter_count
 from orchestrator.plan import AXES, SCHEMA, Plan, seal
 from orchestrator.plan import document as doc
 from orchestrator.plan.ranks import all_groups, coords
@@ -39,52 +40,8 @@ def tiny_model(**changes: object) -> doc.Model:
         "source": "test",
     }
     fields |= changes
-    return doc.Model(**fields, parameters=_parameters(fields))
-
-
-def _parameters(m: dict) -> int:
-    hidden = m["hidden"]
-    ffn = m["ffn_hidden"]
-    query = m["heads"] * m["head_dim"]
-    kv = m["kv_heads"] * m["head_dim"]
-    bias = int(m["bias"])
-    norm = m["hidden"] * (2 if m["norm"] == "layer" else 1)
-    attention = hidden * (2 * query + 2 * kv) + bias * (query + 2 * kv + hidden)
-    attention += 2 * m["head_dim"] * m.get("qk_norm", False)
-    if a := m.get("mla"):
-        query = m["heads"] * (a.qk_nope_head_dim + a.qk_rope_head_dim)
-        up = a.qk_nope_head_dim + a.v_head_dim
-        attention = hidden * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank * (
-            1 + m["heads"] * up
-        )
-        attention += a.q_lora_rank * (hidden + 1 + query) if a.q_lora_rank else hidden * query
-        attention += m["heads"] * a.v_head_dim * hidden
-    up = 2 if m["mlp"] == "gated" else 1
-    mlp = hidden * ffn * (up + 1) + bias * (up * ffn + hidden)
-    mixture = 0  # what a layer with experts has in place of its MLP, beyond an MLP
-    if e := m.get("moe"):
-        mixture = (
-            hidden * (e.experts + (up + 1) * (e.experts * e.ffn_hidden + e.shared_ffn_hidden)) - mlp
-        )
-        mixture *= m["layers"] - e.first_dense_layers
-    depth = m["mtp"].depth if m.get("mtp") else 0
-    ahead = (
-        attention
-        + mlp
-        + (mixture // (m["layers"] - e.first_dense_layers) if e else 0)
-        + 2 * hidden**2
-        + 5 * norm
-    )
-    tables = m["vocab"] * hidden * (1 if m["tied_embeddings"] else 2)
-    positions = m["max_seq_len"] * hidden if m["position"] == "learned" else 0
-    return (
-        depth * ahead
-        + m["layers"] * (attention + mlp + 2 * norm)
-        + mixture
-        + norm
-        + tables
-        + positions
-    )
+    model = doc.Model(**fields, parameters=0)
+    return structs.replace(model, parameters=parameter_count(model))
 
 
 def make_plan(

@@ -94,6 +94,11 @@ UNTRAINED = {
         "kv_heads=3 must divide model.heads=4",
     ),
     "rotary": (structs.replace(shapes.tiny(), head_dim=7), {}, "head_dim=7 must be even"),
+    "layer_kind": (
+        structs.replace(shapes.tiny(), block="sandwich"),
+        {},
+        "model.block=sandwich is not a kind of layer that this version knows; legal: pre_norm",
+    ),
     "rotary ": (
         structs.replace(shapes.tiny(), mla=structs.replace(MLA, qk_rope_head_dim=5)),
         {},

@@ -43,7 +43,8 @@ def rope(x, positions, theta):
     return torch.cat((z.real, z.imag), dim=-1)
 
 
-def attention(x, w, name, model, positions, documents, drop):
+def attention(x, w, name, model, positions, documents, drop, cap=None):
+    """`cap`: the bound of the scores, which a tanh keeps (Gemma 2, arXiv 2408.00118)."""
     b, s, _ = x.shape
     d = model.head_dim
     if model.mla is not None:
@@ -69,7 +70,10 @@ def attention(x, w, name, model, positions, documents, drop):
         if model.position == "rope":
             qh = rope(qh, positions, model.rope_theta)
             kh = rope(kh, positions, model.rope_theta)
-        scores = (qh @ kh.transpose(1, 2) / math.sqrt(d)).masked_fill(~allowed, -math.inf).exp()
+        scores = qh @ kh.transpose(1, 2) / math.sqrt(d)
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(~allowed, -math.inf).exp()
         weights = scores / scores.sum(-1, keepdim=True)
         if model.dropout:
             weights = dropout.probabilities(
@@ -122,6 +126,10 @@ def block(x, w, name, layer, model, positions, documents, drop, terms):
     return x + dropped(own, f"{name}.drop_mlp", model, drop)
 
 
+#: The kinds of layers, as in `trainer.model.block.BLOCKS`.
+KINDS = {"pre_norm": block}
+
+
 def scores(state, w, model):
     return state @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
 
@@ -140,7 +148,8 @@ def states(w, model, tokens, positions, documents=None, drop=None, terms=None):
         x = x + w["embed_positions.weight"][positions]
     x = dropped(x, "drop_embed", model, drop)
     for i in range(model.layers):
-        x = block(x, w, f"layers.{i}", i, model, positions, documents, drop, terms)
+        layer = KINDS[model.block or "pre_norm"]
+        x = layer(x, w, f"layers.{i}", i, model, positions, documents, drop, terms)
     return norm(x, w, "norm", model)
 
 

@@ -8,10 +8,12 @@ biases are added after the sum, otherwise tp ranks would add them tp times.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
-from orchestrator.plan.layer import layer_moe
+from orchestrator.plan.layer import PRE_NORM, layer_kind, layer_moe
 
 from .attention import Attention
 from .documents import Documents
@@ -53,15 +55,22 @@ class Block(nn.Module):
         of the tokens in `x`. Dropout reads them."""
         # The halves' outputs have no names here: a name would keep them alive while the MLP runs.
         x = x + self.drop_attn(
-            _biased(
-                self.attn_out(self.attend(x, token_index, documents, rope)), self.attn.out_bias
-            ),
+            self.attention_output(self.attend(x, token_index, documents, rope)),
             shard_index,
         )
         return x + self.drop_mlp(
-            _biased(self.mlp_out(self.feed_forward(x, shard_index)), self.mlp.out_bias),
+            self.mlp_output(self.feed_forward(x, shard_index)),
             shard_index,
         )
+
+    def attention_output(self, partial: Tensor) -> Tensor:
+        """Returns what attention adds to the residual stream; `partial`: what `attend` returned."""
+        return _biased(self.attn_out(partial), self.attn.out_bias)
+
+    def mlp_output(self, partial: Tensor) -> Tensor:
+        """Returns what the MLP adds to the residual stream; `partial`: what `feed_forward`
+        returned."""
+        return _biased(self.mlp_out(partial), self.mlp.out_bias)
 
     # The two halves, up to their partial sums, are methods, so that recomputation can wrap each.
 
@@ -79,3 +88,13 @@ class Block(nn.Module):
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
+
+
+#: The module of each kind of layer in `orchestrator.plan.layer.KINDS`; it gets the model and the
+#: layer's number.
+BLOCKS: dict[str, Callable[[Model, int], Block]] = {PRE_NORM: Block}
+
+
+def make_block(model: Model, layer: int) -> Block:
+    """Returns decoder layer `layer` (0-based) of a model."""
+    return BLOCKS[layer_kind(model)](model, layer)

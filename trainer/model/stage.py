@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
 
-from .block import Block
+from .block import Block, make_block
 from .documents import Documents
 from .dropout import Dropout, draws
 from .experts import term_names as expert_terms
@@ -80,7 +80,7 @@ class Stage(nn.Module):
         self.embed_out, self.positions_out, self.head_in, self.rows = identities(4)
         self.before: Callable[[str], object] = nothing
         self.drop_embed = Dropout(model.dropout, model.hidden)
-        self.layers = nn.ModuleDict({str(index): Block(model, index) for index in layers})
+        self.layers = nn.ModuleDict({str(index): make_block(model, index) for index in layers})
         self.terms: LossTerms | None = None
         self.token_loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if last:

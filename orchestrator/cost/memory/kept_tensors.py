@@ -24,8 +24,8 @@ from orchestrator.plan.layer import (
 from .kernels import Kernels
 
 #: Besides the operations of a layer: routing writes numbers of tokens and experts; statistics are
-#: those of a fused attention kernel, scores those of other attention; dropout writes masks.
-KeptWriter = Writer | Literal["routing", "statistics", "scores", "mask"]
+#: those of a fused attention kernel; dropout writes masks.
+KeptWriter = Writer | Literal["routing", "statistics", "mask"]
 
 
 class KeptTensor(NamedTuple):
@@ -62,7 +62,7 @@ def _kept_by(
     if operation.kind == "router":
         yield from _router_input(operation, workload)
         return
-    is_head_norm = operation.kind == "norm" and operation.saves[0].writer != "residual"
+    is_head_norm = operation.kind == "norm" and operation.saves[0].writer == "product"
     if is_head_norm and not kernels.trainer:
         return  # others compute it again
     if operation.kind == "core":
@@ -90,7 +90,8 @@ def _core(operation: Operation, workload: Workload, kernels: Kernels) -> Iterato
         yield tensor
         if kernels.copied_heads:
             yield tensor._replace(name=f"{tensor.name}, as projected")
-    yield from core_tensors(workload, kernels)
+    if not operation.keeps_scores:
+        yield from core_tensors(workload, kernels)
     if kernels.product_width:  # attention itself reads the wide output
         size = operation.outputs / workload.parallel.tp * kernels.product_width
         yield KeptTensor(half, "attn.core, narrow", "copy", size)
@@ -122,6 +123,8 @@ def kept_tensor(half: Half, saved: SavedTensor, workload: Workload, kernels: Ker
     """Returns a tensor of the list as one rank keeps it, in full width."""
     shards = workload.sequence_shards
     features = saved.read_on_rank(workload.parallel.tp, shards)
+    if saved.per_key:
+        features *= workload.train.seq_len
     is_regathered = saved.spread == "regathered" and shards > 1 and not kernels.keep_gathered
     if is_regathered:
         features = features / shards

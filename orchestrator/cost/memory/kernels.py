@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from orchestrator.cost.model.stages import splits_backward
 from orchestrator.plan.document import Model, Parallel
+from orchestrator.plan.layer import layer_operations
 
 #: The tensors that selective recomputation drops. orch: norms, activations and the last product of
 #: each half of a layer, as this project's trainer does; core: attention scores (Korthikanti et al.,
@@ -89,6 +90,9 @@ def trainer_kernels(
 def fuses_attention(model: Model, parallel: Parallel) -> bool:
     """Reports whether the trainer's attention is fused.
 
-    It is not with dropout, except that context parallelism recomputes blocks.
+    It is not with dropout, except that context parallelism recomputes blocks, nor where a layer's
+    attention keeps its scores.
     """
+    if any(operation.keeps_scores for operation in layer_operations(model, model.layers - 1)):
+        return False
     return not model.dropout or parallel.cp > 1

@@ -146,7 +146,7 @@ def _selective(
     parallel = workload.parallel
     has_experts = bool(kernels.trainer) and layer_moe(workload.model, layer) is not None
     halves: set[Half] = {"attention"} if has_experts else {"attention", "mlp"}
-    kept_writers = {"residual", "mask"}
+    kept_writers = {"residual", "output", "mask"}
     if parallel.cp == 1 and kernels.fused_attention:
         kept_writers |= {"core", "statistics"}
     kept_size = sum(

@@ -42,6 +42,7 @@ def resolve(spec: ModelSpec) -> Model:
         "moe": spec.moe and _moe(spec.moe),
         "yarn": spec.yarn or UNSET,
         "mtp": spec.mtp if spec.mtp and spec.mtp.depth else UNSET,
+        "block": spec.block or UNSET,
     }
     model = Model(**shape)
     return structs.replace(model, parameters=parameter_count(model))
