@@ -18,26 +18,30 @@ def assemble(step: Path) -> dict[tuple[str, str], Tensor]:
     Asserts that each element is there exactly once.
     """
     manifest = json.loads((step / "manifest.json").read_text())
-    whole = {}
+    full_tensors = {}
     seen = {}
     for record in manifest["files"]:
         tensors = load_file(step / record["file"])
-        for part in record["slices"]:
-            name = part["name"]
-            values = tensors[part["key"]]
+        for piece in record["slices"]:
+            name = piece["name"]
+            values = tensors[piece["key"]]
             shape = manifest["parameters"][name]
-            places = torch.arange(torch.Size(shape).numel()).view(shape)
-            if part["dim"] is not None:
-                places = places.narrow(part["dim"], part["start"], part["stop"] - part["start"])
-            places = places.reshape(-1)[part["offset"] : part["offset"] + part["count"]]
-            key = part["kind"], name
-            into = whole.setdefault(key, torch.zeros(torch.Size(shape).numel(), dtype=values.dtype))
-            into[places] = values
+            positions = torch.arange(torch.Size(shape).numel()).view(shape)
+            if piece["dim"] is not None:
+                positions = positions.narrow(
+                    piece["dim"], piece["start"], piece["stop"] - piece["start"]
+                )
+            positions = positions.reshape(-1)[piece["offset"] : piece["offset"] + piece["count"]]
+            key = piece["kind"], name
+            into = full_tensors.setdefault(
+                key, torch.zeros(torch.Size(shape).numel(), dtype=values.dtype)
+            )
+            into[positions] = values
             seen.setdefault(key, torch.zeros(into.numel(), dtype=torch.int64)).index_add_(
-                0, places, torch.ones_like(places)
+                0, positions, torch.ones_like(positions)
             )
     assert all(bool((count == 1).all()) for count in seen.values())
     return {
         (kind, name): tensor.view(manifest["parameters"][name])
-        for (kind, name), tensor in whole.items()
+        for (kind, name), tensor in full_tensors.items()
     }

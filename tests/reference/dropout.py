@@ -33,23 +33,23 @@ def salt(seed, name):
 def hidden(x, serial, seed, name, rate):
     """[b, s, h]: element by element."""
     b, s, h = x.shape
-    own = salt(seed, name)
+    name_salt = salt(seed, name)
     columns = [mix(j * STEP & WORD) for j in range(h)]
-    rows = [[mix(int(serial[i, j]) * STEP + own & WORD) for j in range(s)] for i in range(b)]
-    kept = torch.tensor(
+    rows = [[mix(int(serial[i, j]) * STEP + name_salt & WORD) for j in range(s)] for i in range(b)]
+    mask = torch.tensor(
         [[[keep(row, column, rate) for column in columns] for row in line] for line in rows]
     )
-    return torch.where(kept, x / (1 - rate), 0.0)
+    return torch.where(mask, x / (1 - rate), 0.0)
 
 
 def probabilities(weights, serial, head, seed, name, rate):
     """[b, s, s] of one head."""
-    own = salt(seed, name)
+    name_salt = salt(seed, name)
     of_head = mix(head * STEP & WORD)
-    rows = [[mix(int(n) * STEP + own & WORD) for n in line] for line in serial]
+    rows = [[mix(int(n) * STEP + name_salt & WORD) for n in line] for line in serial]
     columns = [[mix(int(n) * STEP + of_head & WORD) for n in line] for line in serial]
-    kept = [
+    mask = [
         [[keep(q, k, rate) for k in keys] for q in queries]
         for queries, keys in zip(rows, columns, strict=True)
     ]
-    return torch.where(torch.tensor(kept), weights / (1 - rate), 0.0)
+    return torch.where(torch.tensor(mask), weights / (1 - rate), 0.0)

@@ -13,22 +13,29 @@ from tests.planner import configs
 def every_layout(config: Config) -> list[CostedLayout]:
     """All layouts that are legal and fit, best first: by time, then memory, then plainness."""
     search = configs.search(config, any_layout=True)
-    found = [
+    candidates = [
         search.exact_costs.of_layout(layout)
         for mesh in search.space.meshes()
         for layout in search.space.layouts(mesh)
     ]
-    kept = [one for one in found if one is not None]
-    return sorted(kept, key=lambda one: (one.step_s, one.memory.total, preference(one.layout)))
+    fitting = [candidate for candidate in candidates if candidate is not None]
+    return sorted(
+        fitting,
+        key=lambda candidate: (
+            candidate.step_s,
+            candidate.memory.total,
+            preference(candidate.layout),
+        ),
+    )
 
 
 def front(layouts: list[CostedLayout]) -> list[CostedLayout]:
     """What is slower than the best by at most `NEAR`, and needs less memory than everything
     faster."""
-    kept: list[CostedLayout] = []
-    for one in layouts:
-        if one.step_s <= layouts[0].step_s * (1 + NEAR) and all(
-            one.memory.total < k.memory.total for k in kept
+    frontier: list[CostedLayout] = []
+    for candidate in layouts:
+        if candidate.step_s <= layouts[0].step_s * (1 + NEAR) and all(
+            candidate.memory.total < k.memory.total for k in frontier
         ):
-            kept.append(one)
-    return kept
+            frontier.append(candidate)
+    return frontier

@@ -20,8 +20,8 @@ def choose(scores, bias, moe):
     size = moe.experts // moe.groups
     groups = []
     for g in range(moe.groups):
-        own = sorted(value[g * size : (g + 1) * size], reverse=True)
-        groups.append((-sum(own[: 2 if moe.score == "sigmoid" else 1]), g))
+        group_scores = sorted(value[g * size : (g + 1) * size], reverse=True)
+        groups.append((-sum(group_scores[: 2 if moe.score == "sigmoid" else 1]), g))
     open_groups = {g for _, g in sorted(groups)[: moe.top_groups]}
     legal = [(-value[e], e) for e in range(moe.experts) if e // size in open_groups]
     return [e for _, e in sorted(legal)[: moe.top_k]]
@@ -37,9 +37,9 @@ def mixture(x, w, name, model, terms, bias=None):
     rows = []
     for sequence in x:
         rows.append(_of_sequence(sequence, w, name, model, terms, bias, len(x)))
-    found = torch.stack(rows)
+    routed = torch.stack(rows)
     return (
-        found + dense.mlp(x, w, f"{name}.shared", model) if model.moe.shared_ffn_hidden else found
+        routed + dense.mlp(x, w, f"{name}.shared", model) if model.moe.shared_ffn_hidden else routed
     )
 
 
@@ -53,7 +53,7 @@ def _of_sequence(x, w, name, model, terms, bias, sequences):
     chosen_often = [0] * moe.experts
     mean_score = 0.0
     factor = moe.capacity_factor or math.inf
-    most = (
+    capacity = (
         math.ceil(round(factor * moe.top_k * length / moe.experts, 9))
         if factor < math.inf
         else length
@@ -70,7 +70,7 @@ def _of_sequence(x, w, name, model, terms, bias, sequences):
         out = torch.zeros_like(token)
         for e in chosen:
             chosen_often[e] += 1
-            if chosen_often[e] > most:  # the expert takes no more of this sequence
+            if chosen_often[e] > capacity:  # the expert takes no more of this sequence
                 continue
             up = ups[e] @ token
             inner = dense.act(gates[e] @ token, model) * up if gates else dense.act(up, model)
@@ -92,7 +92,7 @@ def turn(x, position, model):
     d = x.shape[-1]
     theta = model.rope_theta
     yarn = model.yarn
-    parts = x.unbind()
+    components = x.unbind()
     out = [None] * d
     for i in range(d // 2):
         speed = theta ** (-2 * i / d)
@@ -110,8 +110,8 @@ def turn(x, position, model):
             slow = min(1.0, max(0.0, (i - low) / max(high - low, 0.001)))
             speed = slow * speed / yarn.factor + (1 - slow) * speed
         z = cmath.exp(1j * position * speed)
-        out[i] = parts[i] * z.real - parts[i + d // 2] * z.imag
-        out[i + d // 2] = parts[i + d // 2] * z.real + parts[i] * z.imag
+        out[i] = components[i] * z.real - components[i + d // 2] * z.imag
+        out[i + d // 2] = components[i + d // 2] * z.real + components[i] * z.imag
     return torch.stack(out)
 
 
@@ -137,28 +137,28 @@ def latent_attention(x, w, name, model, positions, documents):
         scale *= (0.1 * model.yarn.mscale_all_dim * math.log(model.yarn.factor) + 1) ** 2
     rows = []
     for b in range(x.shape[0]):
-        places = positions[b].tolist()
+        row_positions = positions[b].tolist()
         shared = [
-            turn(row[mla.kv_lora_rank :], place, model)
-            for row, place in zip(both[b], places, strict=True)
+            turn(row[mla.kv_lora_rank :], position, model)
+            for row, position in zip(both[b], row_positions, strict=True)
         ]
         heads_of_queries = [
-            row.unbind() for row in queries[b].view(len(places), model.heads, nope + rope)
+            row.unbind() for row in queries[b].view(len(row_positions), model.heads, nope + rope)
         ]
         keys = []
         contents = []  # by token, then by head
         for row, rotary in zip(
-            values[b].view(len(places), model.heads, nope + wide), shared, strict=True
+            values[b].view(len(row_positions), model.heads, nope + wide), shared, strict=True
         ):
             keys.append([torch.cat((head[:nope], rotary)) for head in row])
             contents.append([head[nope:] for head in row])
-        for i, place in enumerate(places):
+        for i, position in enumerate(row_positions):
             seen = [
                 j for j in range(i + 1) if documents is None or documents[b, j] == documents[b, i]
             ]
             heads = []
             for h, query in enumerate(heads_of_queries[i]):
-                q = torch.cat((query[:nope], turn(query[nope:], place, model)))
+                q = torch.cat((query[:nope], turn(query[nope:], position, model)))
                 score = torch.stack([keys[j][h] for j in seen]) @ q * scale
                 share = score.exp() / score.exp().sum()
                 heads.append(share @ torch.stack([contents[j][h] for j in seen]))

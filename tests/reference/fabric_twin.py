@@ -14,13 +14,13 @@ from orchestrator.plan.document import Cluster
 def groups_by_pairs(coords: list[dict[str, int]], varying: tuple[str, ...]) -> set[frozenset[int]]:
     """Ranks belong together when they agree on every axis that does not vary."""
     result = set()
-    for mine in coords:
-        same = [
+    for own_coord in coords:
+        members = [
             r
             for r, c in enumerate(coords)
-            if all(c[a] == mine[a] for a in mine if a not in varying)
+            if all(c[a] == own_coord[a] for a in own_coord if a not in varying)
         ]
-        result.add(frozenset(same))
+        result.add(frozenset(members))
     return result
 
 
@@ -57,33 +57,33 @@ def seconds_per_byte(
         n = len(group)
         for i, rank in enumerate(group):
             if pattern == "exchange":
-                peers = [(other, 1 / (n - 1)) for other in group if other != rank]
+                peers = [(member, 1 / (n - 1)) for member in group if member != rank]
             elif i + 1 < n or wrap:
                 peers = [(group[(i + 1) % n], 1.0)]
             else:
                 peers = []
-            here = rank // gpus
+            node = rank // gpus
             outside = 0.0
             inside = 0.0
-            for peer, part in peers:
-                tier = meet(cluster, here, peer // gpus)
+            for peer, share in peers:
+                tier = meet(cluster, node, peer // gpus)
                 worst = max(worst, tier)
                 if tier == 0:
-                    inside += part
+                    inside += share
                     continue
                 for below in range(tier):
-                    load[below, block_of(cluster, below, here)] += part
+                    load[below, block_of(cluster, below, node)] += share
                 lanes = 1
                 if pattern == "ring":
-                    home = block_of(cluster, 0, here)
-                    lanes = sum(block_of(cluster, 0, other // gpus) == home for other in group)
-                outside += part / (rate[tier] * own_nic * lanes)
-            near = [part for peer, part in peers if meet(cluster, here, peer // gpus) == 0]
+                    home = block_of(cluster, 0, node)
+                    lanes = sum(block_of(cluster, 0, member // gpus) == home for member in group)
+                outside += share / (rate[tier] * own_nic * lanes)
+            near = [share for peer, share in peers if meet(cluster, node, peer // gpus) == 0]
             if (
                 cluster.direct_nvlink is True and near
             ):  # a third of the links to each of three others
-                home = block_of(cluster, 0, here)
-                there = sum(block_of(cluster, 0, other // gpus) == home for other in group)
+                home = block_of(cluster, 0, node)
+                there = sum(block_of(cluster, 0, member // gpus) == home for member in group)
                 inside = max(near) * (gpus - 1) / (there - 1 if pattern == "ring" else 1)
             nvlink = max(nvlink, inside / rate[0])
             slowest = max(slowest, outside)

@@ -44,6 +44,6 @@ def loss(w, model, state, batch, drop, terms):
                 apart = numbers is not None and numbers[b, i] != numbers[b, i + k]
                 target = int(batch.targets[b, i + k])
                 if not apart and target != -100:
-                    one = scores[b, i].exp().sum().log() - scores[b, i, target]
-                    total = total + model.mtp.weight * one / model.mtp.depth
+                    token_loss = scores[b, i].exp().sum().log() - scores[b, i, target]
+                    total = total + model.mtp.weight * token_loss / model.mtp.depth
     return total

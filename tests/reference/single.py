@@ -33,7 +33,7 @@ def train(
     the global order."""
     optim = plan.job.optim
     size = plan.parallel.global_batch_samples
-    made = [initial_weights(plan, dtype)]  # by each update so far
+    weight_history = [initial_weights(plan, dtype)]  # by each update so far
     late = 1 if offload_of(plan.job.train).delayed else 0  # updates that a step's weights lack
     twin = adamw.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
     outcomes = []
@@ -41,7 +41,7 @@ def train(
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
         leaves = {
             name: weight.clone().requires_grad_()
-            for name, weight in made[max(0, step - 1 - late)].items()
+            for name, weight in weight_history[max(0, step - 1 - late)].items()
         }
         terms = {}
         drop = batch.serial, plan.job.train.seed
@@ -61,12 +61,16 @@ def train(
         )
         if plan.model.mtp:
             terms["mtp"] = prediction.loss(leaves, plan.model, state, batch, drop, terms) / valid
-        found = torch.autograd.grad(sum(terms.values(), loss), list(leaves.values()))
-        grads = dict(zip(leaves, found, strict=True))
+        gradients = torch.autograd.grad(sum(terms.values(), loss), list(leaves.values()))
+        grads = dict(zip(leaves, gradients, strict=True))
         clipped = adamw.clipped(grads, plan.job.train.clip_grad_norm)
-        made.append(twin.step(made[-1], clipped, learning_rate(step, optim, plan.job.train.steps)))
+        weight_history.append(
+            twin.step(weight_history[-1], clipped, learning_rate(step, optim, plan.job.train.steps))
+        )
         values = {name: value.item() for name, value in terms.items()}
         outcomes.append(
-            Outcome(loss.item(), adamw.norm(grads), grads, made[max(0, step - late)], values)
+            Outcome(
+                loss.item(), adamw.norm(grads), grads, weight_history[max(0, step - late)], values
+            )
         )
     return outcomes

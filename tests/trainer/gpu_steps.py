@@ -61,7 +61,9 @@ def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
     apply_settings(plan)
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
     many = samples_of_step(plan.parallel, engine.mesh.coord, 0)
-    batches = [micro_batch(plan, one, plan.job.data.isolate_documents).pinned() for one in many]
+    batches = [
+        micro_batch(plan, indices, plan.job.data.isolate_documents).pinned() for indices in many
+    ]
 
     def step() -> None:
         _, norm = engine.gradients([batch.to(device) for batch in batches], TOKENS)
@@ -70,14 +72,14 @@ def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
     for _ in range(count - 1):
         step()
     engine.counter.close()
-    with fakegpu.recording() as found:
+    with fakegpu.recording() as recording:
         step()
-    kernels = [note for note in found.notes if note.kind == "K"]
+    kernels = [note for note in recording.notes if note.kind == "K"]
     return {
-        "waits": [" at ".join(wait) for wait in found.waits],
+        "waits": [" at ".join(wait) for wait in recording.waits],
         "kernels": len(kernels),
         "streams": len({note.stream for note in kernels}),
-        "sent": sum(sent_bytes(note) for note in found.notes if note.kind == "N"),
+        "sent": sum(sent_bytes(note) for note in recording.notes if note.kind == "N"),
         "counted": sum(engine.counter.bytes.values()),
     }
 
@@ -150,9 +152,9 @@ def _loop(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
     assert set(codes) == {0}, workers.log(codes.index(max(codes)))
     answers = []
     for rank in range(plan.parallel.world_size):
-        found = json.loads((folder / f"recorded-{rank}.json").read_text())
-        found["steps"] = [structs.asdict(step) for step in workers.steps(rank)]
-        answers.append(found)
+        record = json.loads((folder / f"recorded-{rank}.json").read_text())
+        record["steps"] = [structs.asdict(step) for step in workers.steps(rank)]
+        answers.append(record)
     return answers
 
 
@@ -175,8 +177,8 @@ def _recorded(agree: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ahead(notes: list[fakegpu.Note]) -> list[int]:
-    """For each event that the host waits for: kernels enqueued since it was recorded."""
-    found = []
+    """The kernels that were enqueued between each event that the host waits for and its wait."""
+    enqueued = []
     kernels = 0
     at = dict[int, int]()
     for note in notes:
@@ -184,8 +186,8 @@ def _ahead(notes: list[fakegpu.Note]) -> list[int]:
         if note.kind == "R":
             at[note.event] = kernels
         elif note.kind == "S":
-            found.append(kernels - at.get(note.event, kernels))
-    return found
+            enqueued.append(kernels - at.get(note.event, kernels))
+    return enqueued
 
 
 def background_copy() -> dict[str, Any]:
@@ -193,18 +195,18 @@ def background_copy() -> dict[str, Any]:
     plan = gpu_plan({})
     device = torch.device("cuda", 0)
     engine = Engine(plan, Mesh.alone(plan), device, recipe(plan.job.train))
-    one = torch.ones((), dtype=torch.float64, device=device)
-    engine.update(one, LR)
+    norm = torch.ones((), dtype=torch.float64, device=device)
+    engine.update(norm, LR)
     snapshots = Snapshots()
     pieces = list(engine.state_pieces(to_write=True))
     snapshots.take(pieces)
-    with fakegpu.recording() as found:
+    with fakegpu.recording() as recording:
         snapshots.take(pieces)
         engine.optimizer.copied = snapshots.copied
-        engine.update(one, LR)
+        engine.update(norm, LR)
     with fakegpu.recording() as read:
         snapshots.wait()
-    notes = found.notes
+    notes = recording.notes
     copies = [note for note in notes if note.kind == "C"]
     (ends,) = {
         note.event for note in notes if note.kind == "R" and note.stream == copies[-1].stream
@@ -223,7 +225,7 @@ def background_copy() -> dict[str, Any]:
             note.stream for note in notes if note.kind == "K"
         ),
         "order": [kind for kind, _ in itertools.groupby(order)],
-        "waits": found.waits,
+        "waits": recording.waits,
         "reader": [name for name, _ in read.waits],
         "locked": all(note.b == 1 for note in copies),
     }
@@ -234,13 +236,16 @@ def packed_attention() -> dict[str, Any]:
     allocation."""
     lengths = ((700, 900, 448), (2000, 48))
     numbers = torch.stack(
-        [torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in lengths]
+        [
+            torch.repeat_interleave(torch.arange(len(row_lengths)), torch.tensor(row_lengths))
+            for row_lengths in lengths
+        ]
     )
     device = torch.device("cuda", 0)
     documents = Documents.of(numbers).each(lambda x: x.pin_memory().to(device, non_blocking=True))
     kernels = dict[str, list[str]]()
     waits = list[Any]()
-    most = 0
+    largest_bytes = 0
     q, k, v = (
         torch.zeros(2, 2048, heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
         for heads in (8, 2, 2)
@@ -259,18 +264,20 @@ def packed_attention() -> dict[str, Any]:
             rows[1].shape[:3],
             torch.float32,
         )
-        parts = block.backward(*rows, out, lse, 0.125, False, sight)
-        assert [part.shape for part in parts] == [x.shape for x in rows[1:]]
+        gradients = block.backward(*rows, out, lse, 0.125, False, sight)
+        assert [gradient.shape for gradient in gradients] == [x.shape for x in rows[1:]]
 
     for name, run in {"alone": alone, "blocks": blocks}.items():
-        with fakegpu.recording() as found:
+        with fakegpu.recording() as recording:
             run()
-        kernels[name] = found.names("K")
-        waits += found.waits
-        most = max([most, *(note.bytes for note in found.notes if note.kind == "M")])
+        kernels[name] = recording.names("K")
+        waits += recording.waits
+        largest_bytes = max(
+            [largest_bytes, *(note.bytes for note in recording.notes if note.kind == "M")]
+        )
     return {
         "kernels": kernels,
         "waits": waits,
-        "most_bytes": most,
+        "most_bytes": largest_bytes,
         "mask_bytes": 2 * 2048 * 2048 * 8,
     }

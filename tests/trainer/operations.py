@@ -18,7 +18,7 @@ class Order(DispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        space, name = (part.strip("_") for part in str(op).split(".")[:2])
+        space, name = (label.strip("_") for label in str(op).split(".")[:2])
         if name in ("mm", "addmm"):
             self.seen.append(name)
         elif space == "c10d":
@@ -46,14 +46,14 @@ class Kernels(DispatchMode):
         out = op(*args, **kwargs)
         name = op._schema.name.rpartition("::")[2]
         if not (op.is_view or name in FREE or self.muted):
-            given = [one for one in _flat(args[name in WRITES :])]
-            given += [
-                one
+            inputs = [tensor for tensor in _flat(args[name in WRITES :])]
+            inputs += [
+                tensor
                 for key, value in kwargs.items()
                 if key not in ("out", "grad_input")
-                for one in _flat([value])
+                for tensor in _flat([value])
             ]
-            self.note(name, given, _flat([out]))
+            self.note(name, inputs, _flat([out]))
         return out
 
     def note(self, name, read, written):
@@ -63,13 +63,13 @@ class Kernels(DispatchMode):
 
 def _flat(values):
     """The tensors in nested lists."""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _flat(value)
-    return found
+            tensors += _flat(value)
+    return tensors
 
 
 def size(tensor):
@@ -84,6 +84,6 @@ class LargestTensor(DispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(one.numel() for one in _flat([found]))])
-        return found
+        output = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(tensor.numel() for tensor in _flat([output]))])
+        return output

@@ -1,4 +1,4 @@
-"""Which cases of a long list `make test` runs: few in which every pair of settings of the list
+"""The cases of a long list that `make test` runs: few in which every pair of settings of the list
 still meets.
 
 A fault of a layout comes from one setting or from two that meet; three at once find hardly more.
@@ -31,15 +31,17 @@ def covering(cases: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
     pairs first."""
     met = {name: _pairs(settings(case)) for name, case in cases.items()}
     cost = {name: _cost(case) for name, case in cases.items()}
-    left = set[Pair]().union(*met.values())
+    unmet = set[Pair]().union(*met.values())
     chosen: list[Any] = []
-    while left:
-        best = max(met, key=lambda name: len(met[name] & left) / cost[name])
+    while unmet:
+        best = max(met, key=lambda name: len(met[name] & unmet) / cost[name])
         chosen.append(best)
-        left -= met[best]
+        unmet -= met[best]
     for name in sorted(chosen, key=lambda name: -cost[name]):
-        others = set[Pair]().union(*(met[other] for other in chosen if other != name))
-        if met[name] <= others:
+        met_elsewhere = set[Pair]().union(
+            *(met[chosen_name] for chosen_name in chosen if chosen_name != name)
+        )
+        if met[name] <= met_elsewhere:
             chosen.remove(name)
     return set(chosen)
 
@@ -55,18 +57,18 @@ def launches(
     """
     if chosen is None:
         chosen = covering(cases)
-    found: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    cases_by_launch: dict[tuple, dict[str, Mapping[str, Any]]] = {}
     for key, case in cases.items():
         *group, name = key
         full = key not in chosen
-        found.setdefault((*group, world(case), full), {})[name] = case
+        cases_by_launch.setdefault((*group, world(case), full), {})[name] = case
     return [
         pytest.param(
-            found[launch],
+            cases_by_launch[launch],
             id="-".join(map(str, launch[:-1])) + "-full" * launch[-1],
             marks=[pytest.mark.full] * launch[-1],
         )
-        for launch in sorted(found)
+        for launch in sorted(cases_by_launch)
     ]
 
 
@@ -102,28 +104,28 @@ def _fields_of_model(model: Struct | dict[str, Any]) -> dict[str, Any]:
 
 def _settings_of_model(fields: Mapping[str, Any]) -> list[Setting]:
     """Fields that differ from the tests' default model."""
-    found = []
+    model_settings = []
     for name, value in fields.items():
         if isinstance(value, Struct):
-            found.append((f"model.{name}", "given"))
-            found += [(f"model.{name}.{option}", "given") for option in _options_of(value)]
+            model_settings.append((f"model.{name}", "given"))
+            model_settings += [(f"model.{name}.{option}", "given") for option in _options_of(value)]
         elif value != _PLAIN[name] and name not in _NOT_COUNTED:
-            found.append((f"model.{name}", str(value)))
-    return found
+            model_settings.append((f"model.{name}", str(value)))
+    return model_settings
 
 
-def _options_of(part: Struct) -> list[str]:
-    """Of experts, latent attention or predictions: what is not as it is where nothing is said.
-    Sizes always are."""
+def _options_of(section: Struct) -> list[str]:
+    """The options of experts, latent attention or predictions that differ from their defaults.
+    Sizes have no defaults."""
     return [
         field.name
-        for field in structs.fields(part)
-        if not field.required and _is_given(part, field)
+        for field in structs.fields(section)
+        if not field.required and _is_given(section, field)
     ]
 
 
-def _is_given(part: Struct, field: structs.FieldInfo) -> bool:
-    return bool(getattr(part, field.name) != field.default)
+def _is_given(section: Struct, field: structs.FieldInfo) -> bool:
+    return bool(getattr(section, field.name) != field.default)
 
 
 def _kind_of_count(micro_batches: int, pp: int) -> str:
@@ -134,9 +136,9 @@ def _kind_of_count(micro_batches: int, pp: int) -> str:
     return "not a multiple of stages" if micro_batches % pp else "a multiple of stages"
 
 
-def _pairs(found: frozenset[Setting]) -> set[Pair]:
-    return {frozenset([setting]) for setting in found} | {
-        frozenset(pair) for pair in combinations(found, 2)
+def _pairs(case_settings: frozenset[Setting]) -> set[Pair]:
+    return {frozenset([setting]) for setting in case_settings} | {
+        frozenset(pair) for pair in combinations(case_settings, 2)
     }
 
 

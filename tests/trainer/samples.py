@@ -25,7 +25,7 @@ MQA = {"kv_heads": 1}
 
 def small(**changes) -> Model:
     """Two layers; vocabulary 257, which no tp > 1 divides."""
-    return tiny_model(**{"layers": 2, **changes})
+    return tiny_model(**({"layers": 2} | changes))
 
 
 def batch(
@@ -78,7 +78,8 @@ class NoGroups:
 
 
 def engine_of(plan: Plan, rank: int, use: Recipe | None = None) -> Engine:
-    """Of a rank that `run_ranks` has started; `use`: a precision other than the plan's."""
+    """The engine of a rank that `run_ranks` has started; `use`: a precision other than the
+    plan's."""
     return Engine(
         plan, Mesh.from_plan(plan, rank), torch.device("cpu"), use or recipe(plan.job.train)
     )

@@ -73,16 +73,16 @@ def saved_and_resumed(
 
     def resume(rank: int) -> None:
         engine = engine_of(second, rank, FP64)
-        found = checkpoints(folder, 1, rank, second).resume(
+        manifest = checkpoints(folder, 1, rank, second).resume(
             lambda: list(engine.state_pieces(to_write=False))
         )
-        engine.resumed(found.step, found.scalars)
+        engine.resumed(manifest.step, manifest.scalars)
         _, norm = engine.gradients(*step_batches(second, engine.mesh.coord, 4))
         engine.update(norm, learning_rate(2, second.job.optim, second.job.train.steps))
         engine.buckets.wait_params()
         for info, param in engine.buckets.full_params():
-            wanted = expected[1].weights[info.name][info.global_slices]
-            torch.testing.assert_close(info.valid(param), wanted, rtol=rtol, atol=atol)
+            expected_weights = expected[1].weights[info.name][info.global_slices]
+            torch.testing.assert_close(info.valid(param), expected_weights, rtol=rtol, atol=atol)
 
     run_ranks(save, first.parallel.world_size)
     run_ranks(resume, second.parallel.world_size)
@@ -97,7 +97,7 @@ def flip_bit(file: Path) -> None:
 
 
 def no_room(*args: object, **options: object) -> None:
-    """In the place of a function that writes."""
+    """Stands in the place of a function that writes."""
     raise OSError(28, "No space left on device")
 
 
@@ -116,8 +116,8 @@ def state(seed: int, dtype: torch.dtype = torch.float32) -> list[StatePiece]:
     ]
 
 
-def equal(left: list[StatePiece], right: list[StatePiece]) -> bool:
-    return all(torch.equal(a.data, b.data) for a, b in zip(left, right, strict=True))
+def equal(pieces: list[StatePiece], expected: list[StatePiece]) -> bool:
+    return all(torch.equal(a.data, b.data) for a, b in zip(pieces, expected, strict=True))
 
 
 def saved(folder: Path, *steps: int, keep_last: int = 9) -> Checkpoints:

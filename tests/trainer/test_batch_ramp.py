@@ -23,12 +23,12 @@ from trainer.verify.samples import micro_batch, step_batches
 def sizes(plan, steps: int) -> list[int]:
     par = plan.parallel
     consumed = 0
-    found = []
+    batch_sizes = []
     for _ in range(steps):
         many = micro_batches_at(par, plan.job.train.batch_ramp, consumed)
-        found.append(many * par.micro_batch_size * par.dp)
-        consumed += found[-1]
-    return found
+        batch_sizes.append(many * par.micro_batch_size * par.dp)
+        consumed += batch_sizes[-1]
+    return batch_sizes
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.data())
@@ -45,13 +45,13 @@ def test_steps_grow_to_the_full_batch_in_whole_micro_batches(dp, size, many, dat
         batch_ramp=BatchRamp(start_samples=start, over_samples=over),
     )
     check_supported(plan)
-    found = sizes(plan, 4 * over // unit + 2)
-    assert found[0] == start // unit * unit or start == full
-    assert found == sorted(found) and found[-1] == full
-    assert all(number % unit == 0 and unit <= number <= full for number in found)
-    for index in range(len(found)):
-        linear = start + (full - start) * sum(found[:index]) / over
-        assert sum(found[:index]) >= over or linear - unit < found[index] <= linear
+    batch_sizes = sizes(plan, 4 * over // unit + 2)
+    assert batch_sizes[0] == start // unit * unit or start == full
+    assert batch_sizes == sorted(batch_sizes) and batch_sizes[-1] == full
+    assert all(number % unit == 0 and unit <= number <= full for number in batch_sizes)
+    for index in range(len(batch_sizes)):
+        linear = start + (full - start) * sum(batch_sizes[:index]) / over
+        assert sum(batch_sizes[:index]) >= over or linear - unit < batch_sizes[index] <= linear
 
 
 def test_without_a_ramp_every_step_is_full():
@@ -137,13 +137,13 @@ def test_a_ramp_in_tokens_on_the_command_line_is_one_in_samples_in_the_plan():
     from orchestrator.config.compose import load
     from tests.planner.configs import build_plan
 
-    words = [
+    overrides = [
         "train.batch_ramp={start_tokens: 2048, over_tokens: 40960}",
         "train.seq_len=256",
         "parallel=tp4_dp2",
     ]
     plan = build_plan(
-        load([*words, "train.global_batch_samples=32", "parallel.micro_batch_size=2"])
+        load([*overrides, "train.global_batch_samples=32", "parallel.micro_batch_size=2"])
     )
     assert plan.job.train.batch_ramp == BatchRamp(start_samples=8, over_samples=160)
     check_supported(plan)

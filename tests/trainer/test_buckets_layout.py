@@ -90,10 +90,10 @@ def test_what_is_whole_lies_in_one_shard_and_shards_are_balanced(sizes, shards, 
         loads = []
         end = 0
         for index in range(shards):
-            parts = bucket.param_ranges(index, shards)
-            assert all((start, stop) == (0, slot.numel) for slot, start, stop in parts)
-            held += [slot.index for slot, _, _ in parts]
-            loads.append(sum(slot.numel for slot, _, _ in parts))
+            ranges = bucket.param_ranges(index, shards)
+            assert all((start, stop) == (0, slot.numel) for slot, start, stop in ranges)
+            held += [slot.index for slot, _, _ in ranges]
+            loads.append(sum(slot.numel for slot, _, _ in ranges))
         for slot in bucket.slots:
             assert slot.start % ALIGN == 0 and slot.start >= end
             end = slot.stop

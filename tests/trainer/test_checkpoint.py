@@ -121,15 +121,15 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
     assert [int(piece.data.sum()) for piece in live] == [8, 8, 4, 0]
 
 
-def cut(shape: tuple[int, ...], *ways: tuple[int, int], ranges: int = 1) -> list[StatePiece]:
+def cut(shape: tuple[int, ...], *divisions: tuple[int, int], ranges: int = 1) -> list[StatePiece]:
     """All ranks' pieces of a parameter cut along (dimension, parts) each, and each part into flat
     ranges, as ZeRO does; their elements are numbered, padding is -1."""
     full = torch.arange(1.0, prod(shape) + 1).view(shape)
     pieces = []
-    for place in itertools.product(*(range(parts) for _, parts in ways)):
+    for coord in itertools.product(*(range(count) for _, count in divisions)):
         shards = [
-            even_shard(dim, shape[dim], at, parts)
-            for (dim, parts), at in zip(ways, place, strict=True)
+            even_shard(dim, shape[dim], at, count)
+            for (dim, count), at in zip(divisions, coord, strict=True)
         ]
         info = ParamInfo("experts.weight", shape, True, tuple(shards))
         local = torch.where(info.take(full) == 0, -1.0, info.take(full)).view(-1)
@@ -159,11 +159,11 @@ def test_a_parameter_cut_along_several_dimensions_is_read_in_any_other_layout(tm
     for number, (written, ranges) in enumerate(itertools.product(SEVERAL[shape], (1, 3))):
         folder = tmp_path / str(number)
         opened(folder).save(cut(shape, *written, ranges=ranges), step=1, samples=0)
-        for wanted, more in itertools.product(SEVERAL[shape], (1, 5)):
-            expected = cut(shape, *wanted, ranges=more)
+        for divisions, range_count in itertools.product(SEVERAL[shape], (1, 5)):
+            expected = cut(shape, *divisions, ranges=range_count)
             live = [replace(piece, data=torch.full_like(piece.data, -1.0)) for piece in expected]
             assert checkpoints(folder, 1).resume(lambda live=live: live).step == 1
-            assert equal(live, expected), (written, ranges, wanted, more)
+            assert equal(live, expected), (written, ranges, divisions, range_count)
 
 
 def test_a_block_that_nobody_wrote_is_named(tmp_path):
@@ -174,15 +174,18 @@ def test_a_block_that_nobody_wrote_is_named(tmp_path):
 
 def test_a_manifest_of_one_cut_dimension_reads_as_it_always_did():
     raw = b'{"key":"k","name":"n","kind":"master","dim":1,"start":2,"stop":4,"offset":5,"count":6}'
-    part = msgspec.json.decode(raw, type=Slice)
-    assert part.block_range == BlockRange(((1, 2, 4),), 5, 6) and msgspec.json.encode(part) == raw
+    decoded = msgspec.json.decode(raw, type=Slice)
+    assert (
+        decoded.block_range == BlockRange(((1, 2, 4),), 5, 6)
+        and msgspec.json.encode(decoded) == raw
+    )
 
 
 @pytest.mark.parametrize(
-    ("wrong", "found"),
+    ("wrong", "problem"),
     [("dropped", "nobody holds 0 to 1056"), ("twice", "more than one hold 1 to 1056")],
 )
-def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, found):
+def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, problem):
     """A shard that nobody writes, or a replica that two ranks write: Megatron-LM saved such files
     (its PR 5077)."""
     embed = state(1)[0]
@@ -196,7 +199,7 @@ def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, 
         else [*halves, StatePiece("master", embed.info, 1, embed.data[1:1057])]
     )
     manager = opened(tmp_path)
-    with pytest.raises(SaveError, match=f"master of embed.weight: {found}"):
+    with pytest.raises(SaveError, match=f"master of embed.weight: {problem}"):
         manager.save(pieces, step=1, samples=0)
     assert committed(tmp_path) == [] and not list(tmp_path.glob(".tmp-*"))
 

@@ -38,10 +38,10 @@ FILES = (str(Path(trainer.checkpoint.__file__).parent), trainer.durable.__file__
 
 
 def save_beside(manager: Checkpoints) -> None:
-    """As the training loop does it: start, and follow at the boundaries until it is done."""
+    """Saves as the training loop does: starts, and follows at the boundaries until it is done."""
     manager.start(state(NEW), NEW, 10 * NEW)
-    beside = manager._background
-    while future := beside._writing or beside._committing:
+    background = manager._background
+    while future := background._writing or background._committing:
         future.exception()  # waits; a loop over `vote` would be most of the lines that are counted
         manager.advance(1)
 
@@ -107,10 +107,10 @@ def lines(action: Callable[[], None], at: int = -1) -> int:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [30, pytest.param(110, marks=pytest.mark.full)])
-@pytest.mark.parametrize("way", WAYS)
-def test_sigkill_at_many_moments_of_a_save(tmp_path, way, moments):
+@pytest.mark.parametrize("mode", WAYS)
+def test_sigkill_at_many_moments_of_a_save(tmp_path, mode, moments):
     manager = ready(tmp_path / "first")
-    total = lines(lambda: WAYS[way](manager))
+    total = lines(lambda: WAYS[mode](manager))
     assert total > 110 and loads(tmp_path / "first") == NEW
     steps = []
     for number in range(moments):
@@ -120,7 +120,7 @@ def test_sigkill_at_many_moments_of_a_save(tmp_path, way, moments):
         pid = os.fork()
         if pid == 0:
             try:
-                lines(lambda: WAYS[way](manager), at)  # noqa: B023  called before the loop goes on
+                lines(lambda: WAYS[mode](manager), at)  # noqa: B023  called before the loop goes on
             finally:
                 os._exit(0)  # threads interleave: a line may come that the count had not
         os.waitpid(pid, 0)
@@ -152,7 +152,7 @@ class Disk:
         number = path.stat().st_ino
         if path.is_dir():
             self.names[number] = {
-                one.name: (one.stat().st_ino, one.is_dir()) for one in path.iterdir()
+                entry.name: (entry.stat().st_ino, entry.is_dir()) for entry in path.iterdir()
             }
         else:
             self.files[number] = path.read_bytes()
@@ -191,13 +191,13 @@ def lay_out(tree: dict[str, bytes], folder: Path) -> None:
             (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_power_cut_at_any_moment_of_a_save(tmp_path, monkeypatch, way):
+@pytest.mark.parametrize("mode", WAYS)
+def test_a_power_cut_at_any_moment_of_a_save(tmp_path, monkeypatch, mode):
     """The older save stays until the newer one's every byte and name is on the disk."""
     manager = ready(tmp_path / "run")
     with monkeypatch.context() as patched:
         disk = Disk(tmp_path / "run", patched)
-        WAYS[way](manager)
+        WAYS[mode](manager)
     steps = []
     for number, tree in enumerate(disk.cuts):
         lay_out(tree, tmp_path / f"cut-{number}")
@@ -245,18 +245,18 @@ class Failing:
 def errors() -> list:
     """Every two of way, error number and whether it stays meet; all three together with `make
     verify`."""
-    made = []
-    for (at, way), (kind, number), stays in product(
+    params = []
+    for (at, mode), (kind, number), stays in product(
         enumerate(WAYS), enumerate((errno.ENOSPC, errno.EIO, errno.EROFS)), (False, True)
     ):
-        name = f"{way}-{errno.errorcode[number]}-{'from then on' if stays else 'once'}"
+        name = f"{mode}-{errno.errorcode[number]}-{'from then on' if stays else 'once'}"
         marks = [pytest.mark.full] if (at + kind + stays) % 2 else []
-        made.append(pytest.param(way, number, stays, id=name, marks=marks))
-    return made
+        params.append(pytest.param(mode, number, stays, id=name, marks=marks))
+    return params
 
 
-@pytest.mark.parametrize(("way", "number", "stays"), errors())
-def test_an_error_of_the_disk_at_any_moment_of_a_save(tmp_path, way, number, stays):
+@pytest.mark.parametrize(("mode", "number", "stays"), errors())
+def test_an_error_of_the_disk_at_any_moment_of_a_save(tmp_path, mode, number, stays):
     """The save fails in one line or succeeds; training could go on; either way what is there
     loads."""
 
@@ -266,22 +266,22 @@ def test_an_error_of_the_disk_at_any_moment_of_a_save(tmp_path, way, number, sta
         with pytest.MonkeyPatch.context() as patched:
             failing = Failing(patched, number, at, stays)
             try:
-                WAYS[way](manager)
+                WAYS[mode](manager)
             except SaveError as error:
                 return failing.count, str(error)
-        said = manager.reporter.named("checkpoint_failed")
-        return failing.count, said[0].fields["error"] if said else ""
+        events = manager.reporter.named("checkpoint_failed")
+        return failing.count, events[0].fields["error"] if events else ""
 
-    total, said = attempt(tmp_path / "whole", -1)
-    assert total > 15 and not said
+    total, problem = attempt(tmp_path / "whole", -1)
+    assert total > 15 and not problem
     failures = 0
     for at in range(total):
         folder = tmp_path / str(at)
-        _, said = attempt(folder, at)
-        failures += bool(said)
-        assert not said or (os.strerror(number) in said and "\n" not in said)
+        _, problem = attempt(folder, at)
+        failures += bool(problem)
+        assert not problem or (os.strerror(number) in problem and "\n" not in problem)
         step = loads(folder)
-        assert step == NEW or said, "a save that was not made was reported"
+        assert step == NEW or problem, "a save that was not made was reported"
     assert failures > total // 3
 
 
@@ -352,9 +352,9 @@ def on_a_small_file_system(folder: Path) -> int:
     ):
         return 77
     manager = ready(folder / "run", keep_last=2)
-    for way in (save_beside, save_now):
+    for save in (save_beside, save_now):
         with contextlib.suppress(SaveError):
-            way(manager)
+            save(manager)
             assert (
                 "No space left on device"
                 in manager.reporter.named("checkpoint_failed")[0].fields["error"]
@@ -391,7 +391,7 @@ def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
 
 
 def halves(rank: int, seed: int) -> list[StatePiece]:
-    """Of two ranks' flat shares of `state(seed)`."""
+    """The flat share of `state(seed)` that one of two ranks holds."""
     cut = [(piece, piece.data.numel() // 2) for piece in state(seed)]
     return [
         StatePiece(piece.kind, piece.info, rank * half, piece.data[rank * half : (rank + 1) * half])

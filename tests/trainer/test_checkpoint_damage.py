@@ -21,12 +21,12 @@ from trainer.parallel.params import whole
 
 def damage_manifest_digit(step: Path) -> None:
     """One digit: a manifest that decodes, and says something else."""
-    text = (step / MANIFEST).read_text()
-    (step / MANIFEST).write_text(text.replace('"samples": ', '"samples": 9'))
+    manifest_text = (step / MANIFEST).read_text()
+    (step / MANIFEST).write_text(manifest_text.replace('"samples": ', '"samples": 9'))
 
 
 def damage_manifest_path(step: Path) -> None:
-    """By somebody who can make the hash right too."""
+    """Names a file outside, as somebody does who can make the hash right too."""
     manifest = decode((step / MANIFEST).read_bytes())
     files = [msgspec.structs.replace(manifest.files[0], file="../../secret")]
     (step / MANIFEST).write_bytes(encode(msgspec.structs.replace(manifest, files=files)))
@@ -138,14 +138,14 @@ def test_every_single_bit_of_a_small_file_matters(tmp_path, name):
 
 def test_a_checkpoint_of_another_model_or_precision_is_refused(tmp_path):
     saved(tmp_path, 1)
-    other = [StatePiece("master", whole("norm.weight", (16,)), 0, torch.zeros(16))]
+    foreign_pieces = [StatePiece("master", whole("norm.weight", (16,)), 0, torch.zeros(16))]
     with pytest.raises(
         CheckpointError, match=r"norm.weight with shape \(8,\), the plan's model has \(16,\)"
     ):
-        checkpoints(tmp_path, 1).resume(lambda: other)
-    other = [StatePiece("master", whole("layers.9.norm.weight", (8,)), 0, torch.zeros(8))]
+        checkpoints(tmp_path, 1).resume(lambda: foreign_pieces)
+    foreign_pieces = [StatePiece("master", whole("layers.9.norm.weight", (8,)), 0, torch.zeros(8))]
     with pytest.raises(CheckpointError, match=r"has no parameter layers.9.norm.weight"):
-        checkpoints(tmp_path, 1).resume(lambda: other)
+        checkpoints(tmp_path, 1).resume(lambda: foreign_pieces)
     with pytest.raises(
         CheckpointError, match="holds master state as F32, this plan trains with F64"
     ):

@@ -24,16 +24,16 @@ from trainer.precision import DTYPES
 from trainer.verify.ranks import run_ranks
 
 
-def exported(capsys, *words: object) -> dict:
-    assert main([str(word) for word in words]) == Exit.DONE
+def exported(capsys, *arguments: object) -> dict:
+    assert main([str(argument) for argument in arguments]) == Exit.DONE
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, *words: object) -> tuple[int, str]:
-    code = main([str(word) for word in words])
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1
-    return code, text
+def refused(capsys, *arguments: object) -> tuple[int, str]:
+    code = main([str(argument) for argument in arguments])
+    error_text = capsys.readouterr().err
+    assert error_text.count("\n") == 1
+    return code, error_text
 
 
 def save_some(rank: int, plan: object, folder: object) -> None:
@@ -47,26 +47,29 @@ def save_some(rank: int, plan: object, folder: object) -> None:
 def test_the_file_holds_the_whole_weights_to_the_bit(tmp_path, capsys):
     plan = make_plan(tp=2, pp=2, dp=2, zero=1, bucket_bytes=1 << 12)
     run_ranks(save_some, 8, plan, tmp_path / "run")
-    found = exported(capsys, tmp_path / "run", tmp_path / "out")
-    tensors = load_file(found["file"])
-    whole = {
+    report = exported(capsys, tmp_path / "run", tmp_path / "out")
+    tensors = load_file(report["file"])
+    weights = {
         name: tensor
         for (kind, name), tensor in assemble(tmp_path / "run" / step_name(3)).items()
         if kind == "master"
     }
-    assert tensors.keys() == whole.keys() and len(tensors) == found["tensors"]
-    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
-    assert found["parameters"] == plan.model.parameters and (found["step"], found["samples"]) == (
+    assert tensors.keys() == weights.keys() and len(tensors) == report["tensors"]
+    assert all(torch.equal(tensors[name], weights[name]) for name in weights)
+    assert report["parameters"] == plan.model.parameters and (
+        report["step"],
+        report["samples"],
+    ) == (
         3,
         12,
     )
-    assert found["sha256"] == sha256(tmp_path / "out" / "model.safetensors")
-    with safe_open(found["file"], framework="pt") as file:
+    assert report["sha256"] == sha256(tmp_path / "out" / "model.safetensors")
+    with safe_open(report["file"], framework="pt") as file:
         assert file.metadata()["step"] == "3" and "tp2" in file.metadata()["trained_on"]
     half = load_file(
         exported(capsys, tmp_path / "run", tmp_path / "half", "--dtype", "bf16")["file"]
     )
-    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
+    assert all(torch.equal(half[name], weights[name].bfloat16()) for name in weights)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
@@ -80,28 +83,30 @@ def test_a_run_of_any_precision_is_exported_as_it_is_saved_or_narrower(tmp_path,
     run_ranks(save_some, 4, plan, tmp_path / "run")
     saved_as = "fp64" if precision == "fp64" else "fp32"
     state = assemble(tmp_path / "run" / step_name(3))
-    whole = {name: tensor for (kind, name), tensor in state.items() if kind == "master"}
-    assert {tensor.dtype for tensor in whole.values()} == {DTYPES[saved_as]}
-    for asked in (None, "fp64", "fp32", "bf16", "fp16"):
-        words = ["--dtype", asked] if asked else []
-        found = exported(capsys, tmp_path / "run", tmp_path / str(asked), *words)
-        assert found["dtype"] == (asked or saved_as)
-        tensors = load_file(found["file"])
-        wanted = DTYPES[asked or saved_as]
-        assert tensors.keys() == whole.keys()
-        assert all(torch.equal(tensors[name], whole[name].to(wanted)) for name in whole)
+    weights = {name: tensor for (kind, name), tensor in state.items() if kind == "master"}
+    assert {tensor.dtype for tensor in weights.values()} == {DTYPES[saved_as]}
+    for dtype_name in (None, "fp64", "fp32", "bf16", "fp16"):
+        options = ["--dtype", dtype_name] if dtype_name else []
+        report = exported(capsys, tmp_path / "run", tmp_path / str(dtype_name), *options)
+        assert report["dtype"] == (dtype_name or saved_as)
+        tensors = load_file(report["file"])
+        expected_dtype = DTYPES[dtype_name or saved_as]
+        assert tensors.keys() == weights.keys()
+        assert all(torch.equal(tensors[name], weights[name].to(expected_dtype)) for name in weights)
 
 
 def test_the_newest_good_one_or_the_one_that_was_asked_for(tmp_path, capsys):
     saved(tmp_path / "run", 1, 2, 3)
     os.truncate(tmp_path / "run" / step_name(3) / rank_file(0), 100)
-    found = exported(capsys, tmp_path / "run", tmp_path / "newest")
-    assert found["step"] == 2 and found["rejected"][0].startswith(
+    report = exported(capsys, tmp_path / "run", tmp_path / "newest")
+    assert report["step"] == 2 and report["rejected"][0].startswith(
         "step-00000003: rank-00000.safetensors has 100 bytes"
     )
     assert exported(capsys, tmp_path / "run", tmp_path / "first", "--step", 1)["step"] == 1
-    code, text = refused(capsys, tmp_path / "run", tmp_path / "third", "--step", 3)
-    assert code == Exit.CONFIG and "step-00000003: rank-00000.safetensors has 100 bytes" in text
+    code, error_text = refused(capsys, tmp_path / "run", tmp_path / "third", "--step", 3)
+    assert (
+        code == Exit.CONFIG and "step-00000003: rank-00000.safetensors has 100 bytes" in error_text
+    )
     assert not (tmp_path / "third").exists()
     assert (tmp_path / "run" / step_name(3)).is_dir(), "export only reads"
     assert load_file(tmp_path / "first" / "model.safetensors").keys() == shapes().keys()
@@ -115,15 +120,15 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
     )
     saved(tmp_path / "run", 1)
     exported(capsys, tmp_path / "run", tmp_path / "out")
-    code, text = refused(capsys, tmp_path / "run", tmp_path / "out")
-    assert code == Exit.USER and "model.safetensors exists" in text
+    code, error_text = refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert code == Exit.USER and "model.safetensors exists" in error_text
     (tmp_path / "file").touch()
-    code, text = refused(capsys, tmp_path / "run", tmp_path / "file")
-    assert code == Exit.USER and ("File exists" in text or "Not a directory" in text)
-    code, text = refused(capsys, tmp_path / "run", tmp_path / "other", "--step", 9)
+    code, error_text = refused(capsys, tmp_path / "run", tmp_path / "file")
+    assert code == Exit.USER and ("File exists" in error_text or "Not a directory" in error_text)
+    code, error_text = refused(capsys, tmp_path / "run", tmp_path / "other", "--step", 9)
     assert (
         code == Exit.CONFIG
-        and "manifest.json: No such file" in text
+        and "manifest.json: No such file" in error_text
         and not (tmp_path / "other").exists()
     )
 
@@ -136,8 +141,8 @@ def test_orch_export_finds_the_run_and_says_what_it_wrote(tmp_path, capsys, monk
     (run / "plan.json").write_bytes(to_json(make_plan()))
     (run / "request.json").write_text("{}")
     assert orch(["export", "mine", "--out", str(tmp_path / "out"), "--json"]) == Exit.DONE
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 7 and found["file"] == str(tmp_path / "out" / "model.safetensors")
+    report = json.loads(capsys.readouterr().out)
+    assert report["step"] == 7 and report["file"] == str(tmp_path / "out" / "model.safetensors")
     assert (
         orch(["export", "mine", "--out", str(tmp_path / "again"), "--dtype", "fp16"]) == Exit.DONE
     )

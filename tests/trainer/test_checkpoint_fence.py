@@ -83,7 +83,7 @@ def test_of_two_epochs_that_both_live_one_writes(tmp_path):
     From then on nothing of the older one appears, and it ends with 77."""
     for trial in range(100):
         folder = tmp_path / str(trial)
-        wanted = 1 + trial % 3
+        least_step = 1 + trial % 3
         old = saved(folder, 1)
         pid = os.fork()
         if pid == 0:
@@ -98,7 +98,7 @@ def test_of_two_epochs_that_both_live_one_writes(tmp_path):
             finally:
                 os._exit(code)
         deadline = time.monotonic() + 60
-        while committed(folder)[0][0] < wanted and time.monotonic() < deadline:
+        while committed(folder)[0][0] < least_step and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(trial % 7 * 0.001)  # somewhere inside the next save
         fence.acquire(folder, fence.Fence("run", 1))
@@ -107,7 +107,7 @@ def test_of_two_epochs_that_both_live_one_writes(tmp_path):
         after = committed(folder)  # an old save that it was already removing may be gone
         assert after[0] == before[0] and set(after) <= set(before)
         live, manager, manifest = resume(folder)
-        assert equal(live, state(manifest.step)) and manifest.step == before[0][0] >= wanted
+        assert equal(live, state(manifest.step)) and manifest.step == before[0][0] >= least_step
         assert not manager.reporter.named("checkpoint_rejected")
         shutil.rmtree(folder)
 
@@ -182,6 +182,6 @@ def test_pruning_keeps_the_newest_and_the_protected(tmp_path_factory, steps, kee
     for step in steps:
         (folder / step_name(step)).mkdir()
     prune(folder, keep_last, protected)
-    left = {step for step, _ in committed(folder)}
+    remaining_steps = {step for step, _ in committed(folder)}
     newest = sorted(steps, reverse=True)[: max(keep_last, 1)]
-    assert left == set(newest) | ({protected} & steps)
+    assert remaining_steps == set(newest) | ({protected} & steps)

@@ -1,4 +1,4 @@
-"""Where slices meet, against sets of element numbers."""
+"""The overlaps of slices are compared with sets of element numbers."""
 
 import itertools
 from math import prod
@@ -29,28 +29,28 @@ def pairs(draw):
     return shape, draw(parts(shape)), draw(parts(shape))
 
 
-def elements(part: BlockRange, shape: tuple[int, ...]) -> list[int]:
+def elements(block: BlockRange, shape: tuple[int, ...]) -> list[int]:
     """The numbers of a part's elements in the global parameter, in the part's order."""
     everything = torch.arange(prod(shape)).view(shape)
-    for dim, start, stop in part.cuts:
+    for dim, start, stop in block.cuts:
         everything = everything.narrow(dim, start, stop - start)
-    return everything.reshape(-1)[part.offset : part.offset + part.length].tolist()
+    return everything.reshape(-1)[block.offset : block.offset + block.length].tolist()
 
 
 @given(pairs())
 @settings(max_examples=400, deadline=None)
 def test_what_two_slices_share_is_found_once_and_in_its_place(case):
-    shape, left, right = case
-    ours = elements(left, shape)
-    theirs = elements(right, shape)
-    found = []
-    for one in overlaps(left, right, shape):
-        for row in range(one.rows):
-            for column in range(one.columns):
-                number = ours[one.left_offset + row * one.left_step + column]
-                assert number == theirs[one.right_offset + row * one.right_step + column]
-                found.append(number)
-    assert sorted(found) == sorted(set(ours) & set(theirs))
+    shape, first, second = case
+    ours = elements(first, shape)
+    theirs = elements(second, shape)
+    shared = []
+    for overlap in overlaps(first, second, shape):
+        for row in range(overlap.rows):
+            for column in range(overlap.columns):
+                number = ours[overlap.left_offset + row * overlap.left_step + column]
+                assert number == theirs[overlap.right_offset + row * overlap.right_step + column]
+                shared.append(number)
+    assert sorted(shared) == sorted(set(ours) & set(theirs))
 
 
 @st.composite
@@ -81,12 +81,12 @@ def _cuts(draw, size: int) -> list[int]:
 @given(tilings(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_tiling_is_accepted_and_any_part_lost_doubled_or_moved_is_not(case, data):
-    shape, whole = case
-    assert tiling_problem(whole, shape) is None
-    index = data.draw(st.integers(0, len(whole) - 1))
-    one = whole[index]
-    rest = whole[:index] + whole[index + 1 :]
+    shape, tiling = case
+    assert tiling_problem(tiling, shape) is None
+    index = data.draw(st.integers(0, len(tiling) - 1))
+    block = tiling[index]
+    rest = tiling[:index] + tiling[index + 1 :]
     assert tiling_problem(rest, shape) is not None
-    assert tiling_problem([*whole, one], shape) is not None
-    assert tiling_problem([*rest, one._replace(offset=one.offset + 1)], shape) is not None
-    assert tiling_problem([*rest, one._replace(length=one.length + 1)], shape) is not None
+    assert tiling_problem([*tiling, block], shape) is not None
+    assert tiling_problem([*rest, block._replace(offset=block.offset + 1)], shape) is not None
+    assert tiling_problem([*rest, block._replace(length=block.length + 1)], shape) is not None

@@ -77,7 +77,9 @@ CASES: dict[str, dict] = {
 def advance(engine: Engine, plan: Plan, step: int) -> None:
     size = plan.parallel.global_batch_samples
     indices = samples_of_step(plan.parallel, engine.mesh.coord, (step - 1) * size)
-    _, norm = engine.gradients([single.micro_batch(plan, one) for one in indices], valid_tokens=100)
+    _, norm = engine.gradients(
+        [single.micro_batch(plan, samples) for samples in indices], valid_tokens=100
+    )
     engine.update(norm, lr=1e-2)
 
 
@@ -91,29 +93,29 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
     return result
 
 
-def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> list[str]:
+def save_resume_compare(rank: int, plan: Plan, resuming_plan: Plan, folder: Path) -> list[str]:
     """Names of what differs after: step, save, step; against: resume into other weights, step."""
-    whole = engine_of(plan, rank)
-    advance(whole, plan, 1)
+    engine = engine_of(plan, rank)
+    advance(engine, plan, 1)
     opened(folder, 0, rank, plan).save(
-        list(whole.state_pieces(to_write=True)), step=1, samples=plan.parallel.global_batch_samples
+        list(engine.state_pieces(to_write=True)), step=1, samples=plan.parallel.global_batch_samples
     )
-    saved = state(whole)
-    advance(whole, plan, 2)
+    saved = state(engine)
+    advance(engine, plan, 2)
 
-    resumed = engine_of(other, rank)
+    resumed = engine_of(resuming_plan, rank)
     fresh = state(resumed)
-    found = checkpoints(folder, 1, rank, plan).resume(
+    manifest = checkpoints(folder, 1, rank, plan).resume(
         lambda: list(resumed.state_pieces(to_write=False))
     )
-    resumed.resumed(found.step)
+    resumed.resumed(manifest.step)
     loaded = state(resumed)
     assert any(not torch.equal(fresh[key], loaded[key]) for key in fresh), (
         "the other seed starts elsewhere"
     )
     advance(resumed, plan, 2)
     after = state(resumed)
-    expected = state(whole)
+    expected = state(engine)
     return [
         *(f"loaded {key}" for key in saved if not torch.equal(saved[key], loaded[key])),
         *(f"next step {key}" for key in expected if not torch.equal(expected[key], after[key])),
@@ -125,12 +127,14 @@ def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> lis
 def test_state_survives_its_files_to_the_bit(tmp_path, case):
     plan = make_plan(**CASES[case])
     train = msgspec.structs.replace(plan.job.train, seed=99)
-    other = seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, train=train)))
-    assert run_ranks(save_resume_compare, plan.parallel.world_size, plan, other, tmp_path) == [
-        [] for _ in plan.ranks
-    ]
+    other_seed_plan = seal(
+        msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, train=train))
+    )
+    assert run_ranks(
+        save_resume_compare, plan.parallel.world_size, plan, other_seed_plan, tmp_path
+    ) == [[] for _ in plan.ranks]
     manifest = decode((tmp_path / step_name(1) / MANIFEST).read_bytes())
-    stored = sum(part.count for _, part in manifest.slices())
+    stored = sum(record.count for _, record in manifest.slices())
     assert stored == 3 * plan.model.parameters, "master and two moments of every parameter, once"
 
 
@@ -146,18 +150,18 @@ def test_another_precision_starts_from_the_same_master_weights(tmp_path, saved, 
     opened(tmp_path, plan=make_plan()).save(
         list(first.state_pieces(to_write=True)), 1, 2, first.scalars()
     )
-    found = checkpoints(tmp_path, 1, plan=make_plan()).resume(
+    manifest = checkpoints(tmp_path, 1, plan=make_plan()).resume(
         lambda: list(second.state_pieces(to_write=False))
     )
-    second.resumed(found.step, found.scalars)
+    second.resumed(manifest.step, manifest.scalars)
     pieces = zip(
         first.state_pieces(to_write=False), second.state_pieces(to_write=False), strict=True
     )
-    assert all(torch.equal(one.data, other.data) for one, other in pieces)
+    assert all(torch.equal(piece.data, resumed_piece.data) for piece, resumed_piece in pieces)
     master = {
-        one.info.name: one.data
-        for one in second.state_pieces(to_write=False)
-        if one.kind == "master"
+        piece.info.name: piece.data
+        for piece in second.state_pieces(to_write=False)
+        if piece.kind == "master"
     }
     for name, param, _ in second.part.parameters():
         assert torch.equal(param.detach().view(-1), master[name].to(param.dtype))

@@ -57,15 +57,8 @@ LAYOUTS: dict[str, dict] = {
 
 def plan_of(name: str, seed: int = 1234) -> Plan:
     layout = LAYOUTS[name]
-    return make_plan(
-        **{
-            "steps": STEPS,
-            "model": MODEL,
-            "seed": seed,
-            "micro_batches": BATCH // layout.get("dp", 1),
-            **layout,
-        }
-    )
+    options = {"model": MODEL, "micro_batches": BATCH // layout.get("dp", 1)} | layout
+    return make_plan(steps=STEPS, seed=seed, **options)
 
 
 class Trained:
@@ -93,11 +86,11 @@ class Trained:
         )
 
     def resume(self, folder: Path, epoch: int) -> None:
-        found = checkpoints(folder, epoch, self.rank, self.plan).resume(
+        manifest = checkpoints(folder, epoch, self.rank, self.plan).resume(
             lambda: list(self.engine.state_pieces(to_write=False))
         )
-        assert (found.step, found.samples) == (SAVED, SAVED * BATCH)
-        self.engine.resumed(found.step, found.scalars)
+        assert (manifest.step, manifest.samples) == (SAVED, SAVED * BATCH)
+        self.engine.resumed(manifest.step, manifest.scalars)
 
 
 def run_to_save(rank: int, plan: Plan, folder: Path) -> None:
@@ -109,7 +102,7 @@ def run_to_save(rank: int, plan: Plan, folder: Path) -> None:
 
 class Save(NamedTuple):
     folder: Path
-    whole: dict[tuple[str, str], torch.Tensor]  # what is in it, by the naive twin
+    tensors: dict[tuple[str, str], torch.Tensor]  # what is in it, by the naive twin
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +127,13 @@ def as_stored(piece: StatePiece, save: Save) -> bool:
     stored = piece.unpadded()
     if stored is None:
         return True
-    whole = save.whole[stored.kind, stored.info.name][stored.info.global_slices].reshape(-1)
-    return torch.equal(stored.data, whole[stored.offset : stored.offset + stored.data.numel()])
+    expected = save.tensors[stored.kind, stored.info.name][stored.info.global_slices].reshape(-1)
+    return torch.equal(stored.data, expected[stored.offset : stored.offset + stored.data.numel()])
 
 
 def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, again: Path) -> dict:
-    """Into one engine of this layout, one after the other: what differs from the files, and what
-    losses follow."""
+    """Resumes all saves into one engine of this layout, one after the other: what differs from the
+    files, and what losses follow."""
     run = Trained(plan, rank)
     wrong = []
     losses = {}
@@ -148,7 +141,9 @@ def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, agai
         run.resume(save.folder, epoch=number + 1)
         pieces = list(run.engine.state_pieces(to_write=False))
         wrong += [
-            f"{one.kind} {one.info.name} of {name}" for one in pieces if not as_stored(one, save)
+            f"{piece.kind} {piece.info.name} of {name}"
+            for piece in pieces
+            if not as_stored(piece, save)
         ]
         if at == 1:
             run.save(again)
@@ -157,16 +152,20 @@ def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, agai
     return {"wrong": wrong, "losses": losses}
 
 
-@pytest.mark.parametrize("others", [4, pytest.param(len(LAYOUTS), marks=pytest.mark.full)])
-def test_each_layout_resumes_what_any_has_saved(others, saves, undisturbed, tmp_path):
+@pytest.mark.parametrize("save_count", [4, pytest.param(len(LAYOUTS), marks=pytest.mark.full)])
+def test_each_layout_resumes_what_any_has_saved(save_count, saves, undisturbed, tmp_path):
     """All in one test: else each worker of pytest would make all the saves. Four others: of every
     layout, by four."""
     for number, name in enumerate(
-        LAYOUTS, start=others * len(LAYOUTS)
+        LAYOUTS, start=save_count * len(LAYOUTS)
     ):  # the number is its epoch, which only grows
-        names = [list(saves)[(number + 5 * step) % len(saves)] for step in range(others)]
+        names = [list(saves)[(number + 5 * step) % len(saves)] for step in range(save_count)]
         resumes_all(
-            name, number, {one: saves[one] for one in names}, undisturbed, tmp_path / str(number)
+            name,
+            number,
+            {source: saves[source] for source in names},
+            undisturbed,
+            tmp_path / str(number),
         )
 
 
@@ -182,13 +181,13 @@ def resumes_all(
     assert len(results[0]["losses"]) == len(saves) // 4
     for source in results[0]["losses"]:
         losses = next(
-            found
-            for found in (result["losses"][source] for result in results)
-            if found[0] is not None
+            step_losses
+            for step_losses in (result["losses"][source] for result in results)
+            if step_losses[0] is not None
         )
         assert losses == pytest.approx(undisturbed[SAVED:], rel=1e-10), (
             f"saved by {source}, resumed as {name}"
         )
-    there = list(saves.values())[1].whole
+    there = list(saves.values())[1].tensors
     back = assemble(again / step_name(SAVED))
     assert there.keys() == back.keys() and all(torch.equal(there[key], back[key]) for key in there)

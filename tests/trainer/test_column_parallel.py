@@ -21,11 +21,11 @@ HIDDEN = 8
 
 def matrices(rank: int) -> list[Linear]:
     torch.manual_seed(rank)
-    made = [Linear(HIDDEN, 4, bias=True).double(), Linear(HIDDEN, 3).double()]
-    for linear in made:
+    linears = [Linear(HIDDEN, 4, bias=True).double(), Linear(HIDDEN, 3).double()]
+    for linear in linears:
         for param in linear.parameters():
             torch.nn.init.normal_(param)
-    return made
+    return linears
 
 
 def backward(read, x: torch.Tensor, linears: list[Linear]) -> dict:
@@ -53,14 +53,17 @@ def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(sp, kee
         ours = backward(OverlappedColumnLinears(group, counter, sp, keep), x, linears)
         return {"plain": plain, "ours": ours}
 
-    for found in run_ranks(work, 2):
-        for ours, plain in zip(found["ours"]["tensors"], found["plain"]["tensors"], strict=True):
+    for rank_answer in run_ranks(work, 2):
+        for ours, plain in zip(
+            rank_answer["ours"]["tensors"], rank_answer["plain"]["tensors"], strict=True
+        ):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
         gather = ["c10d.broadcast"] * 2 if sp and not keep else []
         reduction = ["c10d.alltoall_base" if sp else "c10d.allreduce"]
         # the input is on its way while its gradient is computed, that is on its way while the
         # weights' are
-        assert found["ours"]["order"] == [*gather, "mm", "addmm", *reduction, "mm", "mm"]
-        assert found["plain"]["order"].index(reduction[0]) == len(found["plain"]["order"]) - 1, (
-            "behind everything"
-        )
+        assert rank_answer["ours"]["order"] == [*gather, "mm", "addmm", *reduction, "mm", "mm"]
+        assert (
+            rank_answer["plain"]["order"].index(reduction[0])
+            == len(rank_answer["plain"]["order"]) - 1
+        ), "behind everything"

@@ -25,7 +25,7 @@ def test_the_plans_own_seats_agree():
 
 
 @pytest.mark.parametrize(
-    ("rank", "changes", "words"),
+    ("rank", "changes", "fragments"),
     [
         (3, {"node": "node0"}, ["rank 3", "'node0'", "rank 1's place", "'node1'"]),
         (3, {"node": "elsewhere"}, ["rank 3", "'elsewhere'", "no rank's place", "'node1'"]),
@@ -44,12 +44,12 @@ def test_the_plans_own_seats_agree():
         (1, {"rank": 2}, ["rank 1", "calls itself rank 2"]),
     ],
 )
-def test_each_contradiction_is_named(rank, changes, words):
+def test_each_contradiction_is_named(rank, changes, fragments):
     table = seats()
     table[rank] = msgspec.structs.replace(table[rank], **changes)
     problem = find_mismatch(PLAN, table)
     assert problem is not None and "\n" not in problem
-    assert [word for word in words if word not in problem] == []
+    assert [fragment for fragment in fragments if fragment not in problem] == []
 
 
 @given(st.permutations(range(4)))
@@ -70,7 +70,7 @@ def test_a_rank_that_cannot_join_says_so_alone():
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({}, None),
         ({1: {"node": "node1"}}, "rank 1 runs on 'node1'"),
@@ -82,7 +82,7 @@ def test_a_rank_that_cannot_join_says_so_alone():
         ({2: {"node": "nöde\n$(x)"}}, "rank 2 runs on 'nöde\\n$(x)'"),
     ],
 )
-def test_all_ranks_reach_the_same_verdict(changes, words):
+def test_all_ranks_reach_the_same_verdict(changes, message):
     def worker(rank: int) -> list:
         try:
             check_peers(PLAN, worker_env(PLAN, rank, **changes.get(rank, {})))
@@ -92,18 +92,18 @@ def test_all_ranks_reach_the_same_verdict(changes, words):
 
     answers = run_ranks(worker, 4)
     assert all(answer == answers[0] for answer in answers)
-    if words is None:
+    if message is None:
         assert answers[0] == [None, 0]
     else:
-        assert words in answers[0][0] and answers[0][1] == Exit.CONFIG
+        assert message in answers[0][0] and answers[0][1] == Exit.CONFIG
 
 
 @pytest.mark.process
 def test_one_rank_with_another_plan_file_is_found_by_all():
-    other = make_plan(tp=2, dp=2, nodes=2, steps=99)
+    edited = make_plan(tp=2, dp=2, nodes=2, steps=99)
 
     def worker(rank: int) -> str:
-        plan = other if rank == 3 else PLAN
+        plan = edited if rank == 3 else PLAN
         try:
             check_peers(plan, worker_env(plan, rank))
         except PlanMismatch as error:
@@ -111,6 +111,6 @@ def test_one_rank_with_another_plan_file_is_found_by_all():
         return ""
 
     expected = (
-        f"rank 3 on 'node1' has plan {other.hash[:12]}, rank 0 on 'node0' has {PLAN.hash[:12]}"
+        f"rank 3 on 'node1' has plan {edited.hash[:12]}, rank 0 on 'node0' has {PLAN.hash[:12]}"
     )
     assert run_ranks(worker, 4) == [expected] * 4

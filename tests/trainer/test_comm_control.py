@@ -18,16 +18,18 @@ from trainer.verify.ranks import run_ranks
 def test_every_rank_reaches_rank_0_through_leaders(world, node, fan_out):
     levels = [levels_of(rank, world, node, fan_out) for rank in range(world)]
     groups: dict[str, list[int]] = {}
-    for rank, mine in enumerate(levels):
-        assert all(at.index == 0 for at in mine[:-1]), "a rank leads all its groups but the last"
-        assert not mine or mine[-1].covers(world) or mine[-1].index > 0
-        assert [at.stride for at in mine] == sorted({at.stride for at in mine})
-        for at in mine:
+    for rank, own_levels in enumerate(levels):
+        assert all(at.index == 0 for at in own_levels[:-1]), (
+            "a rank leads all its groups but the last"
+        )
+        assert not own_levels or own_levels[-1].covers(world) or own_levels[-1].index > 0
+        assert [at.stride for at in own_levels] == sorted({at.stride for at in own_levels})
+        for at in own_levels:
             assert at.first + at.index * at.stride == rank
             assert at.size <= max(node, fan_out)
             groups.setdefault(at.name, []).append(rank)
-    for mine in levels:
-        for at in mine:
+    for own_levels in levels:
+        for at in own_levels:
             assert len(groups[at.name]) == at.size, "all members know of the group"
     for rank in range(1, world):
         assert [at.index > 0 for at in levels[rank]].count(True) == 1 or levels[rank][-1].covers(
@@ -38,9 +40,11 @@ def test_every_rank_reaches_rank_0_through_leaders(world, node, fan_out):
 def test_a_large_world_has_few_groups_and_levels():
     """Connections a rank and hops, at 16,384 ranks."""
     levels = [levels_of(rank, 16384, 8) for rank in range(16384)]
-    assert max(sum(at.size - 1 for at in mine) for mine in levels) <= 7 + 3 * (FAN_OUT - 1)
+    assert max(sum(at.size - 1 for at in own_levels) for own_levels in levels) <= 7 + 3 * (
+        FAN_OUT - 1
+    )
     assert max(map(len, levels)) == 4
-    assert sum(at.index == 0 for mine in levels for at in mine) == 2048 + 128 + 8 + 1
+    assert sum(at.index == 0 for own_levels in levels for at in own_levels) == 2048 + 128 + 8 + 1
 
 
 def join(rank, world, home, node, fan_out):
@@ -55,10 +59,10 @@ def test_messages_over_a_tree(tmp_path, world, node, fan_out):
     """Uneven lengths, empty ones, any source, incomplete groups; and as one group of all."""
 
     def work(rank):
-        found = []
+        answers = []
         for control in (join(rank, world, tmp_path, node, fan_out), WORLD):
             texts = [f"{rank}" * rank for rank in range(world)]
-            found.append(
+            answers.append(
                 {
                     "size": control.world_size,
                     "sum": control.sum_ints([rank, 2**40 + rank, -1]),
@@ -74,11 +78,11 @@ def test_messages_over_a_tree(tmp_path, world, node, fan_out):
                 }
             )
             control.barrier()
-        return found
+        return answers
 
     for rank, (tree, flat) in enumerate(run_ranks(work, world)):
         assert tree == flat
-        texts = [f"{other}" * other for other in range(world)]
+        texts = [f"{source}" * source for source in range(world)]
         assert tree["size"] == world
         assert tree["sum"] == [sum(range(world)), world * 2**40 + sum(range(world)), -world]
         assert tree["most"] == -1.0

@@ -23,33 +23,33 @@ def test_collectives_equal_gloos_own_at_any_size_and_in_place(world):
         counter = CommCounter()
         checked = 0
         for dtype in (torch.float32, torch.float64):
-            whole = [torch.randn(world * size, dtype=dtype) for size in sizes for _ in range(3)]
-            wanted = []
-            for one in whole:
-                total = one.clone()
+            buffers = [torch.randn(world * size, dtype=dtype) for size in sizes for _ in range(3)]
+            expected_shards = []
+            for buffer in buffers:
+                total = buffer.clone()
                 dist.all_reduce(total)
-                wanted.append(total.chunk(world)[rank])
+                expected_shards.append(total.chunk(world)[rank])
             shards = [
-                one.chunk(world)[rank] for one in whole
+                buffer.chunk(world)[rank] for buffer in buffers
             ]  # the result may lie in the buffer itself
             started = [
-                start_reduce_scatter(one, group, "a", counter, out=out)
-                for one, out in zip(whole, shards, strict=True)
+                start_reduce_scatter(buffer, group, "a", counter, out=out)
+                for buffer, out in zip(buffers, shards, strict=True)
             ]
-            for handle, want in zip(started, wanted, strict=True):
+            for handle, want in zip(started, expected_shards, strict=True):
                 assert torch.allclose(handle.wait(), want, atol=1e-5)
             started = [
-                start_all_gather(out, group, "b", counter, out=one)
-                for one, out in zip(whole, shards, strict=True)
+                start_all_gather(out, group, "b", counter, out=buffer)
+                for buffer, out in zip(buffers, shards, strict=True)
             ]
             for handle, shard in zip(started, shards, strict=True):
-                own = torch.empty_like(handle.wait())
-                dist.all_gather_into_tensor(own, shard.clone())
-                assert torch.equal(handle.wait(), own)
+                gathered = torch.empty_like(handle.wait())
+                dist.all_gather_into_tensor(gathered, shard.clone())
+                assert torch.equal(handle.wait(), gathered)
                 checked += 1
-        ones = torch.ones(world, 1000, 1, dtype=torch.bfloat16) * (1 + rank / 128)
-        summed = start_reduce_scatter(ones, group, "c", counter).wait()
-        exact = sum(1 + other / 128 for other in range(world))
+        addends = torch.ones(world, 1000, 1, dtype=torch.bfloat16) * (1 + rank / 128)
+        summed = start_reduce_scatter(addends, group, "c", counter).wait()
+        exact = sum(1 + peer / 128 for peer in range(world))
         assert torch.equal(summed, torch.full_like(summed, exact)), "bf16 pieces are added in fp32"
         return checked
 

@@ -23,14 +23,14 @@ def splits(plan, monkeypatch):
     """Each rank's calls: (members of the parent, the split's name, its ranks)."""
     calls = {}
     for rank in range(plan.parallel.world_size):
-        mine = calls[rank] = []
+        rank_calls = calls[rank] = []
 
-        def split_group(parent, ranks, name, timeout, urgent, mine=mine, rank=rank):
+        def split_group(parent, ranks, name, timeout, urgent, rank_calls=rank_calls, rank=rank):
             inside = tuple(range(plan.parallel.world_size)) if parent is None else parent
             assert rank in inside and set(ranks) <= set(inside), (
                 "a group is split from one that holds it"
             )
-            mine.append((inside, name, tuple(ranks)))
+            rank_calls.append((inside, name, tuple(ranks)))
             return tuple(ranks) if rank in ranks else None
 
         monkeypatch.setattr(mesh, "split_group", split_group)
@@ -42,17 +42,21 @@ def splits(plan, monkeypatch):
 def test_all_members_of_a_parent_split_it_together(degrees, monkeypatch):
     plan = make_plan(**degrees, model=small(kv_heads=2, layers=4, tied_embeddings=True))
     calls = splits(plan, monkeypatch)
-    for rank, mine in calls.items():
-        for inside, name, ranks in mine:
-            for other in inside:
-                same = [(one, theirs) for at, one, theirs in calls[other] if at == inside]
-                here = [(one, theirs) for at, one, theirs in mine if at == inside]
-                assert [one for one, _ in same] == [one for one, _ in here], (
-                    "in one order, by each of its members"
-                )
+    for rank, rank_calls in calls.items():
+        for inside, name, ranks in rank_calls:
+            for member in inside:
+                member_splits = [
+                    (split_name, theirs) for at, split_name, theirs in calls[member] if at == inside
+                ]
+                rank_splits = [
+                    (split_name, theirs) for at, split_name, theirs in rank_calls if at == inside
+                ]
+                assert [split_name for split_name, _ in member_splits] == [
+                    split_name for split_name, _ in rank_splits
+                ], "in one order, by each of its members"
             if rank in ranks:
-                assert all((inside, name, ranks) in calls[other] for other in ranks)
-        assert len(mine) <= len({name for _, name, _ in mine}), "no group is made twice"
+                assert all((inside, name, ranks) in calls[member] for member in ranks)
+        assert len(rank_calls) <= len({name for _, name, _ in rank_calls}), "no group is made twice"
 
 
 def test_only_groups_that_the_plan_uses_are_made(monkeypatch):

@@ -78,12 +78,15 @@ BOTH = [(case, "aot_eager") for case in CASES] + [(case, "inductor") for case in
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [pytest.param(*one, marks=[pytest.mark.full] if one in FULL else []) for one in BOTH],
+    [
+        pytest.param(*variant, marks=[pytest.mark.full] if variant in FULL else [])
+        for variant in BOTH
+    ],
 )
 def test_compiled_blocks_equal_one_process(case, backend):
     import torch._dynamo  # before the fork: a second a rank otherwise
 
-    plan = parity_plan(torch.float64, **{"model": TWO_LAYERS, "compile": True, **CASES[case]})
+    plan = parity_plan(torch.float64, **({"model": TWO_LAYERS, "compile": True} | CASES[case]))
     args = plan, expected_of(plan, torch.float64), backend
     for rank, worst in enumerate(
         run_ranks(compiled_rank, plan.parallel.world_size, *args, timeout=400.0)
@@ -93,7 +96,9 @@ def test_compiled_blocks_equal_one_process(case, backend):
         # must still leave its note for the split backward: seven a block and micro-batch, one for
         # the head.
         assert worst.pop("notes") == (STEPS * 3 * (7 + rank) if case == "zb_h1" else 0)
-        assert [what for what, error in worst.items() if not error <= LIMIT[torch.float64]] == []
+        assert [
+            quantity for quantity, error in worst.items() if not error <= LIMIT[torch.float64]
+        ] == []
 
 
 def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:
@@ -108,7 +113,7 @@ def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:
         engine.pipeline.action_times.running,
         plan.job.train.compile,
     )
-    found = []
+    measurements = []
     for step in range(3):
         held: dict[str, int] = {}
         with memory.measure(held) if step < 2 else contextlib.nullcontext():
@@ -116,8 +121,8 @@ def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:
             engine.update(norm, 1e-3)
         if held:  # at their own peak: the step's may be in the optimizer, where none is left
             held["activations"] = max(point.held["activations"] for point in memory.points())
-        found.append((held, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
-    return found
+        measurements.append((held, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return measurements
 
 
 def test_measuring_memory_neither_stops_nor_repeats_compilation():
@@ -132,10 +137,14 @@ def test_measuring_memory_neither_stops_nor_repeats_compilation():
         )[0]
         for on in (False, True)
     )
-    each = [graphs for _, graphs in compiled]
-    assert each == [3, 3, 3], "both blocks run one graph, the loss two, measured or not"
+    graph_counts = [graphs for _, graphs in compiled]
+    assert graph_counts == [3, 3, 3], "both blocks run one graph, the loss two, measured or not"
     assert [graphs for _, graphs in plain] == [0, 0, 0]
-    kept = plain[1][0]
-    seen = compiled[1][0]
-    assert seen["params"] == kept["params"]
-    assert 0.7 * kept["activations"] < seen["activations"] < 1.3 * kept["activations"]
+    plain_bytes = plain[1][0]
+    compiled_bytes = compiled[1][0]
+    assert compiled_bytes["params"] == plain_bytes["params"]
+    assert (
+        0.7 * plain_bytes["activations"]
+        < compiled_bytes["activations"]
+        < 1.3 * plain_bytes["activations"]
+    )

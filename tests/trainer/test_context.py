@@ -69,17 +69,17 @@ def core_of(method: str, rank: int, size: int, counter: CommCounter):
 
 def one_rank(rank: int, method: str, size: int, kv_heads: int, packed: bool) -> dict:
     q, k, v, grad, documents = inputs(kv_heads, packed)
-    mine = torch.tensor(positions(method, SEQ, size, rank))
-    local = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
+    own_positions = torch.tensor(positions(method, SEQ, size, rank))
+    local = [t[:, own_positions].clone().requires_grad_() for t in (q, k, v)]
     counter = CommCounter()
-    place = mine.expand(BATCH, -1)
+    batch_positions = own_positions.expand(BATCH, -1)
     mine_of = (
         None
         if documents is None
-        else Documents.of(documents).each(lambda numbers: numbers[:, mine])
+        else Documents.of(documents).each(lambda numbers: numbers[:, own_positions])
     )
-    out = core_of(method, rank, size, counter)(*local, place, mine_of)
-    out.backward(grad[:, mine])
+    out = core_of(method, rank, size, counter)(*local, batch_positions, mine_of)
+    out.backward(grad[:, own_positions])
     return {
         "out": out,
         **dict(zip("qkv", (t.grad for t in local), strict=True)),
@@ -94,10 +94,10 @@ def joined(results: list[dict], key: str, method: str, size: int) -> torch.Tenso
 @pytest.mark.process
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_method_equals_one_rank(size):
-    ways = list(product(METHODS, (4, 2, 1), (False, True)))
+    variants = list(product(METHODS, (4, 2, 1), (False, True)))
     cases = {
         f"{method}, {kv_heads} kv heads, packed {packed}": (method, size, kv_heads, packed)
-        for method, kv_heads, packed in ways
+        for method, kv_heads, packed in variants
     }
     for case, results in run_together(one_rank, size, cases).items():
         with told(case):
@@ -115,8 +115,8 @@ def test_bytes_sent_equal_the_formulas(size):
     piece = BATCH * 2 * SEQ // size * DIM * 8
     hops = 2 * 2 * (size - 1) + 2 * size
     cases = {method: (method, size, 2, False) for method in ("zigzag", "ring", "allgather")}
-    found = run_together(one_rank, size, cases)
-    sent = {method: {result["sent"] for result in results} for method, results in found.items()}
+    answers = run_together(one_rank, size, cases)
+    sent = {method: {result["sent"] for result in results} for method, results in answers.items()}
     assert sent["zigzag"] == sent["ring"] == {hops * piece}
     assert sent["allgather"] == {
         6 * (size - 1) * piece
@@ -133,14 +133,14 @@ def causal_pairs(method: str, length: int, size: int) -> list[int]:
 
 def computed_pairs(rank: int, method: str, size: int, length: int) -> int:
     """(query, key) pairs of the blocks that a rank's core really computes, forward and backward."""
-    found = 0
+    pairs = 0
 
     def counting(original, at: int):
         def count(*args, **options):
-            nonlocal found
+            nonlocal pairs
             (*_, queries, _), (*_, keys, _) = args[at].shape, args[at + 1].shape
             causal = args[4] if at == 0 else options["causal"]
-            found += queries * (queries + 1) // 2 if causal else queries * keys
+            pairs += queries * (queries + 1) // 2 if causal else queries * keys
             return original(*args, **options)
 
         return count
@@ -154,7 +154,7 @@ def computed_pairs(rank: int, method: str, size: int, length: int) -> int:
         torch.randn(1, length // size, 1, 8, generator=make).requires_grad_() for _ in range(3)
     )
     core_of(method, rank, size, CommCounter())(q, k, v, None, None).sum().backward()
-    return found
+    return pairs
 
 
 @pytest.mark.process
@@ -162,9 +162,9 @@ def test_zigzag_ranks_compute_equally_much():
     """Measured on the blocks that are computed: less than 2 % apart, and as many as the formula
     says."""
     for method in ("zigzag", "allgather", "ring"):
-        found = run_ranks(computed_pairs, 4, method, 4, 512)
-        assert found == [2 * pairs for pairs in causal_pairs(method, 512, 4)]
-        assert (max(found) / min(found) < 1.02) == (method != "ring")
+        rank_pairs = run_ranks(computed_pairs, 4, method, 4, 512)
+        assert rank_pairs == [2 * pairs for pairs in causal_pairs(method, 512, 4)]
+        assert (max(rank_pairs) / min(rank_pairs) < 1.02) == (method != "ring")
 
 
 def test_zigzag_balances_causal_work_within_two_percent():
@@ -184,51 +184,51 @@ def test_visible_blocks_are_exactly_the_causal_mask(method, size, half):
     if method == "ulysses":
         return
     order = [positions(method, seq, size, index) for index in range(size)]
-    assert sorted(p for part in order for p in part) == list(range(seq))
+    assert sorted(p for rank_positions in order for p in rank_positions) == list(range(seq))
     for index in range(size):
         for source in range(size):
-            mine = order[index]
+            own_positions = order[index]
             theirs = order[source]
             see = visible(method, 2 * half, index, source)
-            expected = {(i, j) for i in mine for j in theirs if j <= i}
+            expected = {(i, j) for i in own_positions for j in theirs if j <= i}
             if see is None:
                 assert not expected
                 continue
-            rows = mine[see.queries]
+            rows = own_positions[see.queries]
             keys = theirs[see.keys]
-            found = {
+            visible_pairs = {
                 (i, j)
                 for a, i in enumerate(rows)
                 for b, j in enumerate(keys)
                 if not see.causal or b <= a
             }
-            assert found == expected
+            assert visible_pairs == expected
 
 
-def seen_by(way: str, queries: int, keys: int, heads: int) -> block.Sight:
+def seen_by(sight_kind: str, queries: int, keys: int, heads: int) -> block.Sight:
     """Everything, in one of the ways in which a block of two samples is computed."""
-    if way == "segments":
+    if sight_kind == "segments":
         return block.Sight(segments=Segments.of([(queries, keys)] * 2, torch.device("cpu")))
-    if way == "explicit":
+    if sight_kind == "explicit":
         mask = torch.ones(2, queries, keys, dtype=torch.bool)
         return block.Sight(mask, torch.ones(2, heads, queries, keys, dtype=torch.float64))
     return block.Sight()
 
 
-@pytest.mark.parametrize("way", ["fused", "explicit", "segments"])
+@pytest.mark.parametrize("sight_kind", ["fused", "explicit", "segments"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "queries", "keys"), [(8, 2, 4, 40), (6, 3, 3, 50), (8, 1, 2, 64)]
 )
 def test_a_block_computes_with_grouped_heads_and_does_not_repeat_them(
-    way, heads, kv_heads, queries, keys
+    sight_kind, heads, kv_heads, queries, keys
 ):
     make = torch.Generator().manual_seed(5)
     shapes = [(2, heads, queries, DIM), *2 * [(2, kv_heads, keys, DIM)], (2, heads, queries, DIM)]
     q, k, v, grad = (torch.randn(shape, dtype=torch.float64, generator=make) for shape in shapes)
-    sight = seen_by(way, queries, keys, heads)
+    sight = seen_by(sight_kind, queries, keys, heads)
     with LargestTensor() as largest:
         out, lse = block.forward(q, k, v, 0.3, False, sight)
-        found = block.backward(grad, q, k, v, out, lse, 0.3, False, sight)
+        gradients = block.backward(grad, q, k, v, out, lse, 0.3, False, sight)
     repeated = 2 * heads * keys * DIM
     assert largest.elements <= max(2 * kv_heads * keys * DIM, 2 * heads * queries * keys) < repeated
     full = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -238,9 +238,9 @@ def test_a_block_computes_with_grouped_heads_and_does_not_repeat_them(
     expected.backward(grad)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-12)
-    for one, right in zip(found, full, strict=True):
-        assert one.dtype == right.dtype
-        torch.testing.assert_close(one, right.grad, rtol=0, atol=1e-12)
+    for gradient, right in zip(gradients, full, strict=True):
+        assert gradient.dtype == right.dtype
+        torch.testing.assert_close(gradient, right.grad, rtol=0, atol=1e-12)
 
 
 def test_gradients_of_grouped_heads_in_bf16_are_summed_wide():
@@ -251,9 +251,9 @@ def test_gradients_of_grouped_heads_in_bf16_are_summed_wide():
     narrow = block.backward(grad, q, k, v, out, lse, 0.3, True)
     wide = [x.double() for x in (grad, q, k, v)]
     exact = block.backward(*wide, *block.forward(*wide[1:], 0.3, True), 0.3, True)
-    for one, right in zip(narrow, exact, strict=True):
-        assert one.dtype == torch.bfloat16
-        assert (one.double() - right).norm() < 2**-7 * right.norm()
+    for gradient, right in zip(narrow, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - right).norm() < 2**-7 * right.norm()
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused():

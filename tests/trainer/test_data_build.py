@@ -23,7 +23,7 @@ EOD = 256
 
 
 @pytest.fixture
-def text(tmp_path) -> Path:
+def corpus(tmp_path) -> Path:
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_text("hello")
@@ -32,14 +32,14 @@ def text(tmp_path) -> Path:
     return folder
 
 
-def data(text: Path, **changes) -> Data:
+def data(corpus: Path, **changes) -> Data:
     fields = {
         "name": "test",
-        "paths": [str(text)],
+        "paths": [str(corpus)],
         "extensions": [".txt", ".md", ".jsonl"],
         "tokenizer": "bytes",
     }
-    return Data(**fields | {"seed": 1, "cache_dir": str(text.parent / "cache")} | changes)
+    return Data(**fields | {"seed": 1, "cache_dir": str(corpus.parent / "cache")} | changes)
 
 
 class Log(list):
@@ -53,8 +53,8 @@ class Log(list):
         return {phase for phase, _, _ in self}
 
 
-def test_documents_in_order_each_with_its_end(text):
-    store = open_tokens(data(text))
+def test_documents_in_order_each_with_its_end(corpus):
+    store = open_tokens(data(corpus))
     assert store.tokens.tolist() == [*b"hello", EOD, *b"one", EOD, *b"two", EOD]
     assert store.documents.tolist() == [0, 6, 10, 14]
     index = store.index
@@ -62,18 +62,18 @@ def test_documents_in_order_each_with_its_end(text):
     assert store.tokens.dtype == np.dtype("<u2")
 
 
-def test_samples_cover_each_target_once(text):
-    store = open_tokens(data(text))
+def test_samples_cover_each_target_once(corpus):
+    store = open_tokens(data(corpus))
     assert (store.samples(4), store.samples(13), store.samples(14)) == (3, 1, 0)
     windows = [store.window(index, 4).tolist() for index in range(3)]
     assert [token for window in windows for token in window[1:]] == store.tokens[1:13].tolist()
 
 
-def test_a_wide_vocabulary_takes_four_bytes(text):
-    (text / "t.json").write_text(
+def test_a_wide_vocabulary_takes_four_bytes(corpus):
+    (corpus / "t.json").write_text(
         word_level().replace('"id": 7', '"id": 70000').replace(": 7}", ": 70000}")
     )
-    store = open_tokens(data(text, tokenizer=str(text / "t.json")))
+    store = open_tokens(data(corpus, tokenizer=str(corpus / "t.json")))
     assert store.tokens.tolist() == [
         1,
         70000,
@@ -84,68 +84,68 @@ def test_a_wide_vocabulary_takes_four_bytes(text):
     ] and store.tokens.dtype == np.dtype("<u4")
 
 
-def test_second_time_nothing_is_read(text, monkeypatch):
-    first = open_tokens(data(text))
+def test_second_time_nothing_is_read(corpus, monkeypatch):
+    first = open_tokens(data(corpus))
     log = Log()
     monkeypatch.setattr(build, "read_pieces", None)
     monkeypatch.setattr(build, "_content_key", None)
-    assert open_tokens(data(text), log).folder == first.folder and not log
+    assert open_tokens(data(corpus), log).folder == first.folder and not log
 
 
-def test_moved_or_touched_files_are_not_tokenised_again(text):
-    first = open_tokens(data(text))
+def test_moved_or_touched_files_are_not_tokenised_again(corpus):
+    first = open_tokens(data(corpus))
     log = Log()
-    os.utime(text / "a.txt", ns=(1, 1))
-    moved = text.rename(text.parent / "moved")
+    os.utime(corpus / "a.txt", ns=(1, 1))
+    moved = corpus.rename(corpus.parent / "moved")
     assert open_tokens(data(moved), log).folder == first.folder and log.phases == {"hash"}
 
 
 @pytest.mark.parametrize("change", ["content", "tokenizer", "new file", "kind"])
-def test_what_changes_tokens_changes_the_key(text, change):
-    first = open_tokens(data(text))
+def test_what_changes_tokens_changes_the_key(corpus, change):
+    first = open_tokens(data(corpus))
     tokenizer = "bytes"
     if change == "content":
-        (text / "a.txt").write_text("hallo")
+        (corpus / "a.txt").write_text("hallo")
     elif change == "tokenizer":
-        (text.parent / "t.json").write_text(word_level())
-        tokenizer = str(text.parent / "t.json")
+        (corpus.parent / "t.json").write_text(word_level())
+        tokenizer = str(corpus.parent / "t.json")
     elif change == "new file":
-        (text / "d.txt").write_text("more")
+        (corpus / "d.txt").write_text("more")
     else:
-        (text / "b.jsonl").rename(text / "b.txt")
-    second = open_tokens(data(text, tokenizer=tokenizer))
+        (corpus / "b.jsonl").rename(corpus / "b.txt")
+    second = open_tokens(data(corpus, tokenizer=tokenizer))
     assert second.index.key != first.index.key and second.folder != first.folder
 
 
-def test_progress_ends_at_all_bytes(text):
+def test_progress_ends_at_all_bytes(corpus):
     log = Log()
-    open_tokens(data(text), log)
+    open_tokens(data(corpus), log)
     assert log[-1] == ("tokenise", 37, 37) and ("hash", 37, 37) in log
 
 
-def test_a_corpus_that_changes_under_our_hands_is_refused(text):
+def test_a_corpus_that_changes_under_our_hands_is_refused(corpus):
     def meddle(phase: str, *_: int) -> None:
         if phase == "tokenise":
-            (text / "a.txt").write_text("changed")
+            (corpus / "a.txt").write_text("changed")
 
     with pytest.raises(DataError, match="changed while it was being read"):
-        open_tokens(data(text), meddle)
-    assert bytes(open_tokens(data(text)).tokens[:7].astype(np.uint8)) == b"changed"
+        open_tokens(data(corpus), meddle)
+    assert bytes(open_tokens(data(corpus)).tokens[:7].astype(np.uint8)) == b"changed"
 
 
-def test_a_bad_file_leaves_nothing_behind(text):
-    (text / "z.txt").write_bytes(b"\xff")
+def test_a_bad_file_leaves_nothing_behind(corpus):
+    (corpus / "z.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"z.txt is not UTF-8"):
-        open_tokens(data(text))
-    cache = text.parent / "cache"
+        open_tokens(data(corpus))
+    cache = corpus.parent / "cache"
     assert [entry.name for entry in cache.iterdir()] == ["seen"] and not list(
         cache.glob("seen/*.json")
     )
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no file", "bad index", "other format"])
-def test_damaged_token_files_are_refused(text, damage):
-    folder = open_tokens(data(text)).folder
+def test_damaged_token_files_are_refused(corpus, damage):
+    folder = open_tokens(data(corpus)).folder
     if damage == "truncated":
         os.truncate(folder / "tokens.bin", 5)
     elif damage == "no file":
@@ -159,14 +159,14 @@ def test_damaged_token_files_are_refused(text, damage):
     with pytest.raises(
         DataError, match=r"token files in .* are damaged .* delete that folder"
     ) as caught:
-        open_tokens(data(text))
+        open_tokens(data(corpus))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "blocks.bin"])
-def test_a_flipped_bit_is_found_before_anybody_trains_on_it(text, name):
-    (text / "a.txt").write_text("x" * 200_000)  # seven blocks, of which the last is shorter
-    store = open_tokens(data(text))
+def test_a_flipped_bit_is_found_before_anybody_trains_on_it(corpus, name):
+    (corpus / "a.txt").write_text("x" * 200_000)  # seven blocks, of which the last is shorter
+    store = open_tokens(data(corpus))
     windows = [store.window(sample, 16).tobytes() for sample in range(store.samples(16))]
     width = store.tokens.dtype.itemsize
     assert (
@@ -177,62 +177,62 @@ def test_a_flipped_bit_is_found_before_anybody_trains_on_it(text, name):
     flip_bit(file)
     if name == "blocks.bin":
         with pytest.raises(DataError, match=r"are damaged \(blocks.bin does not have the sha256"):
-            open_tokens(data(text))
+            open_tokens(data(corpus))
         return
-    again = open_tokens(data(text))
-    found = []
+    again = open_tokens(data(corpus))
+    damaged_samples = []
     bad = file.stat().st_size * 3 // 4 // BLOCK_BYTES
-    for one in (store, again):  # open before it happened, and after
-        found.clear()
-        for sample in range(one.samples(16)):
+    for token_store in (store, again):  # open before it happened, and after
+        damaged_samples.clear()
+        for sample in range(token_store.samples(16)):
             try:
-                assert one.window(sample, 16).tobytes() == windows[sample]
+                assert token_store.window(sample, 16).tobytes() == windows[sample]
             except DataError as error:
                 assert "tokens.bin has changed since it was written" in str(error)
-                found.append(sample)
+                damaged_samples.append(sample)
         edges = bad * BLOCK_BYTES // width, (bad + 1) * BLOCK_BYTES // width
-        assert found == list(range((edges[0] - 1) // 16, -(-edges[1] // 16)))
+        assert damaged_samples == list(range((edges[0] - 1) // 16, -(-edges[1] // 16)))
     os.truncate(file, 100)
     with pytest.raises(DataError, match="has changed"):
         store.window(0, 16)
 
 
-def test_pipes_and_devices_are_refused_without_a_wait_and_an_empty_text_has_no_sample(text):
-    os.mkfifo(text / "pipe")
-    for odd in (str(text / "pipe"), "/dev/zero"):
+def test_pipes_and_devices_are_refused_without_a_wait_and_an_empty_text_has_no_sample(corpus):
+    os.mkfifo(corpus / "pipe")
+    for odd in (str(corpus / "pipe"), "/dev/zero"):
         with pytest.raises(DataError, match="is neither a file nor a folder"):
-            open_tokens(data(text, paths=[odd]))
+            open_tokens(data(corpus, paths=[odd]))
         with pytest.raises(DataError, match="not a regular file"):
-            open_tokens(data(text, tokenizer=odd))
-    (text / "empty.txt").touch()
-    assert open_tokens(data(text, paths=[str(text / "empty.txt")])).samples(1) == 0
+            open_tokens(data(corpus, tokenizer=odd))
+    (corpus / "empty.txt").touch()
+    assert open_tokens(data(corpus, paths=[str(corpus / "empty.txt")])).samples(1) == 0
 
 
-def test_a_forgotten_cache_folder_is_rebuilt(text):
-    folder = open_tokens(data(text)).folder
+def test_a_forgotten_cache_folder_is_rebuilt(corpus):
+    folder = open_tokens(data(corpus)).folder
     folder.rename(folder.parent / "gone")
-    assert open_tokens(data(text)).index.tokens == 14
+    assert open_tokens(data(corpus)).index.tokens == 14
 
 
-def test_no_cache_dir_and_no_right_to_write(text):
+def test_no_cache_dir_and_no_right_to_write(corpus):
     with pytest.raises(DataError, match="cache_dir is empty"):
-        open_tokens(data(text, cache_dir=""))
-    (text.parent / "file").write_text("")
+        open_tokens(data(corpus, cache_dir=""))
+    (corpus.parent / "file").write_text("")
     with pytest.raises(
         DataError, match=r"cannot write token files under .*file .* choose another data.cache_dir"
     ):
-        open_tokens(data(text, cache_dir=str(text.parent / "file")))
+        open_tokens(data(corpus, cache_dir=str(corpus.parent / "file")))
 
 
-def test_works_where_the_file_system_has_no_locks(text, monkeypatch):
+def test_works_where_the_file_system_has_no_locks(corpus, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(build.fcntl, "flock", refuse)
-    assert open_tokens(data(text)).index.tokens == 14
+    assert open_tokens(data(corpus)).index.tokens == 14
 
 
-def test_without_locks_the_faster_builder_wins_and_both_read_it(text, monkeypatch):
+def test_without_locks_the_faster_builder_wins_and_both_read_it(corpus, monkeypatch):
     real = build.TokenWriter
 
     def slower(folder, tokenizer):
@@ -240,14 +240,15 @@ def test_without_locks_the_faster_builder_wins_and_both_read_it(text, monkeypatc
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(build, "TokenWriter", real)
                 inner.setattr(build.os, "getpid", lambda: 999_999_999)
-                build._build(folder.parent, folder.name.partition(".")[0], build.find_sources([str(text)], [".txt"]),
-                             tokenizer, lambda *_: None)  # fmt: skip
+                sources = build.find_sources([str(corpus)], [".txt"])
+                key = folder.name.partition(".")[0]
+                build._build(folder.parent, key, sources, tokenizer, lambda *_: None)
         return real(folder, tokenizer)
 
     monkeypatch.setattr(build, "TokenWriter", slower)
-    store = open_tokens(data(text, extensions=[".txt"]))
+    store = open_tokens(data(corpus, extensions=[".txt"]))
     assert store.tokens.tolist() == [*b"hello", EOD]
-    assert not list((text.parent / "cache").glob("*.tmp-*"))
+    assert not list((corpus.parent / "cache").glob("*.tmp-*"))
 
 
 # -------------------------------------------------------------------------------------------
@@ -268,55 +269,55 @@ def fork(work) -> int:
 
 
 @pytest.mark.process
-def test_many_processes_build_once(text):
-    (text / "big.txt").write_text("some words on a line\n" * 200_000)
+def test_many_processes_build_once(corpus):
+    (corpus / "big.txt").write_text("some words on a line\n" * 200_000)
 
     def work() -> None:
         log = Log()
-        store = open_tokens(data(text), log)
-        (text.parent / f"out-{os.getpid()}").write_text(
+        store = open_tokens(data(corpus), log)
+        (corpus.parent / f"out-{os.getpid()}").write_text(
             f"{store.index.key} {'tokenise' in log.phases}"
         )
 
     children = [fork(work) for _ in range(6)]
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 6
-    words = [(text.parent / f"out-{pid}").read_text().split() for pid in children]
-    assert len({key for key, _ in words}) == 1
-    assert sorted(built for _, built in words) == ["False"] * 5 + ["True"]
+    outcomes = [(corpus.parent / f"out-{pid}").read_text().split() for pid in children]
+    assert len({key for key, _ in outcomes}) == 1
+    assert sorted(built for _, built in outcomes) == ["False"] * 5 + ["True"]
 
 
 @pytest.mark.process
-def test_a_killed_builder_neither_blocks_nor_leaves_half_a_store(text):
-    cache = text.parent / "cache"
+def test_a_killed_builder_neither_blocks_nor_leaves_half_a_store(corpus):
+    cache = corpus.parent / "cache"
 
     def die(phase: str, *_: int) -> None:
         if phase == "tokenise":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    pid = fork(lambda: open_tokens(data(text), die))
+    pid = fork(lambda: open_tokens(data(corpus), die))
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     assert len(list(cache.glob("*.tmp-*"))) == 1
-    assert open_tokens(data(text)).index.tokens == 14
+    assert open_tokens(data(corpus)).index.tokens == 14
     assert not list(cache.glob("*.tmp-*"))
 
 
 @pytest.mark.process
-def test_the_waiting_process_says_so(text):
-    started = text.parent / "started"
-    told = text.parent / "told"
+def test_the_waiting_process_says_so(corpus):
+    started = corpus.parent / "started"
+    report_file = corpus.parent / "told"
 
     def hold_the_lock(phase: str, *_: int) -> None:
         started.touch()
-        wait_for(told.exists, what="the other process")
+        wait_for(report_file.exists, what="the other process")
 
     def say(*progress: int) -> None:
         log(*progress)
-        told.touch()
+        report_file.touch()
 
     log = Log()
-    pid = fork(lambda: open_tokens(data(text), hold_the_lock))
+    pid = fork(lambda: open_tokens(data(corpus), hold_the_lock))
     wait_for(started.exists, what="the lock")
-    assert isinstance(open_tokens(data(text), say), TokenStore) and log.phases == {"wait"}
+    assert isinstance(open_tokens(data(corpus), say), TokenStore) and log.phases == {"wait"}
     assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -332,6 +333,6 @@ def test_rate_limited_progress_keeps_the_first_and_last_of_each_phase():
         for done in range(11):
             now[0] += 0.3
             call(phase, done, 10)
-    kept = [done for phase, done, _ in log if phase == "hash"]
-    assert kept[0] == 0 and kept[-1] == 10 and len(kept) < 6
+    hash_progress = [done for phase, done, _ in log if phase == "hash"]
+    assert hash_progress[0] == 0 and hash_progress[-1] == 10 and len(hash_progress) < 6
     assert ("tokenise", 0, 10) in log and ("tokenise", 10, 10) in log

@@ -1,5 +1,5 @@
-"""Which files make a corpus, how they become documents, and one clear line for everything that is
-wrong with them."""
+"""Files make a corpus and become documents; everything that is wrong with them is one clear
+line."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_finds_by_extension_sorted_each_file_once(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "b/z.txt")
     (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe.txt")
-    found = find_sources([str(tmp_path), str(tmp_path / "b")], EXTENSIONS)
-    assert [s.path.relative_to(tmp_path).as_posix() for s in found] == [
+    sources = find_sources([str(tmp_path), str(tmp_path / "b")], EXTENSIONS)
+    assert [s.path.relative_to(tmp_path).as_posix() for s in sources] == [
         "a.py",
         "b/a.MD",
         "b/z.txt",
@@ -70,11 +70,11 @@ def test_a_file_named_outright_counts_whatever_its_extension(tmp_path):
 
 
 def test_stdlib_is_found_without_its_tests_and_site_packages():
-    found = find_sources(["stdlib"], [".py"])
-    names = {s.name for s in found}
-    assert "stdlib/asyncio/tasks.py" in names and len(found) > 300
+    sources = find_sources(["stdlib"], [".py"])
+    names = {s.name for s in sources}
+    assert "stdlib/asyncio/tasks.py" in names and len(sources) > 300
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
-    assert found == sorted(found, key=lambda s: s.path.parts)
+    assert sources == sorted(sources, key=lambda s: s.path.parts)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_nothing_to_read(tmp_path, names, paths, message):
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    """As root every folder can be read, so the walk is told to fail."""
+    """Root can read every folder, so the walk is told to fail."""
 
     def failing(folder):
         raise PermissionError(13, "Permission denied", str(folder))
@@ -107,14 +107,14 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "one", "one\n", "one\ntwo\n\nthree", "\n", "é" * 40, "a\r\nb", "日本語\n" * 20]
+    "content", ["", "one", "one\n", "one\ntwo\n\nthree", "\n", "é" * 40, "a\r\nb", "日本語\n" * 20]
 )
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 64, 1 << 20])
-def test_a_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch, text, piece_bytes):
+def test_a_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch, content, piece_bytes):
     monkeypatch.setattr(corpus, "PIECE_BYTES", piece_bytes)
     path = tmp_path / "a.txt"
-    path.write_bytes(text.encode())
-    assert documents(path) == ([text.encode()] if text else [])
+    path.write_bytes(content.encode())
+    assert documents(path) == ([content.encode()] if content else [])
 
 
 def test_a_file_that_fits_is_never_cut(tmp_path):
@@ -130,13 +130,13 @@ def test_a_file_that_fits_is_never_cut(tmp_path):
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60),
     st.integers(1, 20),
 )
-def test_every_piece_is_whole_characters(tmp_path_factory, text, piece_bytes):
+def test_every_piece_is_whole_characters(tmp_path_factory, content, piece_bytes):
     path = tmp_path_factory.mktemp("pieces") / "a.txt"
-    path.write_bytes(text.encode())
+    path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "PIECE_BYTES", piece_bytes)
         pieces = [piece.text.decode() for piece in read_pieces(source(path))]
-    assert "".join(pieces) == text
+    assert "".join(pieces) == content
 
 
 def test_jsonl_is_a_document_a_line(tmp_path):
@@ -184,7 +184,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
 
 def test_a_vanished_file_is_one_line(tmp_path):
     fill(tmp_path, "a.txt")
-    (found,) = find_sources([str(tmp_path)], EXTENSIONS)
-    found.path.unlink()
+    (vanished_source,) = find_sources([str(tmp_path)], EXTENSIONS)
+    vanished_source.path.unlink()
     with pytest.raises(DataError, match=r"cannot read .*a.txt: No such file or directory"):
-        list(read_pieces(found))
+        list(read_pieces(vanished_source))

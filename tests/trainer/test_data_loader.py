@@ -14,13 +14,13 @@ from trainer.errors import DataError
 
 
 @pytest.fixture
-def text(tmp_path):
+def corpus(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(300)))
     return tmp_path
 
 
-def plan_for(text, **changes):
-    return make_plan(data_paths=[str(text / "a.txt")], cache_dir=str(text / "cache"), **changes)
+def plan_for(corpus, **changes):
+    return make_plan(data_paths=[str(corpus / "a.txt")], cache_dir=str(corpus / "cache"), **changes)
 
 
 def rows(batches) -> list[tuple[int, ...]]:
@@ -66,23 +66,30 @@ LAYOUTS = [
 ]
 
 
-def test_every_layout_sees_the_same_global_batches(text):
-    plans = [plan_for(text, **layout) for layout in LAYOUTS]
+def test_every_layout_sees_the_same_global_batches(corpus):
+    plans = [plan_for(corpus, **layout) for layout in LAYOUTS]
     store = open_tokens(plans[0].job.data)
     for consumed in (0, 8, 800):
         batches = [global_batch(plan, store, consumed) for plan in plans]
         assert all(batch == batches[0] for batch in batches) and len(batches[0]) == 8
         order = SampleOrder(store.samples(16), plans[0].job.data.seed)
-        places = list(range(consumed, consumed + 8))
-        whole = fingerprint(places, [store.window(order(place), 16) for place in places])
-        assert [fingerprint_of(plan, store, consumed) for plan in plans] == [whole] * len(plans)
-        other = [store.window(order(place), 16).copy() for place in places]
-        other[3][5] ^= 1  # one token; and the same samples at each other's places
-        assert whole not in (fingerprint(places, other), fingerprint(places[::-1], other))
+        positions = list(range(consumed, consumed + 8))
+        expected_fingerprint = fingerprint(
+            positions, [store.window(order(position), 16) for position in positions]
+        )
+        assert [fingerprint_of(plan, store, consumed) for plan in plans] == [
+            expected_fingerprint
+        ] * len(plans)
+        altered_windows = [store.window(order(position), 16).copy() for position in positions]
+        altered_windows[3][5] ^= 1  # one token; and the same samples at each other's places
+        assert expected_fingerprint not in (
+            fingerprint(positions, altered_windows),
+            fingerprint(positions[::-1], altered_windows),
+        )
 
 
-def test_an_epoch_reads_every_sample_once(text):
-    plan = plan_for(text, micro_batches=1)
+def test_an_epoch_reads_every_sample_once(corpus):
+    plan = plan_for(corpus, micro_batches=1)
     store = open_tokens(plan.job.data)
     loader = Loader(plan, plan.ranks[0].coord, store)
     count = store.samples(16)
@@ -94,8 +101,8 @@ def test_an_epoch_reads_every_sample_once(text):
     loader.close()
 
 
-def test_jumping_around_is_the_same_as_going_through(text):
-    plan = plan_for(text, dp=2)
+def test_jumping_around_is_the_same_as_going_through(corpus):
+    plan = plan_for(corpus, dp=2)
     store = open_tokens(plan.job.data)
     through = Loader(plan, plan.ranks[1].coord, store)
     straight = {consumed: rows(through.step(consumed)) for consumed in range(0, 40, 4)}
@@ -104,8 +111,8 @@ def test_jumping_around_is_the_same_as_going_through(text):
         assert rows(jumping.step(consumed)) == straight[consumed]
 
 
-def test_shapes_and_kinds(text):
-    plan = plan_for(text, micro_batches=3, micro_batch_size=2)
+def test_shapes_and_kinds(corpus):
+    plan = plan_for(corpus, micro_batches=3, micro_batch_size=2)
     store = open_tokens(plan.job.data)
     batches = Loader(plan, plan.ranks[0].coord, store).step(0)
     assert len(batches) == 3
@@ -118,11 +125,11 @@ def test_shapes_and_kinds(text):
         )
 
 
-def test_documents_can_be_kept_apart(text):
-    (text / "b.txt").write_text("x" * 30)
+def test_documents_can_be_kept_apart(corpus):
+    (corpus / "b.txt").write_text("x" * 30)
     plan = make_plan(
-        data_paths=[str(text / "a.txt"), str(text / "b.txt")],
-        cache_dir=str(text / "cache"),
+        data_paths=[str(corpus / "a.txt"), str(corpus / "b.txt")],
+        cache_dir=str(corpus / "cache"),
         isolate_documents=True,
     )
     store = open_tokens(plan.job.data)
@@ -133,14 +140,14 @@ def test_documents_can_be_kept_apart(text):
     )
 
 
-def test_too_small_a_corpus_or_vocabulary_is_one_line(text):
-    plan = plan_for(text, seq_len=100_000)
+def test_too_small_a_corpus_or_vocabulary_is_one_line(corpus):
+    plan = plan_for(corpus, seq_len=100_000)
     store = open_tokens(plan.job.data)
     with pytest.raises(
         DataError, match=r"corpus has \d+ tokens, one sample needs 100001 \(train.seq_len \+ 1\)"
     ):
         Loader(plan, plan.ranks[0].coord, store)
-    plan = plan_for(text, model=tiny_model(vocab=256))
+    plan = plan_for(corpus, model=tiny_model(vocab=256))
     with pytest.raises(
         DataError, match=r"tokenizer 'bytes' has 257 ids, model test only 256 \(model.vocab\)"
     ):

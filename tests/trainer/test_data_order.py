@@ -90,10 +90,10 @@ def test_each_epoch_visits_each_sample_once(samples, seed, epochs):
 
 
 @given(st.integers(1, 60), SEEDS, st.lists(st.integers(0, 500), max_size=30))
-def test_order_has_no_memory(samples, seed, places):
+def test_order_has_no_memory(samples, seed, positions):
     order = SampleOrder(samples, seed)
-    assert [order(place) for place in places] == [
-        SampleOrder(samples, seed)(place) for place in places
+    assert [order(position) for position in positions] == [
+        SampleOrder(samples, seed)(position) for position in positions
     ]
 
 
@@ -106,10 +106,14 @@ def test_a_step_reads_the_same_samples_on_every_layout(layout, accumulation, siz
     plan = make_plan(dp=dp, ep=ep, tp=2, micro_batch_size=size, micro_batches=accumulation)
     read = {}
     for rank in plan.ranks:
-        mine = samples_of_step(plan.parallel, rank.coord, consumed)
-        assert [len(micro) for micro in mine] == [size] * accumulation
-        assert read.setdefault((rank.coord.dp, rank.coord.ep), mine) == mine  # tp neighbours agree
-    everything = sorted(sample for mine in read.values() for micro in mine for sample in micro)
+        rank_samples = samples_of_step(plan.parallel, rank.coord, consumed)
+        assert [len(micro) for micro in rank_samples] == [size] * accumulation
+        assert (
+            read.setdefault((rank.coord.dp, rank.coord.ep), rank_samples) == rank_samples
+        )  # tp neighbours agree
+    everything = sorted(
+        sample for rank_samples in read.values() for micro in rank_samples for sample in micro
+    )
     assert everything == list(range(consumed, consumed + plan.parallel.global_batch_samples))
 
 
@@ -125,10 +129,12 @@ def test_replicas_of_unequal_shares_read_each_sample_once(counts, size, consumed
     read = [
         samples_of_step(par, Coord(pp=0, dp=dp, cp=0, ep=0, tp=0), consumed) for dp in range(par.dp)
     ]
-    assert [len(mine) for mine in read] == counts and {
-        len(micro) for mine in read for micro in mine
+    assert [len(replica_samples) for replica_samples in read] == counts and {
+        len(micro) for replica_samples in read for micro in replica_samples
     } == {size}
-    everything = sorted(place for mine in read for micro in mine for place in micro)
+    everything = sorted(
+        sample for replica_samples in read for micro in replica_samples for sample in micro
+    )
     assert everything == list(range(consumed, consumed + samples_at(par, None, consumed)))
 
 

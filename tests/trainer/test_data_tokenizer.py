@@ -45,8 +45,8 @@ def word_level(end: str = "<|endoftext|>") -> str:
 
 @given(st.lists(st.binary(max_size=200), max_size=5))
 def test_bytes_are_their_own_ids(texts):
-    for text, ids in zip(texts, ByteTokenizer().encode(texts), strict=True):
-        assert bytes(ids.astype(np.uint8)) == text and (ids < ByteTokenizer.eod).all()
+    for content, ids in zip(texts, ByteTokenizer().encode(texts), strict=True):
+        assert bytes(ids.astype(np.uint8)) == content and (ids < ByteTokenizer.eod).all()
 
 
 def test_tokenizer_file(tmp_path):

@@ -27,44 +27,51 @@ def same_length(lengths):
     """Every sample filled up to the longest, and to a multiple of 8, with a last document."""
     longest = -(-max(map(sum, lengths)) // 8) * 8
     return tuple(
-        tuple(one) + ((longest - sum(one),) if sum(one) < longest else ()) for one in lengths
+        tuple(document_lengths)
+        + ((longest - sum(document_lengths),) if sum(document_lengths) < longest else ())
+        for document_lengths in lengths
     ), longest
 
 
 def numbers_of(lengths):
     return torch.stack(
-        [torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in lengths]
+        [
+            torch.repeat_interleave(
+                torch.arange(len(document_lengths)), torch.tensor(document_lengths)
+            )
+            for document_lengths in lengths
+        ]
     )
 
 
 def allowed(runs, queries, keys):
     """bool [queries, keys] of all samples end to end, from the runs."""
-    found = torch.zeros(queries, keys, dtype=torch.bool)
+    mask = torch.zeros(queries, keys, dtype=torch.bool)
     for rows, columns in Segments.of(tuple(runs), torch.device("cpu")).slices():
-        found[rows, columns] = True
-    return found
+        mask[rows, columns] = True
+    return mask
 
 
 @given(SAMPLES, st.sampled_from(("zigzag", "ring")), st.sampled_from((1, 2, 4)))
 def test_runs_are_the_mask(lengths, method, size):
-    """On one rank and for each block of keys that comes to each rank of a ring."""
+    """The runs cover one rank, and each block of keys that comes to each rank of a ring."""
     lengths, length = same_length(lengths)
     numbers = numbers_of(lengths)
     for index in range(size):
-        mine = chunks(method, length, size, index)
+        own_chunks = chunks(method, length, size, index)
         for source in range(size):
             see = visible(method, length // size, index, source)
             if see is None:
                 continue
-            queries = part(mine, see.queries)
+            queries = part(own_chunks, see.queries)
             keys = part(chunks(method, length, size, source), see.keys)
-            rows, columns = ([at for one in side for at in one] for side in (queries, keys))
+            rows, columns = ([at for span in side for at in span] for side in (queries, keys))
             runs = pairs(lengths, queries, keys)
             assert sum(run[0] for run in runs) == len(lengths) * len(rows)
             assert sum(run[1] for run in runs) == len(lengths) * len(columns)
-            found = allowed(runs, len(lengths) * len(rows), len(lengths) * len(columns))
-            same = numbers[:, rows, None] == numbers[:, None, columns]
-            assert torch.equal(found, torch.block_diag(*same.float()).bool())
+            mask = allowed(runs, len(lengths) * len(rows), len(lengths) * len(columns))
+            same_document = numbers[:, rows, None] == numbers[:, None, columns]
+            assert torch.equal(mask, torch.block_diag(*same_document.float()).bool())
             if source != index:
                 assert len(runs) <= 3 * len(lengths), "runs without a partner are joined"
 
@@ -95,12 +102,12 @@ def test_attention_of_documents_equals_the_twin_and_builds_no_mask(causal, kv_he
     out = SDPA(causal)(*leaves, None, documents)
     expected = attention(*twins, documents.numbers, causal)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
-    for one, twin in zip(
+    for gradient, twin in zip(
         torch.autograd.grad(out.sin().sum(), leaves),
         torch.autograd.grad(expected.sin().sum(), twins),
         strict=True,
     ):
-        torch.testing.assert_close(one, twin, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, twin, rtol=0, atol=1e-12)
     documents = Documents.of(numbers_of(((256,) * 4,)))
     with LargestTensor() as largest:
         x = torch.randn(1, 1024, 1, 8, requires_grad=True)
@@ -122,15 +129,17 @@ def test_blocks_of_documents_have_the_same_output_and_gradients_as_a_mask():
         block.inside(documents, queries, keys),
         block.between(labels[:, :, 8:], labels[:, :, :8], q, None),
     ]
-    found = [block.forward(q, k, v, 0.3, False, sight) for sight in sights]
-    assert found[0][1].isinf().any() and not found[0][1].isinf().all()
-    own = block.forward(q, q, q, 0.3, True, block.inside(documents, queries, queries))
-    out, lse = block.join(*own, *found[1])
+    outputs = [block.forward(q, k, v, 0.3, False, sight) for sight in sights]
+    assert outputs[0][1].isinf().any() and not outputs[0][1].isinf().all()
+    own_output = block.forward(q, q, q, 0.3, True, block.inside(documents, queries, queries))
+    out, lse = block.join(*own_output, *outputs[1])
     results = [
         block.backward(grad, q, k, v, out, lse.contiguous(), 0.3, False, sight) for sight in sights
     ]
-    for one, other in zip((*found[0], *results[0]), (*found[1], *results[1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for by_segments, by_mask in zip(
+        (*outputs[0], *results[0]), (*outputs[1], *results[1]), strict=True
+    ):
+        torch.testing.assert_close(by_segments, by_mask, rtol=0, atol=1e-12)
 
 
 def test_a_block_whose_documents_do_not_meet_is_not_computed():
@@ -144,14 +153,14 @@ def test_a_block_whose_documents_do_not_meet_is_not_computed():
 def test_documents_take_the_flash_kernel_of_a_gpu():
     """Forward and backward, alone and under context parallelism: its kernels, no mask, no wait for
     the device."""
-    found = fakegpu.call(gpu_steps.packed_attention)
-    assert found["waits"] == []
-    assert found["kernels"]["alone"] and found["kernels"]["blocks"]
-    for names in found["kernels"].values():
+    record = fakegpu.call(gpu_steps.packed_attention)
+    assert record["waits"] == []
+    assert record["kernels"]["alone"] and record["kernels"]["blocks"]
+    for names in record["kernels"].values():
         assert any("flash_fwd" in name for name in names) and any(
             "flash_bwd" in name for name in names
         )
-    assert found["most_bytes"] < found["mask_bytes"]
+    assert record["most_bytes"] < record["mask_bytes"]
 
 
 def test_flash_knows_which_gpus_it_serves():

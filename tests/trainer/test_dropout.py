@@ -24,34 +24,34 @@ def seeded(module: nn.Module, seed: int = 7) -> nn.Module:
 
 def test_hidden_and_attention_masks_are_those_of_the_twin():
     x = torch.randn(2, 48, 8, dtype=torch.float64)
-    found = seeded(Dropout(0.3, 8))(x, SERIAL)
-    torch.testing.assert_close(found, twin.hidden(x, SERIAL, 7, "drop", 0.3), rtol=1e-15, atol=0)
+    dropped = seeded(Dropout(0.3, 8))(x, SERIAL)
+    torch.testing.assert_close(dropped, twin.hidden(x, SERIAL, 7, "drop", 0.3), rtol=1e-15, atol=0)
     weights = torch.rand(2, 3, 48, 48, dtype=torch.float64)
     drop = seeded(AttentionDropout(0.3, 8))
     drop.first_head = 5
-    found = weights * drop.kept(SERIAL, SERIAL, 3) * drop.scale
+    dropped = weights * drop.kept(SERIAL, SERIAL, 3) * drop.scale
     for head in range(3):
         expected = twin.probabilities(weights[:, head], SERIAL, 5 + head, 7, "drop", 0.3)
-        torch.testing.assert_close(found[:, head], expected, rtol=1e-15, atol=0)
+        torch.testing.assert_close(dropped[:, head], expected, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 def test_masks_have_their_rate_in_every_row_and_column_and_no_pattern(rate):
     serial = torch.arange(1000)[None]
     keep = seeded(Dropout(rate, 1000))(torch.ones(1, 1000, 1000), serial)[0] > 0
-    kept = keep.double()
+    mask = keep.double()
     deviation = (rate * (1 - rate)) ** 0.5
-    assert abs(kept.mean() - (1 - rate)) < 5 * deviation / 1e3
+    assert abs(mask.mean() - (1 - rate)) < 5 * deviation / 1e3
     for dim in (0, 1):
-        assert (kept.mean(dim) - (1 - rate)).abs().max() < 6 * deviation / 1000**0.5
+        assert (mask.mean(dim) - (1 - rate)).abs().max() < 6 * deviation / 1000**0.5
     shapes = (
-        (kept[1:], kept[:-1]),
-        (kept[:, 1:], kept[:, :-1]),
-        (kept[32:], kept[:-32]),
-        (kept, kept.T),
+        (mask[1:], mask[:-1]),
+        (mask[:, 1:], mask[:, :-1]),
+        (mask[32:], mask[:-32]),
+        (mask, mask.T),
     )
-    for one, other in shapes:  # neighbours, powers of two apart, transposed
-        correlation = ((one - 1 + rate) * (other - 1 + rate)).mean() / deviation**2
+    for first, second in shapes:  # neighbours, powers of two apart, transposed
+        correlation = ((first - 1 + rate) * (second - 1 + rate)).mean() / deviation**2
         assert abs(correlation) < 6e-3
 
 
@@ -68,17 +68,17 @@ def test_other_seeds_names_tokens_and_heads_draw_other_masks():
     masks.append(holder.other(x, SERIAL) > 0)
     heads = seeded(AttentionDropout(0.5, 4)).kept(SERIAL, SERIAL, 4)
     for group in (masks, list(heads.unbind(1))):
-        for i, one in enumerate(group):
-            for other in group[:i]:
-                assert 0.4 < (one == other).double().mean() < 0.6
+        for i, mask in enumerate(group):
+            for earlier_mask in group[:i]:
+                assert 0.4 < (mask == earlier_mask).double().mean() < 0.6
 
 
 def test_a_shard_draws_what_the_whole_draws_for_it():
     x = torch.randn(2, 48, 16)
     drop = seeded(Dropout(0.4, 16))
-    whole = drop(x, SERIAL)
-    mine = [3, 17, 40]
-    assert torch.equal(drop(x[:, mine], SERIAL[:, mine]), whole[:, mine])
+    full_output = drop(x, SERIAL)
+    tokens = [3, 17, 40]
+    assert torch.equal(drop(x[:, tokens], SERIAL[:, tokens]), full_output[:, tokens])
 
 
 def test_tokens_are_numbered_by_the_place_of_their_sample():

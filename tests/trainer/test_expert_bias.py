@@ -49,12 +49,14 @@ CASES = {
 
 def test_the_change_is_that_of_the_paper():
     chosen = [[3, 1, 2, 2], [0, 0, 7, 1], [4, 4, 4, 4], [0, 0, 0, 0]]
-    wanted = []
+    expected_changes = []
     for layer in chosen:
         mean = sum(layer) / len(layer)
-        wanted.append([0.0 if often == mean else 0.5 if often < mean else -0.5 for often in layer])
-    found = bias_change(torch.tensor(chosen), 0.5)
-    assert found.dtype == torch.float32 and found.tolist() == wanted
+        expected_changes.append(
+            [0.0 if often == mean else 0.5 if often < mean else -0.5 for often in layer]
+        )
+    changes = bias_change(torch.tensor(chosen), 0.5)
+    assert changes.dtype == torch.float32 and changes.tolist() == expected_changes
 
 
 def test_the_load_of_the_batch_is_balanced_by_what_the_step_before_chose():
@@ -69,8 +71,8 @@ def test_the_load_of_the_batch_is_balanced_by_what_the_step_before_chose():
     expected = sum(
         float(load[0, e]) * float(scores[token, e]) for token in range(7) for e in range(4)
     )
-    found = batch_balance(Routing(chosen, scores, scores, scores), load[0])
-    assert float(found) == pytest.approx(expected, rel=1e-12)
+    balance = batch_balance(Routing(chosen, scores, scores, scores), load[0])
+    assert float(balance) == pytest.approx(expected, rel=1e-12)
     even = scores / scores.sum(-1, keepdim=True)
     assert float(batch_balance(Routing(chosen, even, even, even), torch.ones(4))) == pytest.approx(
         7
@@ -78,17 +80,17 @@ def test_the_load_of_the_batch_is_balanced_by_what_the_step_before_chose():
 
 
 def biases(rank, plan):
-    """And loads. Of every layer on this rank, after each of three steps of which the second is
-    skipped."""
+    """The biases and loads of every layer on this rank, after each of three steps of which the
+    second is skipped."""
     engine = engine_of(plan, rank, FP64)
-    found = []
+    states_by_step = []
     for step in range(3):
         _, norm = engine.gradients(
             *step_batches(plan, engine.mesh.coord, step * plan.parallel.global_batch_samples)
         )
         engine.update(norm * (float("inf") if step == 1 else 1.0), 1e-3)
-        found.append({info.name: state.tolist() for info, state in engine.part.states()})
-    return found
+        states_by_step.append({info.name: state.tolist() for info, state in engine.part.states()})
+    return states_by_step
 
 
 @pytest.mark.process
@@ -103,8 +105,10 @@ def test_every_layout_moves_them_as_one_process_does_and_a_skipped_step_does_not
             first, skipped, third = biases(0, alone_in_one)
             assert first == skipped != third
             for answer in answers:
-                for wanted, found in zip((first, skipped, third), answer, strict=True):
-                    assert found == {layer: wanted[layer] for layer in found}
+                for expected_states, rank_states in zip(
+                    (first, skipped, third), answer, strict=True
+                ):
+                    assert rank_states == {layer: expected_states[layer] for layer in rank_states}
             assert {layer for answer in answers for layer in answer[0]} == set(first)
 
 
@@ -137,10 +141,10 @@ def test_an_export_has_them_in_fp32(tmp_path, capsys, dtype):
         list(engine.state_pieces(to_write=True)), 1, 2, engine.scalars()
     )
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", dtype]) == Exit.DONE
-    said = json.loads(capsys.readouterr().out)
-    found = load_file(said["file"])
+    report = json.loads(capsys.readouterr().out)
+    tensors = load_file(report["file"])
     biases = {name: state for name, state in states.items() if name.endswith("bias")}
-    assert len(biases) == 3 and said["parameters"] == plan.model.parameters
-    assert not any(name.endswith("load") for name in found), "what only training needs"
+    assert len(biases) == 3 and report["parameters"] == plan.model.parameters
+    assert not any(name.endswith("load") for name in tensors), "what only training needs"
     for name, state in biases.items():
-        assert found[name].dtype == torch.float32 and torch.equal(found[name], state)
+        assert tensors[name].dtype == torch.float32 and torch.equal(tensors[name], state)

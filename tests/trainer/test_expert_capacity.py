@@ -36,12 +36,12 @@ def test_an_expert_takes_the_first_of_each_sequence(data):
     ]
     expected = torch.zeros(b, s, k, dtype=torch.bool)
     for sequence in range(b):
-        taken = [0] * experts
+        loads = [0] * experts
         for token in range(s):
             for choice in range(k):
                 expert = int(chosen[sequence, token, choice])
-                expected[sequence, token, choice] = taken[expert] < capacity
-                taken[expert] += 1
+                expected[sequence, token, choice] = loads[expert] < capacity
+                loads[expert] += 1
     assert torch.equal(first_choices(chosen, experts, capacity), expected)
     if s > 1:  # what an expert takes does not depend on later tokens
         assert torch.equal(first_choices(chosen[:, :-1], experts, capacity), expected[:, :-1])
@@ -52,11 +52,11 @@ def test_an_expert_takes_the_first_of_each_sequence(data):
 )
 def test_the_bound_is_the_factor_times_an_equal_share_rounded_up(experts, top_k, seq_len, factor):
     top_k = min(top_k, experts)
-    one = moe(experts, top_k, float(factor))
+    mixture = moe(experts, top_k, float(factor))
     exact = Fraction(factor) * top_k * seq_len / experts
-    assert expert_capacity(one, seq_len) - 1 < exact <= expert_capacity(one, seq_len)
-    assert taken_choices(one, seq_len) == pytest.approx(
-        min(top_k, expert_capacity(one, seq_len) * experts / seq_len)
+    assert expert_capacity(mixture, seq_len) - 1 < exact <= expert_capacity(mixture, seq_len)
+    assert taken_choices(mixture, seq_len) == pytest.approx(
+        min(top_k, expert_capacity(mixture, seq_len) * experts / seq_len)
     )
 
 
@@ -78,17 +78,17 @@ def test_every_layout_reports_the_same_share_of_dropped_choices():
     model = tiny_model(layers=2, bias=False, moe=moe(factor=0.75))
     assert {world(case) for case in CASES.values()} == {4}
     plans = {name: make_plan(model=model, **case) for name, case in CASES.items()}
-    found = {}
+    dropped_shares = {}
     for name, answers in run_together(
         told_by, 4, {name: (plan,) for name, plan in plans.items()}
     ).items():
         with told(name):
-            found[name] = {
+            dropped_shares[name] = {
                 layer: load["dropped"] for answer in answers for layer, load in answer.items()
             }
-            assert sorted(found[name]) == ["0", "1"]
-    assert all(one == found["dp4"] for one in found.values())
-    assert all(0.25 <= share < 0.6 for share in found["dp4"].values()), (
+            assert sorted(dropped_shares[name]) == ["0", "1"]
+    assert all(layer_shares == dropped_shares["dp4"] for layer_shares in dropped_shares.values())
+    assert all(0.25 <= share < 0.6 for share in dropped_shares["dp4"].values()), (
         "a factor of 0.75 drops a quarter at least"
     )
 
@@ -110,7 +110,7 @@ def test_every_layout_reports_the_same_share_of_dropped_choices():
     ids=["one takes all", "idle", "few tokens", "all chosen", "capped"],
 )
 def test_the_corner_cells_of_verify_are_what_they_are_called(fields, meant, monkeypatch):
-    """In the second step of each, a layer's choices of the whole batch."""
+    """Each is judged by a layer's choices of the whole batch in the second step."""
     counts = []
     original = Router.forward
 

@@ -41,21 +41,22 @@ def told_by(rank, plan):
     """What this rank reports of a sampled step, after one that is not."""
     engine = engine_of(plan, rank, FP64)
     meter = engine.part.expert_meter
-    found = []
+    step_loads = []
     for on in (False, True):
         meter.start(on)
         loss, _ = engine.gradients(*step_batches(plan, engine.mesh.coord, 0))
         result = StepResult(engine, [loss], True, engine.expert_loads())
         result.wait()
-        found.append(
+        step_loads.append(
             meter.loads(result.table()) if result.table() and engine.reports_expert_loads else {}
         )
-    assert found[0] == {}
-    return to_builtins(found[1])
+    assert step_loads[0] == {}
+    return to_builtins(step_loads[1])
 
 
 def counted(plan) -> dict[str, ExpertLoad]:
-    """By one process, from what its routers return: one choice after another."""
+    """The loads of one process, counted from what its routers return: one choice after
+    another."""
     engine = engine_of(alone.one_process(plan), 0, FP64)
     seen: dict[str, list] = {}
     for name, block in engine.part.stages[0].blocks.items():
@@ -64,7 +65,7 @@ def counted(plan) -> dict[str, ExpertLoad]:
                 lambda module, args, out, name=name: seen.setdefault(str(name), []).append(out)
             )
     engine.gradients(*step_batches(engine.plan, engine.mesh.coord, 0))
-    found = {}
+    loads = {}
     for name, outs in seen.items():
         chosen = [expert for out in outs for row in out.experts.tolist() for expert in row]
         shares = [
@@ -73,8 +74,8 @@ def counted(plan) -> dict[str, ExpertLoad]:
             for row in out.scores.detach()
         ]
         entropy = float(torch.stack(shares).mean() / torch.tensor(4.0).log())
-        found[name] = ExpertLoad([chosen.count(expert) for expert in range(4)], entropy)
-    return found
+        loads[name] = ExpertLoad([chosen.count(expert) for expert in range(4)], entropy)
+    return loads
 
 
 @pytest.mark.process

@@ -35,22 +35,24 @@ def test_groups_hold_each_expert_once(etp, fold_cp, order):
     world = range(plan.parallel.world_size)
     for rank in world:
         stage, run, slice_ = held(rank)
-        experts, etp_group, same, whole = (
+        experts, etp_group, grad_group, model_group = (
             members_of(plan, name, rank)
             for name in ("experts", "etp", "expert_grad", "expert_model")
         )
         assert [held(peer) for peer in experts] == [
-            (stage, other, slice_) for other in range(mesh.ep)
+            (stage, expert_run, slice_) for expert_run in range(mesh.ep)
         ]
         assert sorted(held(peer) for peer in etp_group) == [
-            (stage, run, part) for part in range(etp)
+            (stage, run, etp_slice) for etp_slice in range(etp)
         ]
         assert (
-            list(same) == [peer for peer in world if held(peer) == held(rank)]
-            and len(same) == mesh.edp
+            list(grad_group) == [peer for peer in world if held(peer) == held(rank)]
+            and len(grad_group) == mesh.edp
         )
         every = sorted(product(range(2), range(mesh.ep), range(etp)))
-        assert sorted(held(peer) for peer in whole) == every, "each expert once, on all stages"
+        assert sorted(held(peer) for peer in model_group) == every, (
+            "each expert once, on all stages"
+        )
         shard, replica = (members_of(plan, f"expert_{name}", rank) for name in ("shard", "replica"))
         assert set(shard) & set(replica) == {rank} and len(shard) * len(replica) == mesh.edp
 
@@ -77,15 +79,15 @@ def test_domain_groups_by_their_definition(layout):
             members_of(plan, name, rank.rank) for name in ("experts", *DOMAIN_GROUPS)
         )
         assert list(experts) in groups
-        assert [one for one in experts if plan.ranks[one].node == rank.node] == list(inside)
+        assert [peer for peer in experts if plan.ranks[peer].node == rank.node] == list(inside)
         assert (
-            len({plan.ranks[one].node for one in across})
+            len({plan.ranks[peer].node for peer in across})
             == len(across)
             == len(experts) // len(inside)
         )
         assert set(inside) & set(across) == {rank.rank}
-        places = [members_of(plan, "experts_inside", one).index(one) for one in across]
-        assert len(set(places)) == 1 and list(across) == sorted(across)
+        positions = [members_of(plan, "experts_inside", peer).index(peer) for peer in across]
+        assert len(set(positions)) == 1 and list(across) == sorted(across)
     assert set(DOMAIN_GROUPS) <= set(groups_used(plan))
     assert not set(DOMAIN_GROUPS) & set(groups_used(make_plan(**layout, model=MODEL)))
 
@@ -93,9 +95,9 @@ def test_domain_groups_by_their_definition(layout):
 def test_tokens_that_cannot_go_by_domain_are_refused_with_what_can():
     def refused(moe=MODEL.moe, **layout):
         plan = make_plan(**layout, expert_all_to_all="hierarchical", model=tiny_model(moe=moe))
-        found = hierarchy.problem(plan)
-        assert found is None or found in problems(plan)
-        return found
+        problem = hierarchy.problem(plan)
+        assert problem is None or problem in problems(plan)
+        return problem
 
     assert refused(ep=4, nodes=1) is None, "one domain: straight"
     assert "without expert parallelism; legal: direct" in refused(dp=2)
@@ -110,13 +112,15 @@ def test_tokens_that_cannot_go_by_domain_are_refused_with_what_can():
 @pytest.mark.parametrize("domains", [1, 2])
 def test_expected_landings_against_every_choice(groups, top_groups, domains):
     moe = Moe(experts=8, top_k=2, ffn_hidden=8, groups=groups, top_groups=top_groups)
-    found = []
+    landings = []
     for chosen in combinations(range(groups), top_groups):
         held = [expert for expert in range(8) if expert // (8 // groups) in chosen]
-        found += [
+        landings += [
             len({expert // (8 // domains) for expert in pair}) for pair in combinations(held, 2)
         ]
-    assert hierarchy.landings(moe, domains) == pytest.approx(sum(found) / len(found), rel=1e-12)
+    assert hierarchy.landings(moe, domains) == pytest.approx(
+        sum(landings) / len(landings), rel=1e-12
+    )
 
 
 def test_a_plan_names_the_legal_words():

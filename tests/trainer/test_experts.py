@@ -57,14 +57,14 @@ def case_of(case: str, rank: int) -> tuple[torch.Tensor, Routing]:
     return x.requires_grad_(), Routing(chosen, weights.requires_grad_(), weights, weights)
 
 
-def experts_of(part: slice, width: slice = slice(None)) -> Experts:
-    """The experts `part`, and of each the features `width` of its inner dimension."""
+def experts_of(expert_range: slice, width: slice = slice(None)) -> Experts:
+    """The experts `expert_range`, and of each the features `width` of its inner dimension."""
     experts = Experts(MODEL, MOE).double()
     torch.manual_seed(3)
     for name, param in experts.named_parameters():
-        whole = torch.randn(param.shape, dtype=torch.float64)[part]
+        weights = torch.randn(param.shape, dtype=torch.float64)[expert_range]
         param.data = (
-            whole[:, :, width] if name.startswith("down") else whole[:, width]
+            weights[:, :, width] if name.startswith("down") else weights[:, width]
         ).contiguous()
     return experts
 
@@ -75,26 +75,28 @@ def run(case: str, rank: int, by: Dispatch, experts: Experts) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         reads = list[torch.Size]()
         tolist = torch.Tensor.tolist
-        patch.setattr(torch.Tensor, "tolist", lambda one: (reads.append(one.shape), tolist(one))[1])
+        patch.setattr(
+            torch.Tensor, "tolist", lambda tensor: (reads.append(tensor.shape), tolist(tensor))[1]
+        )
         out, _ = by(x, routing, experts, nothing)
     out.backward(torch.full_like(out, 2.0) * (1 + rank))
     grads = {name: param.grad for name, param in experts.named_parameters()}
-    found = {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
-    return found | {
+    answer = {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
+    return answer | {
         "reads": len(reads)
     }  # of counts: where they are on a device, the host waits for each
 
 
-def compare(found: dict, expected: dict) -> None:
-    for what in ("out", "x", "weights"):
-        assert_near(found[what], expected[what])
+def compare(answer: dict, expected: dict) -> None:
+    for key in ("out", "x", "weights"):
+        assert_near(answer[key], expected[key])
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for rounding: an element may be small because the products that it adds cancel."""
     products = 2 * MODEL.hidden * MOE.ffn_hidden
     atol = ALLOWED * rounding(products, torch.float64) * float(expected.norm())
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.process
@@ -107,16 +109,14 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
     def on(rank: int) -> dict:
         experts = experts_of(slice(rank * 2, rank * 2 + 2))
         counter = CommCounter()
-        levels = [
-            "nvlink" if DOMAIN[other] == DOMAIN[rank] else "network" for other in range(ranks)
-        ]
-        found = run(case, rank, ExpertDispatch(dist.group.WORLD, None, counter, levels), experts)
-        return found | {"bytes": counter.bytes["ep"], "levels": dict(counter.levels)}
+        levels = ["nvlink" if DOMAIN[peer] == DOMAIN[rank] else "network" for peer in range(ranks)]
+        answer = run(case, rank, ExpertDispatch(dist.group.WORLD, None, counter, levels), experts)
+        return answer | {"bytes": counter.bytes["ep"], "levels": dict(counter.levels)}
 
-    found = run_ranks(on, ranks)
+    answers = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
     for rank in range(ranks):
-        compare(found[rank], run(case, rank, dispatch, experts))
+        compare(answers[rank], run(case, rank, dispatch, experts))
         routing = case_of(case, rank)[1]
         away = int((routing.experts // 2 != rank).sum())
         arrived = sum(
@@ -127,18 +127,20 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
         rows = 2 * 8 * 32 * (away + arrived)
         weights = 8 * (away + arrived)
         counts = 8 * 6 * 2 // 3
-        assert found[rank]["bytes"] == rows + weights + counts
-        assert found[rank]["reads"] == 2, (
+        assert answers[rank]["bytes"] == rows + weights + counts
+        assert answers[rank]["reads"] == 2, (
             "of the dispatch, and of the experts that are computed one after another"
         )
-        assert sum(found[rank]["levels"].values()) == rows + weights
-        outside = [other for other in range(ranks) if DOMAIN[other] != DOMAIN[rank]]
-        out = sum(int((routing.experts // 2 == other).sum()) for other in outside)
-        into = sum(int((case_of(case, other)[1].experts // 2 == rank).sum()) for other in outside)
-        assert found[rank]["levels"]["network"] == (out + into) * (2 * 8 * 32 + 8)
+        assert sum(answers[rank]["levels"].values()) == rows + weights
+        outside = [peer_rank for peer_rank in range(ranks) if DOMAIN[peer_rank] != DOMAIN[rank]]
+        out = sum(int((routing.experts // 2 == peer_rank).sum()) for peer_rank in outside)
+        into = sum(
+            int((case_of(case, peer_rank)[1].experts // 2 == rank).sum()) for peer_rank in outside
+        )
+        assert answers[rank]["levels"]["network"] == (out + into) * (2 * 8 * 32 + 8)
     for name, param in experts.named_parameters():
-        mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
-        assert_near(mine, param.grad)
+        gradient = torch.cat([answers[rank]["experts"][name] for rank in range(ranks)])
+        assert_near(gradient, param.grad)
 
 
 @pytest.mark.process
@@ -148,53 +150,53 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
 @pytest.mark.parametrize(("domains", "inside"), [(2, 3), (3, 2), (3, 1)])
 def test_tokens_go_once_to_each_domain(case, domains, inside):
     ranks = domains * inside
-    each = 6 // ranks
-    here = 6 // domains  # experts of a rank, of a domain
+    experts_per_rank = 6 // ranks
+    experts_per_domain = 6 // domains  # experts of a rank, of a domain
 
     def on(rank: int) -> dict:
         near = [dist.new_group([*range(d * inside, (d + 1) * inside)]) for d in range(domains)][
             rank // inside
         ]
         across = [dist.new_group([*range(i, ranks, inside)]) for i in range(inside)][rank % inside]
-        experts = experts_of(slice(rank * each, (rank + 1) * each))
+        experts = experts_of(slice(rank * experts_per_rank, (rank + 1) * experts_per_rank))
         counter = CommCounter()
         to = ExpertDispatch(near if inside > 1 else None, None, counter, ["nvlink"] * inside)
         levels = ["nvlink" if d == rank // inside else "network" for d in range(domains)]
-        found = run(case, rank, HierarchicalDispatch(across, to, counter, levels), experts)
-        return found | {"levels": dict(counter.levels)}
+        answer = run(case, rank, HierarchicalDispatch(across, to, counter, levels), experts)
+        return answer | {"levels": dict(counter.levels)}
 
-    found = run_ranks(on, ranks)
+    answers = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
     row = 8 * 32
     weight = 8
     label = 4
     for rank in range(ranks):
-        compare(found[rank], run(case, rank, dispatch, experts))
+        compare(answers[rank], run(case, rank, dispatch, experts))
         sent = 0
-        for other in range(rank % inside, ranks, inside):  # its counterpart in each domain
-            if other != rank:
+        for peer in range(rank % inside, ranks, inside):  # its counterpart in each domain
+            if peer != rank:
                 out, into = (
-                    case_of(case, r)[1].experts // here == d // inside
-                    for r, d in ((rank, other), (other, rank))
+                    case_of(case, r)[1].experts // experts_per_domain == d // inside
+                    for r, d in ((rank, peer), (peer, rank))
                 )
                 # rows there and back, in both passes; weights there, their gradients back; labels
                 # there
                 sent += 2 * row * int(out.any(1).sum() + into.any(1).sum())
                 sent += (weight + label) * int(out.sum()) + weight * int(into.sum())
-        assert found[rank]["levels"].get("network", 0) == sent
-        assert found[rank]["reads"] == 1 + (inside > 1) + 1, (
+        assert answers[rank]["levels"].get("network", 0) == sent
+        assert answers[rank]["reads"] == 1 + (inside > 1) + 1, (
             "between domains, inside of one, of the experts"
         )
     for name, param in experts.named_parameters():
-        mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
-        assert_near(mine, param.grad)
+        gradient = torch.cat([answers[rank]["experts"][name] for rank in range(ranks)])
+        assert_near(gradient, param.grad)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("domains", "inside"), [(2, 3), (3, 2)])
 def test_bytes_by_level_are_those_of_the_plan(domains, inside):
-    """Of tokens that make each pair of choices equally often, as the plan takes it: exactly, beside
-    weights, labels."""
+    """Tokens make each pair of choices equally often, as the plan assumes: the bytes are exact,
+    beside weights and labels."""
     ranks = domains * inside
     tokens = [pair for pair in itertools.combinations(range(6), 2) for _ in range(2)]
     routing = Routing(torch.tensor(tokens), *[torch.full((30, 2), 0.5, dtype=torch.float64)] * 3)
@@ -205,9 +207,9 @@ def test_bytes_by_level_are_those_of_the_plan(domains, inside):
         ]
         across = [dist.new_group([*range(i, ranks, inside)]) for i in range(inside)][rank % inside]
         experts = experts_of(slice(rank, rank + 1))
-        found = {}
+        traffic = {}
         levels = [
-            "nvlink" if other // inside == rank // inside else "network" for other in range(ranks)
+            "nvlink" if peer // inside == rank // inside else "network" for peer in range(ranks)
         ]
         for name in ("direct", "hierarchical"):
             counter = CommCounter()
@@ -217,23 +219,23 @@ def test_bytes_by_level_are_those_of_the_plan(domains, inside):
                 to = ExpertDispatch(near, None, counter, ["nvlink"] * inside)
                 to = HierarchicalDispatch(across, to, counter, by_domain)
             to(torch.zeros(30, 32, dtype=torch.float64), routing, experts, nothing)
-            found[name] = dict(counter.levels)
-        return found
+            traffic[name] = dict(counter.levels)
+        return traffic
 
     train = structs.replace(make_plan().job.train, precision="fp64", seq_len=30)
-    for found in run_ranks(on, ranks):
-        for name, sent in found.items():
-            way = {} if name == "direct" else {"expert_all_to_all": name}
-            plan = make_plan(ep=ranks, nodes=domains, model=MODEL, **way)
+    for rank_traffic in run_ranks(on, ranks):
+        for name, sent in rank_traffic.items():
+            options = {} if name == "direct" else {"expert_all_to_all": name}
+            plan = make_plan(ep=ranks, nodes=domains, model=MODEL, **options)
             path = Fabric(plan.cluster).path(np.arange(ranks)[None], "exchange")
-            parts = phases(path, MODEL, plan.parallel)
+            exchange_phases = phases(path, MODEL, plan.parallel)
             par = structs.replace(plan.parallel, micro_batch_size=1)
             (operation, size, _), *_ = expert_operations(Workload(MODEL, par, train))
             planned = {"nvlink": 0.0, "network": 0.0}
-            for part in parts:
-                for level, of in part.share.items():
+            for phase in exchange_phases:
+                for level, share in phase.share.items():
                     planned["nvlink" if level == "nvlink" else "network"] += (
-                        2 * of * sent_bytes(operation, size, ranks)
+                        2 * share * sent_bytes(operation, size, ranks)
                     )
             away = {
                 "nvlink": (inside - 1) / ranks,
@@ -242,11 +244,11 @@ def test_bytes_by_level_are_those_of_the_plan(domains, inside):
             if name == "hierarchical":
                 away["nvlink"] = (inside - 1) / inside
             label = {"nvlink": 0, "network": 4 * (name == "hierarchical")}
-            extra = {level: 60 * of * (8 + label[level]) for level, of in away.items()}
+            extra = {level: 60 * share * (8 + label[level]) for level, share in away.items()}
             assert sent == pytest.approx(
                 {level: planned[level] + extra[level] for level in sent}, rel=1e-12
             )
-    assert found["hierarchical"]["network"] < found["direct"]["network"]
+    assert rank_traffic["hierarchical"]["network"] < rank_traffic["direct"]["network"]
 
 
 class Order:
@@ -296,16 +298,18 @@ def test_shared_experts_compute_while_tokens_are_on_their_way(kind):
     on_their_way = {"direct": 2, "hierarchical": 1}[
         kind
     ]  # rows, with their weights where these go the same way
-    beside = ["start"] * on_their_way + ["shared"] + ["wait"] * on_their_way
-    for found in run_ranks(on, 2):
-        there = found["forward"][: found["forward"].index("experts")]
-        assert there[-len(beside) :] == beside
-        assert "shared" not in there[: -len(beside)] and there.count("start") == there.count("wait")
-        at = found["backward"].index("shared")
+    overlapped = ["start"] * on_their_way + ["shared"] + ["wait"] * on_their_way
+    for record in run_ranks(on, 2):
+        there = record["forward"][: record["forward"].index("experts")]
+        assert there[-len(overlapped) :] == overlapped
+        assert "shared" not in there[: -len(overlapped)] and there.count("start") == there.count(
+            "wait"
+        )
+        at = record["backward"].index("shared")
         first = at - on_their_way
         after = at + 1 + on_their_way
-        assert found["backward"][first:after] == beside
-        assert found["backward"][first - 1] == "wait", "the exchange of results is over"
+        assert record["backward"][first:after] == overlapped
+        assert record["backward"][first - 1] == "wait", "the exchange of results is over"
 
 
 @pytest.mark.process
@@ -323,10 +327,11 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
         for first in range(2 if expert_ranks > 1 else 0):
             group = dist.new_group([first, first + 2])
             over_experts = group if rank % 2 == first else over_experts
-        expert, part = divmod(rank, 2)
+        expert, slice_number = divmod(rank, 2)
         share = 6 // expert_ranks
         experts = experts_of(
-            slice(expert * share, (expert + 1) * share), slice(part * 6, part * 6 + 6)
+            slice(expert * share, (expert + 1) * share),
+            slice(slice_number * 6, slice_number * 6 + 6),
         )
         levels = ["network"] * expert_ranks
         return run(
@@ -334,14 +339,14 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
         )
 
     ranks = 2 * expert_ranks
-    found = run_ranks(on, ranks)
+    answers = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
     for rank in range(ranks):
-        compare(found[rank], run(case, rank, dispatch, experts))
+        compare(answers[rank], run(case, rank, dispatch, experts))
     for name, param in experts.named_parameters():
         dim = 2 if name.startswith("down") else 1
-        parts = [found[rank]["experts"][name] for rank in range(ranks)]
-        whole = torch.cat(
-            [torch.cat(parts[2 * e : 2 * e + 2], dim=dim) for e in range(expert_ranks)]
+        slices = [answers[rank]["experts"][name] for rank in range(ranks)]
+        gradient = torch.cat(
+            [torch.cat(slices[2 * e : 2 * e + 2], dim=dim) for e in range(expert_ranks)]
         )
-        assert_near(whole, param.grad)
+        assert_near(gradient, param.grad)

@@ -24,11 +24,11 @@ NOT_FINITE = torch.tensor(False)
 
 def test_the_scale_halves_grows_and_stops_at_the_bottom():
     scaler = LossScale(initial=8.0, growth_interval=3)
-    found = []
+    scales = []
     for finite in (True, True, False, True, True, True, True):
         scaler.update(torch.tensor(finite))
-        found.append(scaler.scale)
-    assert found == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]  # an overflow starts the count anew
+        scales.append(scaler.scale)
+    assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]  # an overflow starts the count anew
     for _ in range(40):
         assert scaler.scale >= LOWEST
         scaler.update(NOT_FINITE)
@@ -70,26 +70,27 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
             "steps": engine.optimizer.step_count,
         }
         record.append(entry | {"norm": float(norm), "grads": grads, "weights": after})
-    for one in engine.state_pieces(to_write=False):
-        if one.kind == "master":
-            record[-1].setdefault("master", []).append([one.info.name, one.offset, one.data])
+    for piece in engine.state_pieces(to_write=False):
+        if piece.kind == "master":
+            record[-1].setdefault("master", []).append([piece.info.name, piece.offset, piece.data])
     return record
 
 
 def test_overflow_skips_until_the_scale_fits_and_gradients_are_those_of_fp32():
     plan = make_plan(precision="fp16", steps=20)
     plain = make_plan(steps=20)
-    found = steps(0, plan, initial=2.0**24, count=12)
-    skipped = [entry for entry in found if not entry["applied"]]
+    entries = steps(0, plan, initial=2.0**24, count=12)
+    skipped = [entry for entry in entries if not entry["applied"]]
     assert 0 < len(skipped) < 10
-    for index, entry in enumerate(found):
+    for index, entry in enumerate(entries):
         assert entry["applied"] == math.isfinite(entry["norm"]) == entry["moved"]
         assert entry["steps"] == index + 1 - len(
-            [e for e in found[: index + 1] if not e["applied"]]
+            [e for e in entries[: index + 1] if not e["applied"]]
         )
-    scales = [entry["scale"] for entry in found]
+    scales = [entry["scale"] for entry in entries]
     assert scales == [
-        2.0**24 / 2 ** len([e for e in found[:i] if not e["applied"]]) for i in range(len(found))
+        2.0**24 / 2 ** len([e for e in entries[:i] if not e["applied"]])
+        for i in range(len(entries))
     ]
     fits = steps(0, plan, initial=2.0**10, count=1)[0]
     truth = steps(0, plain, 1.0, 1)[0]
@@ -170,14 +171,16 @@ def test_bf16_follows_an_fp32_master(zero):
         name: weight.float()
         for name, weight in single.initial_weights(plan, torch.bfloat16).items()
     }
-    for one, other in zip(first, second, strict=True):
-        assert {grad.dtype for grad in one["grads"].values()} == {torch.float32}
+    for first_entry, second_entry in zip(first, second, strict=True):
+        assert {grad.dtype for grad in first_entry["grads"].values()} == {torch.float32}
         master = optimizer.step(
-            master, naive.clipped(one["grads"], plan.job.train.clip_grad_norm), 1e-3
+            master, naive.clipped(first_entry["grads"], plan.job.train.clip_grad_norm), 1e-3
         )
-        for name, weight in one["weights"].items():
-            assert weight.dtype == torch.bfloat16 and torch.equal(weight, other["weights"][name])
+        for name, weight in first_entry["weights"].items():
+            assert weight.dtype == torch.bfloat16 and torch.equal(
+                weight, second_entry["weights"][name]
+            )
     for name, start, values in (*first[-1]["master"], *second[-1]["master"]):
-        place = slice(start, start + len(values))
-        torch.testing.assert_close(values, master[name].flatten()[place], rtol=1e-5, atol=1e-7)
-        assert torch.equal(values.bfloat16(), first[-1]["weights"][name].flatten()[place])
+        span = slice(start, start + len(values))
+        torch.testing.assert_close(values, master[name].flatten()[span], rtol=1e-5, atol=1e-7)
+        assert torch.equal(values.bfloat16(), first[-1]["weights"][name].flatten()[span])

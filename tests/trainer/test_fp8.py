@@ -36,7 +36,7 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_twin_rounds_to_the_nearest_number_of_the_format(name):
-    """By a list of all of them; and torch's cast does the same."""
+    """The nearest number is looked up in a list of all of them; torch's cast does the same."""
     numbers = torch.arange(256, dtype=torch.uint8).view(DTYPES[name]).double()
     numbers = numbers[numbers.isfinite()].unique()
     between = (numbers[1:] + numbers[:-1]) / 2
@@ -59,13 +59,13 @@ def test_fp64_is_rounded_once():
     halfway = torch.tensor(
         [1.0625], dtype=torch.float64
     )  # between 1 and 1.125, goes to the even one
-    for x, wanted in (
+    for x, rounded in (
         (halfway, 1.0),
         (halfway * (1 + 1e-12), 1.125),
         (-halfway * (1 + 1e-12), -1.125),
     ):
-        assert to_float8(x, DTYPES["e4m3"]).double().item() == wanted
-        assert plain_fp8.nearest(x, "e4m3").item() == wanted
+        assert to_float8(x, DTYPES["e4m3"]).double().item() == rounded
+        assert plain_fp8.nearest(x, "e4m3").item() == rounded
     assert to_float8(
         torch.tensor([0.0, -0.0, 448.0]).double(), DTYPES["e4m3"]
     ).float().tolist() == [
@@ -97,11 +97,11 @@ def test_blocks_have_a_scale_each(rows, columns, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).double() * torch.logspace(
         -3, 3, shape[1]
     )
-    found = in_blocks(x, rows, columns)
-    assert found.unit.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
-    wanted = plain_fp8.by_blocks(x, rows, columns)
+    blocks = in_blocks(x, rows, columns)
+    assert blocks.unit.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
+    expected = plain_fp8.by_blocks(x, rows, columns)
     assert torch.allclose(
-        from_blocks(found, rows, columns, torch.float64), wanted, rtol=1e-12, atol=0
+        from_blocks(blocks, rows, columns, torch.float64), expected, rtol=1e-12, atol=0
     )
 
 
@@ -168,14 +168,14 @@ ALL |= {
 
 def plan_of(matmul, case):
     train = {"seq_len": 512} if case.get("model", SMALL).hidden == 256 else {}
-    plan = make_plan(**{"model": SMALL, **case, **train})
+    plan = make_plan(**({"model": SMALL} | case | train))
     return seal(structs.replace(plan, job=structs.replace(plan.job, matmul=matmul)))
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_layout_rounds_as_one_process_does(ranks):
-    made = {}
+    tasks = {}
     for (matmul, name), case in ALL.items():
         if world(case) == ranks:
             plan = plan_of(matmul, case)
@@ -184,8 +184,8 @@ def test_every_layout_rounds_as_one_process_does(ranks):
             )
             expected = oracle.train(plan, STEPS)
             assert abs(wide[0].loss - expected[0].loss) > 1e-6, "rounding must change something"
-            made[f"{matmul} {name}"] = (plan, FP64, expected)
-    for case, answers in run_together(run_rank, ranks, made).items():
+            tasks[f"{matmul} {name}"] = (plan, FP64, expected)
+    for case, answers in run_together(run_rank, ranks, tasks).items():
         with told(case):
             assert_equal(answers, LIMITS["fp64"])
 
@@ -196,8 +196,8 @@ def test_scales_of_slices_alone_are_noticed(axis, monkeypatch):
     """A largest value that each rank takes for itself."""
     monkeypatch.setattr(fp8._Over, "__call__", lambda self, largest: largest)
     plan = plan_of("fp8_tensor", {axis: 2})
-    found = run_together(run_rank, 2, {axis: (plan, FP64, oracle.train(plan, 1))})[axis]
-    assert max(worst["norm"] for worst in found) > 1e-6
+    answers = run_together(run_rank, 2, {axis: (plan, FP64, oracle.train(plan, 1))})[axis]
+    assert max(worst["norm"] for worst in answers) > 1e-6
 
 
 def test_what_rounds_to_8_bits_is_not_compared_in_fp32():
@@ -213,5 +213,7 @@ def test_compilation_is_refused_where_it_is_asked_for_and_left_out_where_not():
     with pytest.raises(OrchError, match="8-bit products need"):
         make_train(config)
     gpus = structs.replace(config.cluster, device="cuda")
-    asked = structs.replace(config, cluster=gpus, train=structs.replace(config.train, compile=None))
-    assert make_train(asked).compile is False
+    gpu_config = structs.replace(
+        config, cluster=gpus, train=structs.replace(config.train, compile=None)
+    )
+    assert make_train(gpu_config).compile is False

@@ -32,11 +32,11 @@ MORE = {
 }
 #: Experts and latents, whose models no JSON holds, have their twins on CPUs.
 DENSE = {
-    name: one
-    for name, one in test_twin.MORE.items()
-    if not {"moe", "mla"} & one.get("model", {}).keys()
+    name: case
+    for name, case in test_twin.MORE.items()
+    if not {"moe", "mla"} & case.get("model", {}).keys()
 }
-MORE |= {name: one for name, one in DENSE.items() if name not in QUICK and "matmul" not in one}
+MORE |= {name: case for name, case in DENSE.items() if name not in QUICK and "matmul" not in case}
 #: Of MORE, those whose twin is compared too; the others with `make verify`.
 FULL = {
     name: layout
@@ -52,7 +52,7 @@ def quick():
 
 
 @pytest.fixture(scope="module")
-def more():
+def more_records():
     return fakegpu.call(gpu_steps.steps, MORE)
 
 
@@ -68,8 +68,8 @@ def test_a_layout_runs_on_gpus(quick, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_more_layouts_run_on_gpus(more, name):
-    runs(more[name], "offload" in MORE[name])
+def test_more_layouts_run_on_gpus(more_records, name):
+    runs(more_records[name], "offload" in MORE[name])
 
 
 @pytest.mark.slow
@@ -88,9 +88,9 @@ def runs(ranks: list[dict], on_the_host: bool) -> None:
     for rank in ranks:
         assert rank["kernels"] > 100, "it computes on the device"
         waits = [
-            one
-            for one in map(str, rank["waits"])
-            if not on_the_host or not any(at in one for at in OF_OFFLOAD)
+            wait
+            for wait in map(str, rank["waits"])
+            if not on_the_host or not any(at in wait for at in OF_OFFLOAD)
         ]
         assert waits == [], "the host enqueues a step without waiting for the device"
         assert rank["counted"] == rank["sent"], (
@@ -127,14 +127,14 @@ def test_the_training_loop_waits_for_a_step_when_the_next_one_is_enqueued(tmp_pa
 
 
 def test_a_background_save_copies_on_a_stream_of_its_own():
-    """Into page-locked memory; the host waits nowhere, the next update's stream does, the writer's
-    thread too."""
-    found = fakegpu.call(gpu_steps.background_copy)
-    assert found["copies"] == ["DtoH"] and found["bytes"] and found["locked"]
-    assert found["streams"][0] == 1 and found["apart"]
-    assert found["waits"] == [] and found["reader"] == ["cudaEventSynchronize"]
-    at = found["order"].index("W")
-    assert found["order"][:at].count("C") == 1 and "K" in found["order"][at:], (
+    """The copy goes into page-locked memory; the host waits nowhere, the next
+    update's stream does, the writer's thread too."""
+    record = fakegpu.call(gpu_steps.background_copy)
+    assert record["copies"] == ["DtoH"] and record["bytes"] and record["locked"]
+    assert record["streams"][0] == 1 and record["apart"]
+    assert record["waits"] == [] and record["reader"] == ["cudaEventSynchronize"]
+    at = record["order"].index("W")
+    assert record["order"][:at].count("C") == 1 and "K" in record["order"][at:], (
         "no kernel of the update before the wait"
     )
 

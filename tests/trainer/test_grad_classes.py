@@ -120,21 +120,21 @@ def mesh_with_experts(plan, rank):
     """The plan's mesh and the groups of the class EXPERT, of two ranks that hold the same
     expert."""
     mesh = Mesh.from_plan(plan, rank)
-    same = [(0, 2), (1, 3)]
+    replicas = [(0, 2), (1, 3)]
     both = [(0, 1), (2, 3)]
-    made = {ranks: dist.new_group(list(ranks)) for ranks in (*same, *both)}
-    mine = {"expert_grad": same[rank % 2], "expert_model": both[rank // 2]}
+    process_groups = {ranks: dist.new_group(list(ranks)) for ranks in (*replicas, *both)}
+    own_members = {"expert_grad": replicas[rank % 2], "expert_model": both[rank // 2]}
     hybrid = plan.parallel.zero_group == 2
-    mine |= {
-        "expert_shard": (rank,) if hybrid else same[rank % 2],
-        "expert_replica": same[rank % 2],
+    own_members |= {
+        "expert_shard": (rank,) if hybrid else replicas[rank % 2],
+        "expert_replica": replicas[rank % 2],
     }
     if not hybrid:
-        mine["expert_replica"] = (rank,)
-    groups = {name: made.get(ranks) for name, ranks in mine.items()}
+        own_members["expert_replica"] = (rank,)
+    groups = {name: process_groups.get(ranks) for name, ranks in own_members.items()}
     return replace(
         mesh,
-        members=MappingProxyType({**mesh.members, **mine}),
+        members=MappingProxyType({**mesh.members, **own_members}),
         groups=MappingProxyType({**mesh.groups, **groups}),
     )
 
@@ -179,9 +179,9 @@ def run_rank(rank, plan, expected):
             torch.testing.assert_close(
                 grad, grads[name][table[name].global_slices], rtol=1e-11, atol=1e-13
             )
-        found = grad_norm(buckets, torch.device("cpu"))
-        assert found.item() == pytest.approx(norm, rel=1e-12)
-        optimizer.step(LR, clip_coefficient(found, CLIP), torch.isfinite(found))
+        measured_norm = grad_norm(buckets, torch.device("cpu"))
+        assert measured_norm.item() == pytest.approx(norm, rel=1e-12)
+        optimizer.step(LR, clip_coefficient(measured_norm, CLIP), torch.isfinite(measured_norm))
         buckets.wait_params()
         for info, param in buckets.full_params():
             torch.testing.assert_close(
@@ -199,22 +199,22 @@ CASES = {f"zero{zero}": dict(zero=zero) for zero in range(4)} | {
 
 @pytest.mark.process
 def test_experts_and_dense_parameters_equal_one_process_with_every_zero():
-    made = {}
+    tasks = {}
     for name, case in CASES.items():
         plan = make_plan(dp=4, **case)
-        made[name] = (plan, one_process(plan))
-    for case, answers in run_together(run_rank, 4, made).items():
+        tasks[name] = (plan, one_process(plan))
+    for case, answers in run_together(run_rank, 4, tasks).items():
         with told(case):
             for name, weight in full_weights().items():
                 for kind in ("master", "exp_avg", "exp_avg_sq"):
                     written = [
-                        tuple(part)
+                        tuple(block_range)
                         for rank in answers
-                        for *key, part in rank
+                        for *key, block_range in rank
                         if key == [name, kind]
                     ]
-                    parts = [BlockRange(tuple(map(tuple, cuts)), *span) for cuts, *span in written]
-                    assert tiling_problem(parts, weight.shape) is None, (name, kind)
+                    blocks = [BlockRange(tuple(map(tuple, cuts)), *span) for cuts, *span in written]
+                    assert tiling_problem(blocks, weight.shape) is None, (name, kind)
 
 
 def test_a_class_that_ranks_do_not_know_is_refused():

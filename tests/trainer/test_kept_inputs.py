@@ -39,30 +39,31 @@ def plan_of(mode: str, shared: bool, layers: int = 2, hidden: int = 32, **values
 
 
 def with_and_without(rank: int, mode: str, shape: dict) -> list[dict]:
-    found = []
+    measurements = []
     for shared in (False, True):
         plan = plan_of(mode, shared, **shape)
         samples = plan.parallel.micro_batch_size
-        part = build(plan, Mesh.from_plan(plan, rank), CommCounter())
-        (stage,) = part.stages
+        model_part = build(plan, Mesh.from_plan(plan, rank), CommCounter())
+        (stage,) = model_part.stages
         data = batch(plan.model, samples, plan.job.train.seq_len, 0, True)
         with StorageTracker() as tracker:
-            loss = part.loss(stage(None, data), data.targets)
-            kept = min(live_soon(tracker) for _ in range(20))
+            loss = model_part.loss(stage(None, data), data.targets)
+            kept_bytes = min(live_soon(tracker) for _ in range(20))
         loss.backward()
         engine = engine_of(plan, rank)
         batches = [
-            micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)
+            micro_batch(plan, indices)
+            for indices in samples_of_step(plan.parallel, engine.mesh.coord, 0)
         ]
         engine.gradients(batches, 100)
-        found.append(
+        measurements.append(
             {
-                "kept": kept,
+                "kept": kept_bytes,
                 "sent": engine.counter.take()[0]["tp"],
                 "grads": engine.buckets.full_grads(),
             }
         )
-    return found
+    return measurements
 
 
 @pytest.mark.process
@@ -73,32 +74,36 @@ def test_half_the_inputs_and_the_same_gradients(mode, shape):
     planned = [
         activations(Workload(plan.model, plan.parallel, plan.job.train))[0] for plan in plans
     ]
-    sent = [sum(one.sent_bytes for one in traffic(plan)) for plan in plans]
+    sent = [sum(message.sent_bytes for message in traffic(plan)) for plan in plans]
     plan = plans[0]
     filled = KEPT[mode] * plans[0].model.layers * 2 * bool(shape)
     inputs = KEPT[mode] * plan.model.layers * plan.job.train.seq_len * plan.model.hidden * 4
     inputs *= plan.parallel.micro_batch_size
     assert planned[0] - planned[1] == sent[1] - sent[0] == inputs // 2
-    for whole, shared in run_ranks(with_and_without, 2, mode, shape):
-        assert all(whole["grads"][name].equal(grad) for name, grad in shared["grads"].items())
-        assert whole["kept"] - shared["kept"] == inputs // 2 - filled, (
+    for unshared, shared in run_ranks(with_and_without, 2, mode, shape):
+        assert all(unshared["grads"][name].equal(grad) for name, grad in shared["grads"].items())
+        assert unshared["kept"] - shared["kept"] == inputs // 2 - filled, (
             "of an odd input half an element more is kept"
         )
-        assert shared["sent"] - whole["sent"] == inputs // 2 + filled
+        assert shared["sent"] - unshared["sent"] == inputs // 2 + filled
 
 
 def traffic(plan):
-    return [one for one in step_traffic(Workload(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"]))[0]
-            if one.axis == "tp"]  # fmt: skip
+    workload = Workload(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])
+    return [message for message in step_traffic(workload)[0] if message.axis == "tp"]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize(("mode", "least", "most"), [("full", 0.0, 0.1), ("selective", 0.1, 0.25)])
-def test_messages_are_as_small_a_share_of_tensor_parallelism_s_as_docs_say(mode, least, most, tp):
+@pytest.mark.parametrize(
+    ("mode", "lower_share", "upper_share"), [("full", 0.0, 0.1), ("selective", 0.1, 0.25)]
+)
+def test_messages_are_as_small_a_share_of_tensor_parallelism_s_as_docs_say(
+    mode, lower_share, upper_share, tp
+):
     """docs/offload.md: less than a tenth, with selective recomputation up to a quarter."""
     plans = [plan_of(mode, shared, tp=tp) for shared in (False, True)]
-    whole, shared = (sum(one.sent_bytes for one in traffic(plan)) for plan in plans)
-    assert least * whole < shared - whole < most * whole
+    unshared, shared = (sum(message.sent_bytes for message in traffic(plan)) for plan in plans)
+    assert lower_share * unshared < shared - unshared < upper_share * unshared
 
 
 def test_a_stage_that_has_received_its_input_keeps_it_whole():
@@ -123,16 +128,21 @@ def test_of_several_stages_each_that_has_received_its_input_keeps_it_whole(sched
     """Four stages of one layer: the rank without the first has received the inputs of both that it
     holds."""
     pipeline = {"pp": 2, "vpp": 2, "schedule": schedule, "micro_batches": 4}
-    whole, shared = (plan_of("full", way, 4, **pipeline) for way in (False, True))
-    received = [rank for rank, stages in enumerate(rank_stages(whole.parallel)) if 0 not in stages]
+    unshared, shared = (
+        plan_of("full", partitioned, 4, **pipeline) for partitioned in (False, True)
+    )
+    received = [
+        rank for rank, stages in enumerate(rank_stages(unshared.parallel)) if 0 not in stages
+    ]
     before, after = (
-        activations(Workload(plan.model, plan.parallel, plan.job.train)) for plan in (whole, shared)
+        activations(Workload(plan.model, plan.parallel, plan.job.train))
+        for plan in (unshared, shared)
     )
     assert received == [1] and before[1] == after[1] and before[0] > after[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("overrides", "reason"),
     [
         (["parallel=tp2_dp4"], "sp"),
         (["parallel=dp8"], "tp=1"),
@@ -140,12 +150,19 @@ def test_of_several_stages_each_that_has_received_its_input_keeps_it_whole(sched
         (["parallel=tp2_dp4_sp0"], None),
     ],
 )
-def test_a_plan_says_where_it_changes_nothing(words, why):
+def test_a_plan_says_where_it_changes_nothing(overrides, reason):
     plan = build_plan(
-        load(["cluster=h100x8", "train.recompute=full", "train.partition_activations=true", *words])
+        load(
+            [
+                "cluster=h100x8",
+                "train.recompute=full",
+                "train.partition_activations=true",
+                *overrides,
+            ]
+        )
     )
-    said = [line for line in plan.warnings if "partition_activations" in line]
-    assert (why in said[0]) if why else not said
+    warnings = [line for line in plan.warnings if "partition_activations" in line]
+    assert (reason in warnings[0]) if reason else not warnings
 
 
 def test_a_plan_without_it_does_not_name_it():

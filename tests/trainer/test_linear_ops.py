@@ -105,14 +105,14 @@ CASES = {
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_op_that_replaces_the_product_equals_one_process_in_every_layout(ranks):
-    made = {}
+    tasks = {}
     for name, case in CASES.items():
         if world(case) == ranks:
-            plan = make_plan(**{"model": GQA, **case})
+            plan = make_plan(**({"model": GQA} | case))
             plain = oracle.train(plan, 1)
             expected = oracle.train(plan, STEPS, prepare=in_one_process)
             assert abs(plain[0].loss - expected[0].loss) > 1e-4, "the op must change something"
-            made[name] = (plan, FP64, expected, False, on_a_rank)
-    for case, answers in run_together(run_rank, ranks, made).items():
+            tasks[name] = (plan, FP64, expected, False, on_a_rank)
+    for case, answers in run_together(run_rank, ranks, tasks).items():
         with told(case):
             assert_equal(answers, LIMIT[torch.float64])

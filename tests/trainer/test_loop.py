@@ -49,12 +49,11 @@ def job(cache: str, steps: int = 6, every: int = 0, **layout: object) -> Plan:
     return make_plan(**options | {"model": tiny_model(tied_embeddings=True)} | layout)
 
 
-def changed(plan: Plan, part: str, **values: object) -> Plan:
+def changed(plan: Plan, section_name: str, **values: object) -> Plan:
     """The plan with some fields of a section of its job replaced, sealed anew."""
-    section = msgspec.structs.replace(getattr(plan.job, part), **values)
-    return seal(
-        msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, **{part: section}))
-    )
+    section = msgspec.structs.replace(getattr(plan.job, section_name), **values)
+    sections = {section_name: section}
+    return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, **sections)))
 
 
 def finish(
@@ -73,9 +72,9 @@ def saved_state(run_dir: Path, plan: Plan, step: int) -> dict[str, torch.Tensor]
     }
 
 
-def assert_same_state(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+def assert_same_state(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
 
 
 @contextlib.contextmanager
@@ -104,19 +103,23 @@ def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_t
     cache, tmp_path, layout
 ):
     plan = changed(job(cache, steps=8, every=3, **layout), "optim", lr=2e-2, warmup_steps=3)
-    codes, whole = finish(plan, tmp_path / "whole")
-    assert codes == [0] * plan.parallel.world_size, whole.log(0)
-    losses = whole.losses()
+    codes, uninterrupted = finish(plan, tmp_path / "whole")
+    assert codes == [0] * plan.parallel.world_size, uninterrupted.log(0)
+    losses = uninterrupted.losses()
     assert list(losses) == list(range(1, 9))
     assert losses[1] > 4.5 and min(losses[7], losses[8]) < losses[1] - 1.0
     for rank in range(plan.parallel.world_size):
         for name in ("ranks_checked", "data_ready", "done"):
-            assert len(whole.events(name, rank)) == 1, f"rank {rank}: {name}"
-    assert [event.step for event in whole.events("checkpoint_saved")] == [3, 6, 8]
+            assert len(uninterrupted.events(name, rank)) == 1, f"rank {rank}: {name}"
+    assert [event.step for event in uninterrupted.events("checkpoint_saved")] == [3, 6, 8]
     if layout is EIGHT:  # same seed, same samples, so the same losses as one process up to rounding
-        same = changed(job(cache, steps=8, micro_batches=4), "optim", lr=2e-2, warmup_steps=3)
-        _, one = finish(same, tmp_path / "one")
-        assert list(one.losses().values())[:4] == pytest.approx(list(losses.values())[:4], rel=1e-4)
+        single_plan = changed(
+            job(cache, steps=8, micro_batches=4), "optim", lr=2e-2, warmup_steps=3
+        )
+        _, single_workers = finish(single_plan, tmp_path / "one")
+        assert list(single_workers.losses().values())[:4] == pytest.approx(
+            list(losses.values())[:4], rel=1e-4
+        )
 
     last = plan.parallel.world_size - 1
     with running(plan, tmp_path / "cut", held=8) as workers:
@@ -145,7 +148,7 @@ def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_t
 def test_a_step_report_says_what_the_step_did(cache, tmp_path):
     plan = job(cache, steps=6, dp=2, zero=1, memory_every_steps=1)
     _, workers = finish(plan, tmp_path)
-    first, second, *more = workers.steps(0)
+    first, second, *later_steps = workers.steps(0)
     size = plan.parallel.global_batch_samples
     assert (first.samples, second.samples) == (size, 2 * size)
     assert first.tokens == plan.parallel.global_batch_tokens
@@ -162,7 +165,7 @@ def test_a_step_report_says_what_the_step_did(cache, tmp_path):
     # ZeRO-1: reduce-scatter and all-gather of all parameters, (n - 1) / n of the bytes each
     assert first.comm_bytes["dp"] == pytest.approx(first.memory_bytes["params"], rel=0.01)
     assert {"data", "forward", "backward", "optimizer", "comm"} <= first.phase_s.keys()
-    shares = [sum(step.phase_s.values()) / step.step_s for step in (second, *more)]
+    shares = [sum(step.phase_s.values()) / step.step_s for step in (second, *later_steps)]
     assert 0.5 < max(shares) <= 1, (
         "unless the processor was taken from it between phases, in each of these steps"
     )
@@ -251,27 +254,27 @@ def test_a_save_that_fails_on_the_way_is_reported_and_training_goes_on(cache, tm
 
 def test_other_text_is_refused_until_it_is_allowed_and_another_plan_is_said(cache, tmp_path):
     finish(job(cache, steps=1), tmp_path)
-    _, same = finish(job(cache, steps=1), tmp_path, epoch=1)
-    fields = same.events("resumed")[0].fields
+    _, resumed = finish(job(cache, steps=1), tmp_path, epoch=1)
+    fields = resumed.events("resumed")[0].fields
     assert fields["same_plan"] and fields["same_data"]
     longer = changed(job(cache, steps=2), "data", paths=[str(TEXT / "decoder.py")])
     codes, refused = finish(longer, tmp_path, epoch=2)
     assert codes == [Exit.CONFIG] and "is not what this run began with" in refused.log(0)
     assert "--allow changed-data" in refused.log(0) and not refused.events("resumed")
     pin_file(tmp_path, PINS["changed-data"]).unlink()  # what the option does
-    codes, other = finish(longer, tmp_path, epoch=2)
-    fields = other.events("resumed")[0].fields
+    codes, allowed = finish(longer, tmp_path, epoch=2)
+    fields = allowed.events("resumed")[0].fields
     assert codes == [0] and not fields["same_plan"] and not fields["same_data"]
 
 
 def test_token_files_overwritten_at_the_same_size_end_the_run_and_vanished_checkpoints_do_not_start_it_over(
     tmp_path,
 ):
-    text = tmp_path / "text.txt"
+    corpus_file = tmp_path / "text.txt"
     cache = tmp_path / "cache"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    corpus_file.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
     run_dir = tmp_path / "run"
-    plan = job(str(cache), steps=50_000, every=2, dp=2, data_paths=[str(text)])
+    plan = job(str(cache), steps=50_000, every=2, dp=2, data_paths=[str(corpus_file)])
     with running(plan, run_dir) as workers:
         workers.until(0, "checkpoint_saved")
         (tokens,) = cache.glob("*/tokens.bin")
@@ -289,7 +292,7 @@ def test_token_files_overwritten_at_the_same_size_end_the_run_and_vanished_check
     assert "Traceback" not in log
     tokens.write_bytes(written)
 
-    plan = job(str(cache), steps=4, every=2, dp=2, data_paths=[str(text)])
+    plan = job(str(cache), steps=4, every=2, dp=2, data_paths=[str(corpus_file)])
     shutil.rmtree(run_dir / "checkpoints")
     codes, refused = finish(plan, run_dir, epoch=1)
     assert codes == [Exit.CONFIG] * 2
@@ -305,11 +308,11 @@ def tampered(monkeypatch, sample: int, on: str = "0") -> None:
     window = TokenStore.window
 
     def flipped(self, number, seq_len):
-        found = window(self, number, seq_len)
+        tokens = window(self, number, seq_len)
         if number == sample and os.environ["RANK"] in on:
-            found = found.copy()
-            found[0] ^= 1
-        return found
+            tokens = tokens.copy()
+            tokens[0] ^= 1
+        return tokens
 
     monkeypatch.setattr(TokenStore, "window", flipped)
 
@@ -323,9 +326,9 @@ def test_a_tampered_token_is_found_by_a_replay_of_the_data_which_names_its_step(
         finished_steps(tmp_path / "good", plan),
         plan.parallel.global_batch_samples,
     )
-    assert [one.fingerprint for one in first] == [one.fingerprint for one in second]
-    found = replay(tmp_path / "good" / "plan.json", first)
-    assert found == (5, 5, []), found.problems
+    assert [step.fingerprint for step in first] == [step.fingerprint for step in second]
+    replayed = replay(tmp_path / "good" / "plan.json", first)
+    assert replayed == (5, 5, []), replayed.problems
     store = open_tokens(plan.job.data)
     sample = SampleOrder(store.samples(plan.job.train.seq_len), plan.job.data.seed)(
         2 * size + 1
@@ -333,18 +336,18 @@ def test_a_tampered_token_is_found_by_a_replay_of_the_data_which_names_its_step(
     with monkeypatch.context() as patch:
         tampered(patch, sample, on="01")
         finish(plan, tmp_path / "bad")
-    found = replay(tmp_path / "bad" / "plan.json", finished_steps(tmp_path / "bad", plan)[0])
-    assert (found.steps, found.equal) == (5, 4)
-    assert found.problems[0].startswith(
+    replayed = replay(tmp_path / "bad" / "plan.json", finished_steps(tmp_path / "bad", plan)[0])
+    assert (replayed.steps, replayed.equal) == (5, 4)
+    assert replayed.problems[0].startswith(
         f"step 3 of epoch 0 trained on other tokens than samples {2 * size} to"
     )
 
     split = job(cache, steps=5, tp=2)
-    other = SampleOrder(store.samples(split.job.train.seq_len), split.job.data.seed)(
+    split_sample = SampleOrder(store.samples(split.job.train.seq_len), split.job.data.seed)(
         2 * split.parallel.global_batch_samples
     )
     tampered(
-        monkeypatch, other, on="1"
+        monkeypatch, split_sample, on="1"
     )  # the ranks of a replica read the same samples, each by itself
     codes, odd = finish(split, tmp_path / "odd")
     assert codes == [Exit.CONFIG] * 2 and len(odd.steps(0)) == 2
@@ -355,20 +358,20 @@ def test_a_tampered_token_is_found_by_a_replay_of_the_data_which_names_its_step(
 
 def finished_steps(run_dir: Path, plan: Plan) -> list[list[Step]]:
     """Each rank's steps, from its report file."""
-    found = []
+    rank_steps = []
     for rank in range(plan.parallel.world_size):
         lines = [
             json.loads(line)
             for line in (run_dir / f"rank-{rank}.e0.jsonl").read_text().splitlines()
         ]
-        told = [line for line in lines if line["kind"] == "step"]
-        found.append(
+        step_lines = [line for line in lines if line["kind"] == "step"]
+        rank_steps.append(
             [
                 Step(0, x["step"], 0.0, x["step_s"], 0.0, x["samples"], x["fingerprint"])
-                for x in told
+                for x in step_lines
             ]
         )
-    return found
+    return rank_steps
 
 
 def test_an_older_epoch_is_fenced_with_77(cache, tmp_path):
@@ -396,7 +399,10 @@ def test_an_epoch_fenced_while_it_trains_writes_nothing_more(cache, tmp_path):
     "number",
     [
         signal.SIGTERM,
-        *(pytest.param(other, marks=pytest.mark.full) for other in (signal.SIGUSR1, signal.SIGINT)),
+        *(
+            pytest.param(signal_number, marks=pytest.mark.full)
+            for signal_number in (signal.SIGUSR1, signal.SIGINT)
+        ),
     ],
     ids=lambda number: number.name,
 )
@@ -404,17 +410,17 @@ def test_a_termination_signal_to_any_rank_saves_the_same_step_on_all_and_ends_wi
     cache, tmp_path, number
 ):
     plan = job(cache, steps=10_000, **EIGHT)
-    told = {signal.SIGTERM: 7, signal.SIGUSR1: 0, signal.SIGINT: 3}[number]
+    signalled_rank = {signal.SIGTERM: 7, signal.SIGUSR1: 0, signal.SIGINT: 3}[number]
     with running(plan, tmp_path) as workers:
         workers.until(0, 3)
-        os.kill(workers.pids[told], signal.SIGUSR2)  # must not hurt
-        os.kill(workers.pids[told], number)
-        assert workers.wait() == [Exit.RESTART] * 8, workers.log(told)
+        os.kill(workers.pids[signalled_rank], signal.SIGUSR2)  # must not hurt
+        os.kill(workers.pids[signalled_rank], number)
+        assert workers.wait() == [Exit.RESTART] * 8, workers.log(signalled_rank)
     steps = {workers.events("stopping", rank)[0].step for rank in range(8)}
     (saved,) = workers.events("checkpoint_saved")
     assert steps == {saved.step}
-    assert workers.events("stopping", told)[0].fields["reason"] == number.name
-    assert f"{number.name}: saved at step {saved.step}" in workers.log(told)
+    assert workers.events("stopping", signalled_rank)[0].fields["reason"] == number.name
+    assert f"{number.name}: saved at step {saved.step}" in workers.log(signalled_rank)
     with running(plan, tmp_path, epoch=1) as again:
         again.until(0, saved.step + 1)
         assert again.events("resumed")[0].step == saved.step
@@ -437,10 +443,10 @@ def test_a_termination_signal_during_the_imports_ends_with_75(cache, tmp_path):
     with worker_process(job(cache, steps=10_000), tmp_path) as worker:
         time.sleep(0.5)
         worker.terminate()
-        _, text = worker.communicate(timeout=PATIENCE_S)
-    assert worker.returncode in (Exit.RESTART, -signal.SIGTERM), text
+        _, output = worker.communicate(timeout=PATIENCE_S)
+    assert worker.returncode in (Exit.RESTART, -signal.SIGTERM), output
     if worker.returncode == Exit.RESTART:
-        assert "SIGTERM before the first step: nothing to save yet" in text
+        assert "SIGTERM before the first step: nothing to save yet" in output
 
 
 @pytest.mark.parametrize(
@@ -460,19 +466,23 @@ def test_a_killed_peer_is_noticed_by_all_with_75(cache, tmp_path, victim):
 #     refusing
 
 
-def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | None = None) -> None:
+def refused(
+    plan: Plan, run_dir: Path, code: Exit, message: str, changes: dict | None = None
+) -> None:
     codes, workers = finish(plan, run_dir, changes=changes)
     assert codes == [code] * plan.parallel.world_size, workers.log(0)
     for rank in range(plan.parallel.world_size):
         line = workers.log(rank).strip().splitlines()
         assert (
-            len(line) == 1 and words in line[0] and line[0].startswith(f"trainer: rank {rank} on ")
+            len(line) == 1
+            and message in line[0]
+            and line[0].startswith(f"trainer: rank {rank} on ")
         ), line
         assert workers.events("failed", rank)[0].fields["exit"] == code
 
 
 @pytest.mark.parametrize(
-    ("layout", "paths", "words", "changes"),
+    ("layout", "paths", "message", "changes"),
     [
         ({"dp": 2}, None, "was assigned plan 000000000000", {1: {"plan_hash": "0" * 64}}),
         (
@@ -486,10 +496,16 @@ def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | N
     ],
     ids=["another plan", "swapped nodes", "missing text", "unsupported layout"],
 )
-def test_what_cannot_run_stops_all_workers_with_65(cache, tmp_path, layout, paths, words, changes):
+def test_what_cannot_run_stops_all_workers_with_65(
+    cache, tmp_path, layout, paths, message, changes
+):
     plan = job(cache, **layout)
     refused(
-        changed(plan, "data", paths=paths) if paths else plan, tmp_path, Exit.CONFIG, words, changes
+        changed(plan, "data", paths=paths) if paths else plan,
+        tmp_path,
+        Exit.CONFIG,
+        message,
+        changes,
     )
 
 
@@ -549,9 +565,9 @@ def test_without_an_agents_environment_it_is_a_usage_error():
 
 def test_python_dash_m_trainer_runs_a_plan_and_prints_its_progress(cache, tmp_path):
     with worker_process(job(cache, steps=2), tmp_path) as worker:
-        _, text = worker.communicate(timeout=PATIENCE_S)
-    assert worker.returncode == 0, text
-    assert "step 2  loss " in text and "done (step 2)" in text
+        _, output = worker.communicate(timeout=PATIENCE_S)
+    assert worker.returncode == 0, output
+    assert "step 2  loss " in output and "done (step 2)" in output
 
 
 def test_a_worker_imports_the_compiler_only_where_its_plan_needs_it(tmp_path):

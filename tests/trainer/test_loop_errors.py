@@ -1,4 +1,4 @@
-"""Which exit code an error ends with, and what counts as a lost peer."""
+"""Every error ends with its exit code, and messages of a lost peer are recognised."""
 
 import errno
 import os
@@ -67,7 +67,7 @@ def test_every_error_has_its_exit_code(error, code):
 
 
 @pytest.mark.parametrize(
-    "text",
+    "message",
     [
         "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41235",
         (
@@ -85,8 +85,8 @@ def test_every_error_has_its_exit_code(error, code):
         "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
     ],
 )
-def test_what_torch_says_of_a_lost_peer_is_recognised(text):
-    assert errors.is_peer_loss(RuntimeError(text))
-    assert not errors.is_peer_loss(ValueError(text)), (
+def test_what_torch_says_of_a_lost_peer_is_recognised(message):
+    assert errors.is_peer_loss(RuntimeError(message))
+    assert not errors.is_peer_loss(ValueError(message)), (
         "torch raises RuntimeErrors; a ValueError is somebody's bug"
     )

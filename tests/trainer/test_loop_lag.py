@@ -1,4 +1,4 @@
-"""On a GPU the host reads a step's numbers when the next one is enqueued: reports, messages and
+"""The host of a GPU reads a step's numbers when the next one is enqueued: reports, messages and
 states are the same."""
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def test_reading_late_changes_neither_reports_nor_states(cache, tmp_path, monkey
     plan = changed(
         job(cache, steps=8, every=3, dp=2, zero=1, precision="fp16"), "train", log_every_steps=2
     )
-    found = []
+    records = []
     for lag in (0, 1):
         monkeypatch.setitem(LAG, "cpu", lag)
         folder = tmp_path / str(lag)
         codes, workers = finish(plan, folder)
         assert codes == [0, 0], workers.log(0)
         steps = [
-            {k: v for k, v in structs.asdict(one).items() if k not in TIMES}
-            for one in workers.steps(1)
+            {k: v for k, v in structs.asdict(step).items() if k not in TIMES}
+            for step in workers.steps(1)
         ]
         skipped = [(event.step, event.fields) for event in workers.events("step_skipped", 1)]
-        found.append((steps, skipped, saved_state(folder, plan, 6), saved_state(folder, plan, 8)))
-    early, late = found
+        records.append((steps, skipped, saved_state(folder, plan, 6), saved_state(folder, plan, 8)))
+    early, late = records
     assert early[:2] == late[:2] and len(early[0]) == 8
     for before, after in zip(early[2:], late[2:], strict=True):
         assert_same_state(before, after)

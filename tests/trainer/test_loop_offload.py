@@ -28,7 +28,7 @@ DISK = Offload(optimizer="disk", buffer_bytes=buffer_size(200_000, 3, 4))
 
 
 def losses(workers) -> dict[int, float]:
-    return {one.step: one.loss for one in workers.steps() if one.loss is not None}
+    return {step.step: step.loss for step in workers.steps() if step.loss is not None}
 
 
 def test_a_killed_run_goes_on_with_the_losses_of_one_that_kept_all_in_memory(cache, tmp_path):
@@ -100,12 +100,12 @@ def test_a_node_warns_once_of_state_that_would_go_over_the_network(
     offload = structs.replace(DISK, dir=str(tmp_path / folder) if folder else "")
     codes, workers = finish(job(cache, steps=1, dp=2, zero=1, offload=offload), tmp_path)
     assert codes == [Exit.DONE] * 2
-    said = [
+    warnings = [
         line for rank in range(2) for line in workers.log(rank).splitlines() if "warning" in line
     ]
     where = tmp_path / (folder or "offload")
-    assert len(said) == (kind == "nfs4") and all(
-        f"goes to {where}, on nfs4" in line for line in said
+    assert len(warnings) == (kind == "nfs4") and all(
+        f"goes to {where}, on nfs4" in line for line in warnings
     )
 
 
@@ -163,8 +163,8 @@ def counted(monkeypatch, at: int | None = None) -> Callable[[], int]:
 
 @pytest.mark.slow
 def test_killed_at_fifty_points_it_goes_on_each_time(cache, tmp_path, monkeypatch):
-    """At the start, in updates, between reads and writes, in checkpoints: spread over the calls of
-    a start and three steps."""
+    """The points lie at the start, in updates, between reads and writes, in checkpoints: spread
+    over the calls of a start and three steps."""
     layout = {"steps": STEPS, "recompute": "full"}
     _, workers = finish(job(cache, **layout), tmp_path / "memory")
     expected = losses(workers)
@@ -208,13 +208,13 @@ def test_a_disk_that_fails_leaves_a_state_that_goes_on(cache, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fails)
         codes, workers = finish(plan, tmp_path / "disk")
-    said = [
+    disk_lines = [
         line
         for rank in (0, 1)
         for line in workers.log(rank).splitlines()
         if "train.offload_dir" in line
     ]
-    assert code in codes and any(os.strerror(number) in line for line in said)
+    assert code in codes and any(os.strerror(number) in line for line in disk_lines)
     codes, workers = finish(plan, tmp_path / "disk", epoch=1)
     assert codes == [Exit.DONE] * 2
     assert losses(workers)[6] == pytest.approx(expected[6], rel=1e-5)

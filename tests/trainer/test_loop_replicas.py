@@ -44,16 +44,16 @@ def plan_of(cache: str, nodes: list[str], **layout: object) -> Plan:
         steps=STEPS,
         node_names=nodes,
         copy_every_steps=1,
-        **{"micro_batches": 4 // layout["dp"], **layout},
+        **({"micro_batches": 4 // layout["dp"]} | layout),
     )
 
 
 def lose(workers: Workers, node: str) -> int:
     """All its workers and its memory, at once; the step that every rank had reported before."""
     before = min(workers.steps(rank)[-1].step for rank in range(len(workers.pids)))
-    for place in workers.plan.ranks:
-        if place.node == node:
-            os.kill(workers.pids[place.rank], signal.SIGKILL)
+    for seat in workers.plan.ranks:
+        if seat.node == node:
+            os.kill(workers.pids[seat.rank], signal.SIGKILL)
     workers.release()
     codes = workers.wait()
     shutil.rmtree(replica_dir(workers.run_dir, node))
@@ -68,7 +68,7 @@ def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(
     without a spare."""
     layout = {"dp": 2, "tp": 2, "zero": 1, "bucket_bytes": 1 << 13}
     whole_plan = plan_of(cache, ["node0", "node1"], **layout)
-    _, whole = finish(whole_plan, tmp_path / "whole")
+    _, undisturbed = finish(whole_plan, tmp_path / "whole")
     assert not replica_dir(tmp_path / "whole", "node0").exists(), (
         "a run that is done gives the memory back"
     )
@@ -86,13 +86,13 @@ def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(
         losses |= workers.losses()
     assert not list((run / "checkpoints").glob("step-*")), "nothing was on disk"
 
-    one = plan_of(cache, ["node7"], dp=1, tp=2)
-    with running(one, run, 2) as workers:
+    one_node_plan = plan_of(cache, ["node7"], dp=1, tp=2)
+    with running(one_node_plan, run, 2) as workers:
         assert workers.wait() == [0, 0]
     check_resumed(workers, done)
     losses |= workers.losses()
-    assert losses.keys() == whole.losses().keys() == set(range(1, STEPS + 1))
-    assert list(losses.values()) == pytest.approx(list(whole.losses().values()), rel=1e-5)
+    assert losses.keys() == undisturbed.losses().keys() == set(range(1, STEPS + 1))
+    assert list(losses.values()) == pytest.approx(list(undisturbed.losses().values()), rel=1e-5)
     assert not replica_dir(run, "node7").exists()
 
 
@@ -133,7 +133,7 @@ def test_copies_that_somebody_deletes_are_made_anew_and_those_of_a_lost_node_go_
         assert workers.wait() == [0, 0], workers.log(0) + workers.log(1)
     assert workers.events("replicas_deleted")
     for event in workers.events("replica_failed"):
-        assert any(text in event.fields["error"] for text in DELETED), event.fields["error"]
+        assert any(phrase in event.fields["error"] for phrase in DELETED), event.fields["error"]
     assert not home.exists()
 
 
@@ -158,8 +158,7 @@ def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(
 
 
 class Moments:
-    """In a worker: what its training thread has done, for its other thread, which makes
-    replicas."""
+    """Tells a worker's second thread, which makes replicas, what its training thread has done."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.computed = 0  # gradients
@@ -179,9 +178,9 @@ class Moments:
             loop(run)
 
         def counted_gradients(engine: Engine, *args: object) -> object:
-            found = gradients(engine, *args)
+            loss_and_norm = gradients(engine, *args)
             self.computed += 1
-            return found
+            return loss_and_norm
 
         def counted_update(engine: Engine, *args: object) -> object:
             self.updated += 1
@@ -245,7 +244,7 @@ def test_a_replica_that_fails_between_the_ranks_ends_no_run(
     send = transfer.run
 
     def failing(transfers, *group):
-        if any(isinstance(one, transfer.Sending) and one.to == 2 for one in transfers):
+        if any(isinstance(message, transfer.Sending) and message.to == 2 for message in transfers):
             raise error("Connection closed by peer")
         return send(transfers, *group)
 

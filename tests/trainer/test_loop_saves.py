@@ -35,7 +35,10 @@ def gate(monkeypatch, tmp_path) -> Path:
 
 def words(workers: Workers) -> list[str | int]:
     """What rank 0 reported, in order: events by name, steps by number."""
-    return [one.step if isinstance(one, StepReport) else one.name for one in workers.reports()]
+    return [
+        report.step if isinstance(report, StepReport) else report.name
+        for report in workers.reports()
+    ]
 
 
 def saved(workers: Workers) -> list[EventReport]:
@@ -85,7 +88,7 @@ def test_a_termination_signal_waits_for_the_save_in_progress_and_then_saves(cach
 def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, tmp_path):
     """Eight ranks, one killed; two ranks, told to stop; three ranks of a pipeline, told to stop;
     one to the end."""
-    _, whole = finish(job(cache, steps=20, micro_batches=4), tmp_path / "whole")
+    _, undisturbed = finish(job(cache, steps=20, micro_batches=4), tmp_path / "whole")
     moves = [
         {**EIGHT, "micro_batches": 2},
         {"dp": 2, "zero": 2, "micro_batches": 2},
@@ -117,23 +120,23 @@ def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, t
             starts.append(event.step)
         losses |= workers.losses()
     assert len(starts) == 3 and all(a < b for a, b in itertools.pairwise(starts))
-    assert losses.keys() == whole.losses().keys() == set(range(1, 21))
-    assert list(losses.values()) == pytest.approx(list(whole.losses().values()), rel=1e-5)
+    assert losses.keys() == undisturbed.losses().keys() == set(range(1, 21))
+    assert list(losses.values()) == pytest.approx(list(undisturbed.losses().values()), rel=1e-5)
 
 
 def test_nothing_is_left_of_a_save_in_progress(cache, tmp_path, gate):
     """A rank dies before its file is written: the next epoch finds the save before, and sweeps
     up."""
-    left = tmp_path / "checkpoints"
+    checkpoints = tmp_path / "checkpoints"
     gate.touch()
     finish(job(cache, steps=2, dp=2), tmp_path)
     gate.unlink()
     with running(job(cache, steps=10_000, every=4, dp=2), tmp_path, epoch=1) as workers:
         workers.until(0, 5)
-        assert list(left.glob(".tmp-*"))
+        assert list(checkpoints.glob(".tmp-*"))
         os.kill(workers.pids[1], signal.SIGKILL)
         workers.wait()
     gate.touch()
     codes, again = finish(job(cache, steps=3, dp=2), tmp_path, epoch=2)
     assert codes == [0, 0] and again.events("resumed")[0].step == 2
-    assert not list(left.glob(".tmp-*"))
+    assert not list(checkpoints.glob(".tmp-*"))

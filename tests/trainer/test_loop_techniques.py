@@ -50,7 +50,11 @@ FULL = {"cp2 ulysses selective"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.full] if one in FULL else []) for one in LAYOUTS]
+    "name",
+    [
+        pytest.param(layout_name, marks=[pytest.mark.full] if layout_name in FULL else [])
+        for layout_name in LAYOUTS
+    ],
 )
 def test_losses_are_those_of_one_process(cache, alone, tmp_path, name):
     codes, workers = finish(job(cache, steps=4, **LAYOUTS[name]), tmp_path)
@@ -73,32 +77,32 @@ RESUMED = {
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_equals_an_undisturbed_one_to_the_bit(cache, tmp_path, name):
     plan = changed(job(cache, steps=6, every=3, **RESUMED[name]), "optim", decay_steps=6)
-    _, whole = finish(plan, tmp_path / "whole")
+    _, undisturbed = finish(plan, tmp_path / "whole")
     finish(changed(plan, "train", steps=3), tmp_path / "cut")
     codes, resumed = finish(plan, tmp_path / "cut", epoch=1)
     assert codes == [0, 0], resumed.log(0)
     assert_same_state(
         saved_state(tmp_path / "whole", plan, 6), saved_state(tmp_path / "cut", plan, 6)
     )
-    assert {step: whole.losses()[step] for step in resumed.losses()} == resumed.losses()
+    assert {step: undisturbed.losses()[step] for step in resumed.losses()} == resumed.losses()
     ends = [
         decode((tmp_path / run / "checkpoints" / step_name(6) / MANIFEST).read_bytes())
         for run in ("whole", "cut")
     ]
     assert ends[0].scalars == ends[1].scalars and ends[0].samples == ends[1].samples
-    tokens = [report.tokens for report in whole.steps(0)]
+    tokens = [report.tokens for report in undisturbed.steps(0)]
     if "batch_ramp" in RESUMED[name]:
         assert tokens == sorted(tokens) and tokens[0] == 2 * 16 and tokens[-1] > tokens[0]
         assert sum(tokens) == ends[0].samples * 16
     if "fp16" in name:
-        kept = {
+        scalar_names = {
             "loss_scale",
             "loss_scale_good_steps",
             "optimizer_steps",
             "learning_rate",
             "train_steps",
         }
-        assert kept == set(ends[0].scalars)
+        assert scalar_names == set(ends[0].scalars)
 
 
 #: Another curve from the saved step on: (the schedule as saved, what the next run changes, its
@@ -131,20 +135,20 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_said_before_the_first_step(
     ahead = rate_jump(second, str(tmp_path))
     codes, resumed = finish(second, tmp_path, epoch=1)
     assert codes == [0], resumed.log(0)
-    said = [line for line in resumed.log(0).splitlines() if "the learning rate jumps" in line]
+    jump_lines = [line for line in resumed.log(0).splitlines() if "the learning rate jumps" in line]
     events = resumed.events("learning_rate_jumps")
-    assert len(said) == len(events) == len(ahead) == (name in BREAKS)
-    assert all(one in said[0] for one in ahead), "orch submit says the same"
+    assert len(jump_lines) == len(events) == len(ahead) == (name in BREAKS)
+    assert all(phrase in jump_lines[0] for phrase in ahead), "orch submit says the same"
     if not events:
         return
     saved = learning_rate(at, first.job.optim, 4)
     following = learning_rate(at + 1, second.job.optim, steps)
     assert events[0].step == at and events[0].fields == {"saved": saved, "following": following}
-    assert f"from {saved:.3g} at saved step 4 to {following:.3g} at step 5" in said[0]
-    assert ("optim.decay_steps=4 keeps the old curve" in said[0]) == name.startswith("cosine")
+    assert f"from {saved:.3g} at saved step 4 to {following:.3g} at step 5" in jump_lines[0]
+    assert ("optim.decay_steps=4 keeps the old curve" in jump_lines[0]) == name.startswith("cosine")
     if "cosine" in name:
-        _, kept = finish(changed(second, "optim", decay_steps=4), tmp_path, epoch=2)
-        assert not kept.events("learning_rate_jumps")
+        _, workers = finish(changed(second, "optim", decay_steps=4), tmp_path, epoch=2)
+        assert not workers.events("learning_rate_jumps")
 
 
 def test_an_fp16_step_that_overflows_is_skipped_and_said(cache, tmp_path):
@@ -167,7 +171,7 @@ def test_documents_are_kept_apart_when_the_plan_says_so(cache, tmp_path):
     """Alone and cut over context-parallel ranks, in whose shards the borders lie elsewhere."""
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text(f"{index} " * 3)
-    found = {}
+    losses = {}
     for name, layout in {
         "apart": {},
         "apart cp2": {"cp": 2},
@@ -183,6 +187,6 @@ def test_documents_are_kept_apart_when_the_plan_says_so(cache, tmp_path):
         plan = changed(job(cache, **options), "data", extensions=[".txt"])
         codes, workers = finish(plan, tmp_path / name)
         assert set(codes) == {0}, workers.log(0)
-        found[name] = list(workers.losses().values())
-    assert found["apart cp2"] == pytest.approx(found["apart"], rel=1e-5)
-    assert found["together"] != pytest.approx(found["apart"], rel=1e-3)
+        losses[name] = list(workers.losses().values())
+    assert losses["apart cp2"] == pytest.approx(losses["apart"], rel=1e-5)
+    assert losses["together"] != pytest.approx(losses["apart"], rel=1e-3)

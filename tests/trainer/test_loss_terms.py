@@ -54,12 +54,12 @@ class Kept(nn.Module):
         return x
 
 
-def put(stage, made):
-    """In each block, inside of what is recomputed, and before the head."""
+def put(stage, make_term):
+    """Puts a term into each block, inside of what is recomputed, and before the head."""
     for block in stage.blocks.values():
-        block.mlp_in = nn.Sequential(made(), block.mlp_in)
+        block.mlp_in = nn.Sequential(make_term(), block.mlp_in)
     if stage.last:
-        stage.head_in = nn.Sequential(made(), stage.head_in)
+        stage.head_in = nn.Sequential(make_term(), stage.head_in)
 
 
 def in_one_process(stage):
@@ -118,16 +118,16 @@ CASES = {
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_terms_of_every_stage_equal_one_process_in_every_layout(ranks):
-    made = {}
+    tasks = {}
     references = {}
     for name, case in CASES.items():
         if world(case) == ranks:
-            plan = make_plan(**{"model": GQA, **case})
+            plan = make_plan(**({"model": GQA} | case))
             key = repr(plan.model), plan.parallel.global_batch_samples
             if key not in references:
                 references[key] = oracle.train(plan, STEPS, prepare=in_one_process)
-            made[name] = (plan, FP64, references[key], False, on_a_rank)
-    for case, answers in run_together(run_rank, ranks, made).items():
+            tasks[name] = (plan, FP64, references[key], False, on_a_rank)
+    for case, answers in run_together(run_rank, ranks, tasks).items():
         with told(case):
             for worst in answers:
                 assert {"term square", "term cube"} <= set(worst)
@@ -162,9 +162,9 @@ def test_terms_of_a_compiled_block_count_each_step():
     plan = make_plan(micro_batches=1, compile=True)
     engine = engine_of(plan, 0)
     on_a_rank(engine)
-    found = []
+    squares = []
     for valid in (16, 32):
         batches, _ = step_batches(plan, engine.mesh.coord, 0)
         engine.gradients(batches, valid)
-        found.append(engine.loss_terms()["square"])
-    assert found[0] == pytest.approx(2 * found[1], rel=1e-6) and found[0] > 0
+        squares.append(engine.loss_terms()["square"])
+    assert squares[0] == pytest.approx(2 * squares[1], rel=1e-6) and squares[0] > 0

@@ -64,9 +64,9 @@ def test_a_recompute_budget_counts_the_layers_that_run_again():
 
 def test_causal_halves_the_attention_core_only():
     seq = 4096
-    whole = model_flops_per_token(GPT3, seq)
+    unmasked = model_flops_per_token(GPT3, seq)
     causal = model_flops_per_token(replace(GPT3, causal=True), seq)
-    assert whole - causal == pytest.approx(6 * GPT3.layers * seq * GPT3.hidden, rel=1e-12)
+    assert unmasked - causal == pytest.approx(6 * GPT3.layers * seq * GPT3.hidden, rel=1e-12)
 
 
 def test_llama_405b_matches_its_paper():

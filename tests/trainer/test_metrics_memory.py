@@ -16,9 +16,11 @@ def test_views_of_one_buffer_count_once_and_whole():
     flat = kib(8)
     with StorageTracker(
         {"params": lambda: [flat[:10], flat[10:20]], "buffers": lambda: [kib(1, device="meta")]}
-    ) as one:
+    ) as tracker:
         pass
-    assert one.points()[-1].held["params"] == one.live == 8 * KIB, "and meta tensors weigh nothing"
+    assert tracker.points()[-1].held["params"] == tracker.live == 8 * KIB, (
+        "and meta tensors weigh nothing"
+    )
 
 
 def test_peak_and_live_follow_the_life_of_storages():

@@ -94,10 +94,10 @@ def test_logits_loss_and_gradients_equal_the_naive_twin(kind, documents):
         weights, model, data.tokens, data.positions, data.documents and data.documents.numbers
     )
     twin.loss_sum(expected, data.targets).backward()
-    found = stage(None, data)
-    loss = cross_entropy_sum(found, data.targets)
+    logits = stage(None, data)
+    loss = cross_entropy_sum(logits, data.targets)
     loss.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(loss, twin.loss_sum(expected, data.targets), rtol=1e-12, atol=0)
     for name, param in stage.named_parameters():
         torch.testing.assert_close(
@@ -109,11 +109,11 @@ def test_logits_loss_and_gradients_equal_the_naive_twin(kind, documents):
 def test_parameter_count_and_global_names(kind):
     model = small(**KINDS[kind], layers=3)
     with torch.device("meta"):
-        whole = Stage(model, range(3), **WHOLE)
-        parts = [Stage(model, range(0, 1), True, False), Stage(model, range(1, 3), False, True)]
-    shapes = {name: param.shape for name, param in whole.named_parameters()}
+        full_stage = Stage(model, range(3), **WHOLE)
+        stages = [Stage(model, range(0, 1), True, False), Stage(model, range(1, 3), False, True)]
+    shapes = {name: param.shape for name, param in full_stage.named_parameters()}
     assert sum(shape.numel() for shape in shapes.values()) == model.parameters
-    split = [(name, param.shape) for part in parts for name, param in part.named_parameters()]
+    split = [(name, param.shape) for stage in stages for name, param in stage.named_parameters()]
     assert dict(split) == shapes
     copies = 1 if model.tied_embeddings else 0
     assert len(split) == len(shapes) + copies  # the last stage's copy of the embedding
@@ -123,13 +123,13 @@ def test_stages_chained_equal_the_whole_model():
     model = small(layers=5, **GPT, tied_embeddings=True)
     data = batch(model)
     x = None
-    whole = Stage(model, range(5), **WHOLE).double()
-    init_stage(whole, model, 3)
+    full_stage = Stage(model, range(5), **WHOLE).double()
+    init_stage(full_stage, model, 3)
     for low, high in [(0, 2), (2, 3), (3, 5)]:
-        part = Stage(model, range(low, high), low == 0, high == 5).double()
-        init_stage(part, model, 3)
-        x = part(x, data)
-    torch.testing.assert_close(x, whole(None, data), rtol=0, atol=0)
+        stage = Stage(model, range(low, high), low == 0, high == 5).double()
+        init_stage(stage, model, 3)
+        x = stage(x, data)
+    torch.testing.assert_close(x, full_stage(None, data), rtol=0, atol=0)
 
 
 def test_tied_head_is_one_parameter_and_linear_op_is_replaceable():
@@ -196,9 +196,9 @@ def test_any_slice_of_the_initial_weights_is_a_slice_of_the_same_tensor(shape, d
     for size in shape:
         low = data.draw(st.integers(0, size))
         where.append(slice(low, data.draw(st.integers(low, size))))
-    part = torch.empty([cut.stop - cut.start for cut in where])
-    fill(part, name, shape, tuple(where), model, seed=5)
-    assert torch.equal(part, full[tuple(where)])
+    block = torch.empty([cut.stop - cut.start for cut in where])
+    fill(block, name, shape, tuple(where), model, seed=5)
+    assert torch.equal(block, full[tuple(where)])
 
 
 def test_initial_weights_depend_on_seed_and_name_and_have_the_stated_spread():
@@ -236,10 +236,10 @@ def test_experts_begin_unlike_each_other_and_equal_scores_go_to_the_first():
     moe = Moe(experts=6, top_k=3, ffn_hidden=4)
     router = Router(small(), moe)
     torch.nn.init.zeros_(router.weight)
-    found = router(torch.randn(5, 32))
-    assert found.experts.tolist() == [[0, 1, 2]] * 5
-    torch.testing.assert_close(found.weights, torch.full((5, 3), 1 / 3))
+    routing = router(torch.randn(5, 32))
+    assert routing.experts.tolist() == [[0, 1, 2]] * 5
+    torch.testing.assert_close(routing.weights, torch.full((5, 3), 1 / 3))
     router.bias = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.3, 0.2])
     moved = router(torch.randn(5, 32))
     assert moved.experts.tolist() == [[4, 5, 3]] * 5, "the bias chooses"
-    torch.testing.assert_close(moved.weights, found.weights, msg="and does not weigh")
+    torch.testing.assert_close(moved.weights, routing.weights, msg="and does not weigh")

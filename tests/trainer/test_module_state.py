@@ -34,7 +34,8 @@ LAYOUTS = {
 
 
 class Router(nn.Module):
-    """Of several dtypes; a scalar; one that tensor parallelism cuts along its second dimension."""
+    """States of several dtypes: a vector, a scalar, and one that tensor parallelism cuts along its
+    second dimension."""
 
     def __init__(self):
         super().__init__()
@@ -83,11 +84,11 @@ def save(rank, plan, folder):
 
 def resume(rank, plan, folder, epoch):
     engine = engine_of(plan, rank)
-    found = checkpoints(folder, epoch, rank, plan).resume(
+    manifest = checkpoints(folder, epoch, rank, plan).resume(
         lambda: list(engine.state_pieces(to_write=False))
     )
-    assert found.step == 1
-    engine.resumed(found.step, found.scalars)
+    assert manifest.step == 1
+    engine.resumed(manifest.step, manifest.scalars)
     states = list(engine.part.states())
     held = {tensor.data_ptr() for tensor in StepMemory.of_engine(engine).registered["optimizer"]()}
     for info, tensor in states:
@@ -108,9 +109,13 @@ def test_what_any_layout_has_saved_any_other_resumes(tmp_path, written):
     )
     assert not any("router" in name for name in manifest.parameters), "an export has weights alone"
     for epoch, name in enumerate(LAYOUTS, start=1):
-        other = plan_of(name)
-        found = run_ranks(resume, other.parallel.world_size, other, tmp_path, epoch)
-        assert {one for names in found for one in names} == set(manifest.states)
+        resuming_plan = plan_of(name)
+        resumed_names = run_ranks(
+            resume, resuming_plan.parallel.world_size, resuming_plan, tmp_path, epoch
+        )
+        assert {state_name for names in resumed_names for state_name in names} == set(
+            manifest.states
+        )
 
 
 def _declares(monkeypatch, name, state):
@@ -134,8 +139,8 @@ def test_a_save_that_misses_a_part_of_the_state_is_refused(tmp_path):
     plan = plan_of("one process")
     engine = engine_of(plan, 0)
     pieces = [
-        replace(one, data=one.data[:-1]) if one.info.name == "head_amax" else one
-        for one in engine.state_pieces(True)
+        replace(piece, data=piece.data[:-1]) if piece.info.name == "head_amax" else piece
+        for piece in engine.state_pieces(True)
     ]
     with pytest.raises(SaveError, match="state of head_amax: nobody holds 3 to 4"):
         opened(tmp_path, 0, 0, plan).save(pieces, 1, 2, engine.scalars())

@@ -32,14 +32,26 @@ def after(number: int) -> str:
 
 
 def test_every_kind_of_site_is_found_and_changed():
-    found = {site.what.split(" in `")[0]: after(site.number) for site in sites("x.py", SOURCE)}
-    assert "if a <= 2" in found["comparison Lt"] and "if not a < 2" in found["condition negated"]
-    assert "list(rest)[0]" in found["sorted left out"] and "[0] + 3" in found["operator Mult"]
+    mutated_sources = {
+        site.what.split(" in `")[0]: after(site.number) for site in sites("x.py", SOURCE)
+    }
     assert (
-        "g('cp', a)" in found["group 'tp'"] and "g(a, 'tp')" in found["first two arguments swapped"]
+        "if a <= 2" in mutated_sources["comparison Lt"]
+        and "if not a < 2" in mutated_sources["condition negated"]
     )
-    assert "h(total)" not in found["statement removed"] and "return +total" in found["sign"]
-    assert "a: int=0" in found["constant 1"] and "* 4" in found["constant 3"]
+    assert (
+        "list(rest)[0]" in mutated_sources["sorted left out"]
+        and "[0] + 3" in mutated_sources["operator Mult"]
+    )
+    assert (
+        "g('cp', a)" in mutated_sources["group 'tp'"]
+        and "g(a, 'tp')" in mutated_sources["first two arguments swapped"]
+    )
+    assert (
+        "h(total)" not in mutated_sources["statement removed"]
+        and "return +total" in mutated_sources["sign"]
+    )
+    assert "a: int=0" in mutated_sources["constant 1"] and "* 4" in mutated_sources["constant 3"]
 
 
 def test_messages_and_docstrings_are_left_alone():
@@ -61,10 +73,10 @@ def test_a_site_knows_its_statement():
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_subject_has_sites(name):
     subject = SUBJECTS[name]
-    found = every_site(subject)
-    assert len(found) > 2000 and len({site.path for site in found}) > 40
+    subject_sites = every_site(subject)
+    assert len(subject_sites) > 2000 and len({site.path for site in subject_sites}) > 40
     assert sample(subject, 5, 3) == sample(subject, 5, 3) != sample(subject, 5, 4)
-    for site in found[::97]:
+    for site in subject_sites[::97]:
         compile(mutated((ROOT / site.path).read_text(), site.number), site.path, "exec")
     assert all((ROOT / room).is_dir() for room in subject.tests)
 
@@ -77,16 +89,20 @@ def test_quick_tests_of_all_files_are_asked_in_turn():
 
 
 def test_the_page_counts():
-    one, other, third, fourth = sample(SUBJECTS["trainer"], 4, 1)
+    first, second, third, fourth = sample(SUBJECTS["trainer"], 4, 1)
     results = [
-        Result(one, BY_TEST, "t", 1.0),
-        Result(other, LIVES, "", 1.0),
+        Result(first, BY_TEST, "t", 1.0),
+        Result(second, LIVES, "", 1.0),
         Result(third, ODD, "", 1.0),
     ]
-    text = page({"trainer": [*results, Result(fourth, LIVES, UNSEEN, 0.0)]}, {"trainer": 4000}, 1)
-    assert "1 of 3 noticed (33.3 %)" in text and f"- {other.path}:{other.line}" in text
-    assert f"- {fourth.path}:{fourth.line}: {fourth.what} ({UNSEEN})" in text
-    assert f"- {third.path}:{third.line}: {third.what}: {ODD}" in text.partition("Not counted")[2]
+    page_text = page(
+        {"trainer": [*results, Result(fourth, LIVES, UNSEEN, 0.0)]}, {"trainer": 4000}, 1
+    )
+    assert "1 of 3 noticed (33.3 %)" in page_text and f"- {second.path}:{second.line}" in page_text
+    assert f"- {fourth.path}:{fourth.line}: {fourth.what} ({UNSEEN})" in page_text
+    assert (
+        f"- {third.path}:{third.line}: {third.what}: {ODD}" in page_text.partition("Not counted")[2]
+    )
 
 
 @pytest.mark.process
@@ -95,7 +111,7 @@ def test_changes_of_the_source_are_noticed_and_written_down(tmp_path):
     """Recorded, judged in copies of the tree, proven without them, and published; a second run
     finds it all done."""
     source = "orchestrator/plan/learning_rate.py"
-    words = [
+    command = [
         sys.executable,
         "-m",
         "tests.mutations.run",
@@ -105,9 +121,9 @@ def test_changes_of_the_source_are_noticed_and_written_down(tmp_path):
         "--only",
         source,
     ]
-    words += ["--workers", "1", "--build", str(tmp_path), "--out", str(tmp_path / "page.md")]
+    command += ["--workers", "1", "--build", str(tmp_path), "--out", str(tmp_path / "page.md")]
     done = subprocess.run(
-        [*words, "--record", "tests/planner/test_learning_rate.py"],
+        [*command, "--record", "tests/planner/test_learning_rate.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,

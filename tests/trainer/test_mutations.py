@@ -23,14 +23,14 @@ MUTATIONS = [*DATA, *MODEL, *PIPELINE, *EXPERTS, *PREDICTION, *PRECISION]
 
 def cell_of(layout: dict, name: str = "cell") -> Cell:
     options = dict(layout)
-    words = {
+    cell_options = {
         key: options.pop(key) for key in ("packed", "empty", "cell_precision") if key in options
     }
     return Cell(
         name=name,
-        packed=words.get("packed", False),
-        empty=words.get("empty", False),
-        precision=words.get("cell_precision", ""),
+        packed=cell_options.get("packed", False),
+        empty=cell_options.get("empty", False),
+        precision=cell_options.get("cell_precision", ""),
         plan=make_plan(**options),
     )
 
@@ -50,9 +50,9 @@ ALWAYS = (
 #: `make test` takes those and every second one, so some of every kind.
 CASES = [
     pytest.param(
-        one, marks=[pytest.mark.full] if at % 2 and not one.name.startswith(ALWAYS) else []
+        case, marks=[pytest.mark.full] if at % 2 and not case.name.startswith(ALWAYS) else []
     )
-    for at, one in enumerate(MUTATIONS)
+    for at, case in enumerate(MUTATIONS)
 ]
 
 

@@ -52,18 +52,20 @@ def test_what_is_kept_in_8_bits_is_nearest_and_stays():
         8 * BLOCK, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     ).exp()
     for kind, value in (("exp_avg_sq", x), ("exp_avg", x * torch.randn(8 * BLOCK).sign())):
-        kept = Eight(kind, value.numel(), torch.float64, torch.device("cpu"))
-        assert not kept.load(0, value.numel()).any()
-        kept.store(0, value, UPDATE)
-        found = kept.load(0, value.numel())
+        stored = Eight(kind, value.numel(), torch.float64, torch.device("cpu"))
+        assert not stored.load(0, value.numel()).any()
+        stored.store(0, value, UPDATE)
+        loaded = stored.load(0, value.numel())
         torch.testing.assert_close(
-            found,
+            loaded,
             plain_state.narrowed(
                 value.view(8, -1), "8bit", kind=kind, name="", seed=0, update=1
             ).flatten(),
         )
-        kept.store(0, torch.zeros_like(value), Update(1e-3, torch.tensor(1.0), torch.tensor(1.0)))
-        assert torch.equal(kept.load(0, value.numel()), found), "a skipped update changes nothing"
+        stored.store(0, torch.zeros_like(value), Update(1e-3, torch.tensor(1.0), torch.tensor(1.0)))
+        assert torch.equal(stored.load(0, value.numel()), loaded), (
+            "a skipped update changes nothing"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -73,24 +75,24 @@ def test_stochastic_rounding_keeps_the_mean(dtype):
     bits = random_bits(whole("x", (256, 256)), 0, count, torch.tensor(5), torch.tensor(3.0))
     assert bits.min() >= 0 and bits.max() < 1 << 16
     for sign in (1, -1):
-        found = (
+        rounded_values = (
             rounded(torch.full((count,), sign * (1 + 0.3 / 128), dtype=dtype), bits).double() * sign
         )
-        assert sorted(found.unique().tolist()) == [1.0, 1 + 1 / 128]
-        assert (found.mean().item() - 1) * 128 == pytest.approx(0.3, abs=0.01)
+        assert sorted(rounded_values.unique().tolist()) == [1.0, 1 + 1 / 128]
+        assert (rounded_values.mean().item() - 1) * 128 == pytest.approx(0.3, abs=0.01)
     exact = torch.tensor([0.0, 1.0, -0.375, 1e30], dtype=dtype).bfloat16().to(dtype)
     assert torch.equal(rounded(exact, bits[:4]).to(dtype), exact)
 
 
 def test_random_bits_differ_by_update_element_and_parameter():
     for shape in ((1000,), (20, 50)):
-        one = random_bits(whole("x", shape), 0, 1000, torch.tensor(5), torch.tensor(3.0))
-        assert one.unique().numel() > 900
+        first_bits = random_bits(whole("x", shape), 0, 1000, torch.tensor(5), torch.tensor(3.0))
+        assert first_bits.unique().numel() > 900
         for salt, number in ((5, 4.0), (6, 3.0)):
-            other = random_bits(
+            second_bits = random_bits(
                 whole("x", shape), 0, 1000, torch.tensor(salt), torch.tensor(number)
             )
-            assert (one == other).float().mean() < 0.01
+            assert (first_bits == second_bits).float().mean() < 0.01
 
 
 def test_a_slice_has_the_bits_of_the_whole_parameter():
@@ -152,17 +154,17 @@ KINDS = {"8bit": {}, "bf16": {}, "8bit sgd": dict(optim_kind="sgd")}
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_layout_keeps_what_one_process_keeps(ranks):
-    made = {}
+    tasks = {}
     for state, kind in KINDS.items():
         for name, case in CASES.items():
             if world(case) == ranks and (
                 not kind or name in ("one process", "dp2 zero2, small buckets")
             ):
                 plan = make_plan(
-                    **{"model": LLAMA, "optim_state": state.split()[0], **kind, **case}
+                    **({"model": LLAMA, "optim_state": state.split()[0]} | kind | case)
                 )
-                made[f"{state} {name}"] = (plan, FP64, train(plan, 3))
-    for case, answers in run_together(run_rank, ranks, made).items():
+                tasks[f"{state} {name}"] = (plan, FP64, train(plan, 3))
+    for case, answers in run_together(run_rank, ranks, tasks).items():
         with told(case):
             assert_equal(answers, LIMIT[torch.float64])
 

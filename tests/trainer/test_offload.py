@@ -64,14 +64,14 @@ def train(engine: Engine, steps: range) -> None:
 def state(engine: Engine) -> dict[str, torch.Tensor]:
     """Weights, and every kind of state of a parameter as this rank holds it, in one piece."""
     engine.buckets.wait_params()
-    found: dict[str, list[StatePiece]] = {}
+    pieces_by_name: dict[str, list[StatePiece]] = {}
     for piece in engine.state_pieces(to_write=False):
-        found.setdefault(f"{piece.kind} {piece.info.name}", []).append(piece)
-    whole = {
-        name: torch.cat([one.data for one in sorted(some, key=lambda one: one.offset)])
-        for name, some in found.items()
+        pieces_by_name.setdefault(f"{piece.kind} {piece.info.name}", []).append(piece)
+    tensors = {
+        name: torch.cat([shard.data for shard in sorted(pieces, key=lambda shard: shard.offset)])
+        for name, pieces in pieces_by_name.items()
     }
-    return whole | {
+    return tensors | {
         f"weight {info.name}": tensor.clone() for info, tensor in engine.buckets.full_params()
     }
 
@@ -87,7 +87,7 @@ def start_rounded(engine: Engine) -> None:
 def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
     """Three steps on the device, and three offloaded of which the last follows on a copy of the
     state."""
-    device, away = (engine_of(plan_of(layout, way), rank) for way in (None, offload))
+    device, away = (engine_of(plan_of(layout, placement), rank) for placement in (None, offload))
     if layout == "zero3":
         start_rounded(device)
     train(device, range(2))
@@ -100,24 +100,24 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
     train(device, range(2, 3))
     train(resumed, range(2, 3))
     expected = state(device)
-    found = state(resumed)
-    assert expected.keys() == found.keys()
+    resumed_state = state(resumed)
+    assert expected.keys() == resumed_state.keys()
     equal = {"no state elsewhere": not away.optimizer.tensors()}
-    for name, wanted in expected.items():
+    for name, tensor in expected.items():
         equal[name] = torch.equal(
-            found[name], wanted.to(found[name].dtype)
+            resumed_state[name], tensor.to(resumed_state[name].dtype)
         )  # shards that are masters are wide
     return equal
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("layout", "place"),
+    ("layout", "placement"),
     [
         *(
-            pytest.param(layout, place, id=f"{layout} {place.optimizer}")
+            pytest.param(layout, placement, id=f"{layout} {placement.optimizer}")
             for layout in LAYOUTS
-            for place in (HOST, DISK)
+            for placement in (HOST, DISK)
         ),
         *(
             pytest.param(layout, PAGES, id=f"{layout} weights on the disk")
@@ -125,16 +125,16 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
         ),
     ],
 )
-def test_weights_and_states_are_those_of_the_device(layout, place):
-    for equal in run_ranks(moved, 2, layout, place):
+def test_weights_and_states_are_those_of_the_device(layout, placement):
+    for equal in run_ranks(moved, 2, layout, placement):
         assert len(equal) > 10 and all(equal.values()), [
-            name for name, same in equal.items() if not same
+            name for name, matches in equal.items() if not matches
         ]
 
 
-def on_the_device(rank: int, place: Offload) -> tuple[int, int, list[str]]:
+def on_the_device(rank: int, placement: Offload) -> tuple[int, int, list[str]]:
     """Bytes and elements of the shards of ZeRO-3, and what their gradients are."""
-    engine = engine_of(plan_of("zero3", place), rank)
+    engine = engine_of(plan_of("zero3", placement), rank)
     train(engine, range(1))
     shards = engine.buckets.param_tensors()
     gradients = sorted({str(tensor.dtype) for tensor in engine.buckets.grad_tensors()})
@@ -142,10 +142,10 @@ def on_the_device(rank: int, place: Offload) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("place", [HOST, DISK], ids=["host", "disk"])
-def test_shards_are_as_narrow_as_what_computes_and_their_gradients_are_not(place):
+@pytest.mark.parametrize("placement", [HOST, DISK], ids=["host", "disk"])
+def test_shards_are_as_narrow_as_what_computes_and_their_gradients_are_not(placement):
     """The master weights are elsewhere, so nobody reads more digits on the device."""
-    for size, elements, gradients in run_ranks(on_the_device, 2, place):
+    for size, elements, gradients in run_ranks(on_the_device, 2, placement):
         assert size == 2 * elements > 0 and gradients == ["torch.float32"]
 
 
@@ -183,13 +183,13 @@ def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_a_narrow_gradient_in_pieces_is_the_whole_one(monkeypatch, factor):
-    """To the bit, and the last piece is shorter."""
+    """The two are equal to the bit, and the last piece is shorter."""
     monkeypatch.setattr(sharded, "WIDENED_ELEMENTS", 1 << 10)
     gradient = torch.randn(5000).bfloat16()
     weights = torch.randn(5000)
     kind = SimpleNamespace(whole_matrix=False, decay=True, narrow=False)
     rules = sharded.rules_of(plan_of("dp2", None).job.optim)
-    found = []
+    variants = []
     for host in (None, HostMemory(torch.device("cpu"))):
         bucket = SimpleNamespace(param_shard=weights.clone(), grad_shard=gradient, kind=kind)
         optimizer = sharded.ShardedOptimizer(
@@ -198,16 +198,19 @@ def test_a_narrow_gradient_in_pieces_is_the_whole_one(monkeypatch, factor):
         for _ in range(3):
             scale, update = optimizer.decide(1e-2, torch.tensor(factor), torch.tensor(True))
             optimizer.compute([0], [gradient], scale, update)
-        found.append([optimizer.states[0].master, *optimizer.states[0].state.values()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        variants.append([optimizer.states[0].master, *optimizer.states[0].state.values()])
+    assert all(
+        torch.equal(device_tensor, host_tensor)
+        for device_tensor, host_tensor in zip(*variants, strict=True)
+    )
 
 
 def test_large_arrays_of_the_host_do_not_lie_in_line():
     """Their distance is no multiple of a power of two that caches count in."""
     host = HostMemory(torch.device("cpu"))
     starts = [host.zeros(1 << 20, torch.float32).data_ptr() for _ in range(4)]
-    for one, other in itertools.combinations(starts, 2):
-        assert 8192 <= (one - other) % (1 << 20) <= (1 << 20) - 8192
+    for start, second_start in itertools.combinations(starts, 2):
+        assert 8192 <= (start - second_start) % (1 << 20) <= (1 << 20) - 8192
     assert all(
         tensor.nbytes == tensor.untyped_storage().nbytes() == 4 << 20 for tensor in host.tensors
     )
@@ -262,10 +265,10 @@ def disk_run(rank: int) -> dict[str, int]:
 
 @pytest.mark.process
 def test_memory_of_the_host_is_what_was_asked_for_whatever_the_model():
-    for found in run_ranks(disk_run, 2):
-        assert found["host"] == buffer_size(DISK.buffer_bytes, 3, 4) <= DISK.buffer_bytes
-        assert found["disk"] == found["state"]
-        assert found["chunks"] > len(LAYOUTS)
+    for answer in run_ranks(disk_run, 2):
+        assert answer["host"] == buffer_size(DISK.buffer_bytes, 3, 4) <= DISK.buffer_bytes
+        assert answer["disk"] == answer["state"]
+        assert answer["chunks"] > len(LAYOUTS)
 
 
 def test_a_buffer_is_whole_blocks_and_too_small_ones_hold_none():
@@ -301,8 +304,8 @@ def test_a_disk_that_fails_ends_with_one_line_and_its_code(tmp_path, monkeypatch
         file = StateFile(tmp_path, BLOCK, Requests())
         file.write(data, 0)
         file.read(data, 0)
-    text = str(error.value)
-    assert str(tmp_path) in text and os.strerror(number) in text and "\n" not in text
+    message = str(error.value)
+    assert str(tmp_path) in message and os.strerror(number) in message and "\n" not in message
     assert (exit_code(error.value), error.value.cause) == FAILURES[number]
     assert not list(tmp_path.iterdir())
 
@@ -330,7 +333,7 @@ def test_a_state_file_has_no_name_and_holds_what_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("overrides", "line"),
     [
         (
             ["train.offload=disk", "checkpoint.memory_every_steps=2"],
@@ -342,7 +345,7 @@ def test_a_state_file_has_no_name_and_holds_what_was_written(tmp_path):
         (["train.offload=host", "train.offload_dir=/x"], "is the folder of train.offload=disk"),
     ],
 )
-def test_what_cannot_be_met_is_refused_at_plan_time(words, line):
+def test_what_cannot_be_met_is_refused_at_plan_time(overrides, line):
     with pytest.raises(OrchError, match=line) as error:
-        build_plan(load(["cluster=h100x8", "parallel=dp8", *words]))
+        build_plan(load(["cluster=h100x8", "parallel=dp8", *overrides]))
     assert error.value.exit == Exit.CONFIG and "\n" not in error.value.message

@@ -47,17 +47,19 @@ FULL = ("full", "tp2", "pp2", "pp2 interleaved")
 INPUT = 128 * LLAMA["hidden"] * 4
 
 
-def plan_of(layout: str, place: str, optimizer: str = ""):
-    offload = Offload(activations=place, optimizer=optimizer) if place or optimizer else None
+def plan_of(layout: str, placement: str, optimizer: str = ""):
+    offload = (
+        Offload(activations=placement, optimizer=optimizer) if placement or optimizer else None
+    )
     return make_plan(model=tiny_model(**LLAMA), seq_len=128, offload=offload, **LAYOUTS[layout])
 
 
 def steps(rank: int, layout: str) -> dict[str, dict]:
-    """Of three steps with each place: the gradients, and bytes by category at their peaks and on
+    """Three steps with each placement: the gradients, and bytes by category at their peaks and on
     the host."""
-    found = {}
-    for place in ("", *PLACES):
-        engine = engine_of(plan_of(layout, place), rank)
+    measurements = {}
+    for placement in ("", *PLACES):
+        engine = engine_of(plan_of(layout, placement), rank)
         memory = StepMemory.of_engine(engine)
         grads = []
         for step in range(3):
@@ -66,15 +68,15 @@ def steps(rank: int, layout: str) -> dict[str, dict]:
                 norm = engine.gradients([micro_batch(engine.plan, row) for row in rows], 100)[1]
             grads.append(engine.buckets.full_grads())
             engine.update(norm, 1e-3)
-        most = max(point.held["activations"] for point in memory.points())
+        peak_bytes = max(point.held["activations"] for point in memory.points())
         host = sum(tensor.nbytes for tensor in engine.host.tensors) if engine.host else 0
-        found[place] = {
+        measurements[placement] = {
             "grads": grads,
-            "activations": most,
+            "activations": peak_bytes,
             "host": host,
             "pp": engine.mesh.coord.pp,
         }
-    return found
+    return measurements
 
 
 @pytest.mark.process
@@ -84,19 +86,19 @@ def steps(rank: int, layout: str) -> dict[str, dict]:
 )
 def test_the_same_gradients_and_the_planned_bytes(layout):
     accounts = {}
-    for place in ("", *PLACES):
-        plan = plan_of(layout, place)
-        accounts[place] = memory_by_pp_rank(
+    for placement in ("", *PLACES):
+        plan = plan_of(layout, placement)
+        accounts[placement] = memory_by_pp_rank(
             Workload(plan.model, plan.parallel, plan.job.train), plan.cluster
         )
-    for found in run_ranks(steps, 2, layout):
-        plain = found[""]
-        for place in PLACES:
-            away = found[place]
-            planned = accounts[place][found[place]["pp"]]
-            for one, other in zip(plain["grads"], away["grads"], strict=True):
-                assert one.keys() == other.keys() and all(
-                    torch.equal(one[name], other[name]) for name in one
+    for measurements in run_ranks(steps, 2, layout):
+        plain = measurements[""]
+        for placement in PLACES:
+            away = measurements[placement]
+            planned = accounts[placement][measurements[placement]["pp"]]
+            for plain_grads, away_grads in zip(plain["grads"], away["grads"], strict=True):
+                assert plain_grads.keys() == away_grads.keys() and all(
+                    torch.equal(plain_grads[name], away_grads[name]) for name in plain_grads
                 )
             assert away["host"] == planned.host
             saved = plain["activations"] - away["activations"]
@@ -106,8 +108,8 @@ def test_the_same_gradients_and_the_planned_bytes(layout):
 
 
 def uses(rank: int) -> dict[str, int]:
-    """Of the third step: inputs that were used, and those of them that were on their way back
-    before."""
+    """Counts, in the third step, inputs that were used and those of them that were on their way
+    back before."""
     engine = engine_of(plan_of("pp2", "host"), rank)
     counts = {"used": 0, "ahead": 0}
     get = ActivationStore.get
@@ -145,23 +147,23 @@ def test_beside_an_optimizer_on_the_host():
     assert account.host - alone.host == inputs
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_places_are_used_again_and_hold_what_was_put(tmp_path, place):
+@pytest.mark.parametrize("placement", PLACES)
+def test_places_are_used_again_and_hold_what_was_put(tmp_path, placement):
     """Any order of use, other sizes among them, an activation that is never used, one that is used
     twice."""
     host = HostMemory(torch.device("cpu"))
-    store = ActivationStore(host, tmp_path if place == "disk" else None)
+    store = ActivationStore(host, tmp_path if placement == "disk" else None)
     for step in range(4):
-        made = [
+        tensors = [
             torch.full((3, 100 + 7 * (at % 2)), float(step * 10 + at), dtype=torch.bfloat16)
             for at in range(8)
         ]
-        entries = [store.put(tensor) for tensor in made]
+        entries = [store.put(tensor) for tensor in tensors]
         for at in (7, 3, 5, 6, 0, 0, 2) if step < 2 else (1, 2, 3, 4, 5, 6, 7, 0):
-            assert torch.equal(store.get(entries[at]), made[at])
+            assert torch.equal(store.get(entries[at]), tensors[at])
         entries.clear()
-    kept = sum(tensor.nbytes for tensor in host.tensors)
-    assert kept == (4 * 3 * 2 * (100 + 107) if place == "host" else 2 * ROOMS * 2 * BLOCK)
+    held_bytes = sum(tensor.nbytes for tensor in host.tensors)
+    assert held_bytes == (4 * 3 * 2 * (100 + 107) if placement == "host" else 2 * ROOMS * 2 * BLOCK)
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):

@@ -50,7 +50,9 @@ def test_steps_are_those_of_the_formula(layout):
 
 
 def test_the_formula_is_another_training_than_without_delay():
-    late, plain = (single.train(plan_of("zero1", way), 3, torch.float64) for way in (DELAYED, None))
+    late, plain = (
+        single.train(plan_of("zero1", offload), 3, torch.float64) for offload in (DELAYED, None)
+    )
     assert [a.loss == b.loss for a, b in zip(late, plain, strict=True)] == [True, False, False]
     assert torch.equal(
         late[0].weights["norm.weight"], late[1].grads["norm.weight"] * 0 + 1
@@ -59,9 +61,9 @@ def test_the_formula_is_another_training_than_without_delay():
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "other", [{"tp": 2, "micro_batches": 4}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}]
+    "resumed_layout", [{"tp": 2, "micro_batches": 4}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}]
 )
-def test_a_killed_run_goes_on_as_if_it_had_not_been(cache, tmp_path, other):
+def test_a_killed_run_goes_on_as_if_it_had_not_been(cache, tmp_path, resumed_layout):
     layout = {"dp": 2, "zero": 1, "offload": DELAYED}
     _, workers = finish(job(cache, steps=8, **layout), tmp_path / "whole")
     expected = losses(workers)
@@ -72,7 +74,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(cache, tmp_path, other):
         workers.wait()
         before = losses(workers)
     codes, workers = finish(
-        job(cache, steps=8, every=2, offload=DELAYED, **other), tmp_path / "killed", epoch=1
+        job(cache, steps=8, every=2, offload=DELAYED, **resumed_layout),
+        tmp_path / "killed",
+        epoch=1,
     )
     after = losses(workers)
     assert codes == [Exit.DONE] * 2 and min(after) <= 6 and max(after) == 8
@@ -85,15 +89,15 @@ def test_a_narrow_run_goes_on_under_another_stage_of_zero(cache, tmp_path):
     """The weights that lack an update are as narrow under every stage, and both go on from the
     same."""
     narrow = {"dp": 2, "precision": "bf16", "offload": DELAYED}
-    found = []
+    run_losses = []
     for first in (3, 1):
         finish(job(cache, steps=2, zero=first, **narrow), tmp_path / f"{first}")
         codes, workers = finish(
             job(cache, steps=4, zero=3, **narrow), tmp_path / f"{first}", epoch=1
         )
         assert codes == [Exit.DONE] * 2
-        found.append(losses(workers))
-    stayed, moved = found
+        run_losses.append(losses(workers))
+    stayed, moved = run_losses
     assert set(stayed) == {3, 4} and moved == pytest.approx(stayed, rel=1e-4)
 
 
@@ -107,15 +111,15 @@ def test_a_run_may_begin_and_end_to_delay_at_a_checkpoint(cache, tmp_path, first
 
 
 def host_bytes(rank: int) -> tuple[int, int]:
-    found = []
+    peak_bytes = []
     for delayed in (False, True):
         engine = engine_of(plan_of("zero1", Offload(optimizer="host", delayed=delayed)), rank)
         peak = dict[str, int]()
         with StepMemory.of_engine(engine).measure(peak):
             pass
         gradients = sum(bucket.host_grad.nbytes for bucket in engine.buckets.buckets)
-        found.append(peak["host"] - gradients * (2 if delayed else 1))
-    return found[0], found[1]
+        peak_bytes.append(peak["host"] - gradients * (2 if delayed else 1))
+    return peak_bytes[0], peak_bytes[1]
 
 
 @pytest.mark.process
@@ -125,9 +129,9 @@ def test_one_more_gradient_is_kept_on_the_host():
 
 
 def test_the_plan_says_what_it_is_and_counts_its_gradient():
-    words = ["cluster=h100x8", "parallel=dp8_zero1", "model=llama3_8b", "train.offload=host"]
+    overrides = ["cluster=h100x8", "parallel=dp8_zero1", "model=llama3_8b", "train.offload=host"]
     plain, late = (
-        build_plan(load([*words, f"train.offload_delayed={on}"])) for on in ("false", "true")
+        build_plan(load([*overrides, f"train.offload_delayed={on}"])) for on in ("false", "true")
     )
     assert any("lack the update before it" in line for line in late.warnings)
     assert not any("lack the update" in line for line in plain.warnings)
@@ -137,15 +141,15 @@ def test_the_plan_says_what_it_is_and_counts_its_gradient():
     assert late.time.step_s < plain.time.step_s and late.hash != plain.hash
 
 
-@pytest.mark.parametrize("place", ["none", "disk"])
-def test_only_updates_of_the_host_are_delayed(place):
+@pytest.mark.parametrize("placement", ["none", "disk"])
+def test_only_updates_of_the_host_are_delayed(placement):
     with pytest.raises(OrchError, match=r"train\.offload=host") as error:
         build_plan(
             load(
                 [
                     "cluster=h100x8",
                     "parallel=dp8",
-                    f"train.offload={place}",
+                    f"train.offload={placement}",
                     "train.offload_delayed=true",
                 ]
             )

@@ -21,8 +21,8 @@ from trainer.host.ring import Record, Ring
 def ring_of(folder, records: int, slots: int) -> Ring:
     file = StateFile(folder, records * BLOCK, Requests())
     host = HostMemory(torch.device("cpu"))
-    places = [Record(at * BLOCK, BLOCK) for at in range(records)]
-    return Ring(file, places, [host.blocks(BLOCK) for _ in range(slots)])
+    file_records = [Record(at * BLOCK, BLOCK) for at in range(records)]
+    return Ring(file, file_records, [host.blocks(BLOCK) for _ in range(slots)])
 
 
 def slow(monkeypatch) -> None:
@@ -96,7 +96,8 @@ def test_what_was_changed_in_the_file_after_settling_is_what_comes_next(tmp_path
 
 @pytest.mark.parametrize("size", [1, PART - 1, PART, 3 * PART + 5])
 def test_pages_are_read_and_written_as_their_tensor_is(tmp_path, size):
-    """In several requests, from any element on, and without a copy between the two."""
+    """Reads and writes take several requests, begin at any element, and make no copy between the
+    two."""
     host = HostMemory(torch.device("cpu"), weights=tmp_path)
     pages = host.device_zeros(size + 9, torch.uint8)
     start = 7
@@ -104,9 +105,9 @@ def test_pages_are_read_and_written_as_their_tensor_is(tmp_path, size):
     host.write(data, pages[start : start + size])
     assert torch.equal(pages[start : start + size], data) and not pages[:start].any()
     pages[start] = 99
-    found = torch.zeros_like(data)
-    host.read(pages[start : start + size], found)
-    assert found[0] == 99 and torch.equal(found[1:], data[1:])
+    loaded = torch.zeros_like(data)
+    host.read(pages[start : start + size], loaded)
+    assert loaded[0] == 99 and torch.equal(loaded[1:], data[1:])
 
 
 def test_the_space_of_pages_is_free_again_with_their_tensor(tmp_path):

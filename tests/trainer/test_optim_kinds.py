@@ -36,12 +36,12 @@ CASES = {
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_equal_to_one_process(ranks):
-    made = {}
+    tasks = {}
     for name, case in CASES.items():
         if world(case) == ranks:
             plan = make_plan(**case)
-            made[name] = (plan, FP64, train(plan, 3))
-    for case, answers in run_together(run_rank, ranks, made).items():
+            tasks[name] = (plan, FP64, train(plan, 3))
+    for case, answers in run_together(run_rank, ranks, tasks).items():
         with told(case):
             assert_equal(answers, LIMIT[torch.float64])
 
@@ -49,11 +49,15 @@ def test_equal_to_one_process(ranks):
 @pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8)])
 def test_the_orthogonal_part_has_singular_values_near_one(shape):
     matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = orthogonal(matrix)
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    own = torch.einsum(
-        "ik,ij,kj->k", left, found, right
+    direction = orthogonal(matrix)
+    left_vectors, values, right_vectors = torch.linalg.svd(matrix, full_matrices=False)
+    singular_values = torch.einsum(
+        "ik,ij,kj->k", left_vectors, direction, right_vectors
     )  # along the matrix's own directions, not others
-    assert (own[values > 0.05 * values.max()] > 0.65).all() and (own < 1.25).all()
-    torch.testing.assert_close((left * own) @ right, found, rtol=1e-8, atol=1e-10)
+    assert (singular_values[values > 0.05 * values.max()] > 0.65).all() and (
+        singular_values < 1.25
+    ).all()
+    torch.testing.assert_close(
+        (left_vectors * singular_values) @ right_vectors, direction, rtol=1e-8, atol=1e-10
+    )
     assert not orthogonal(torch.zeros(shape)).any()

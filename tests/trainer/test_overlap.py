@@ -41,9 +41,9 @@ def test_reductions_start_while_backward_computes(zero):
             assert "mm" not in first[first.index(REDUCTION[zero]) :], (
                 "it only counts, and reduces when all is there"
             )
-        products = [place for place, name in enumerate(seen) if name == "mm"]
-        sums = [place for place, name in enumerate(seen) if name == REDUCTION[zero]]
-        before_the_end = [place for place in sums if place < products[-1]]
+        products = [position for position, name in enumerate(seen) if name == "mm"]
+        sums = [position for position, name in enumerate(seen) if name == REDUCTION[zero]]
+        before_the_end = [position for position in sums if position < products[-1]]
         assert len(before_the_end) > 1, (
             "several buckets are under way when backward computes its last gradient"
         )
@@ -96,19 +96,19 @@ def test_parameters_are_waited_for_by_the_layer_that_reads_them(zero, pp):
         seen, products = waits(engine)
         with products:
             engine.gradients(batches, 10)
-        left = sum(bucket.gathering is not None for bucket in engine.buckets.buckets)
+        unfinished = sum(bucket.gathering is not None for bucket in engine.buckets.buckets)
         return {
             "under_way": under_way,
             "seen": seen,
-            "left": left,
+            "left": unfinished,
             "buckets": len(engine.buckets.buckets),
         }
 
     for result in run_ranks(work, 2 * pp):
         seen = result["seen"]
         assert result["under_way"] == result["buckets"] and result["left"] == 0
-        gathers = [at for at, what in enumerate(seen) if what != "mm"]
-        products = [at for at, what in enumerate(seen) if what == "mm"]
+        gathers = [at for at, operation in enumerate(seen) if operation != "mm"]
+        products = [at for at, operation in enumerate(seen) if operation == "mm"]
         behind = [at for at in gathers if at > products[0]]
         assert len(gathers) == result["buckets"], "each is waited for once"
         assert len(behind) >= len(gathers) // 3, "gathers run beside the first layers"
@@ -123,14 +123,14 @@ def test_a_parameter_used_before_its_gather_is_found():
         engine = engine_of(plan, rank, FP64)
         batches = [micro_batch(plan, [2 * number + rank]) for number in range(2)]
         engine.update(engine.gradients(batches, 10)[1], 1e-3)
-        engine.part.stages[0].before = lambda part: None
+        engine.part.stages[0].before = lambda layer: None
         try:
             engine.gradients(batches, 10)
         except RuntimeError as error:
             return str(error)
         return ""
 
-    assert all("was used before it was gathered" in text for text in run_ranks(work, 2))
+    assert all("was used before it was gathered" in error_text for error_text in run_ranks(work, 2))
 
 
 @pytest.mark.process
@@ -147,10 +147,10 @@ def test_sums_over_replicas_leave_during_backward(zero):
         return order.seen
 
     for seen in run_ranks(work, 4):
-        products = [place for place, name in enumerate(seen) if name == "mm"]
-        shards = [place for place, name in enumerate(seen) if name == REDUCTION[1]]
-        replicas = [place for place, name in enumerate(seen) if name == REDUCTION[0]]
-        assert sum(place < products[-1] for place in replicas) > 1, (
+        products = [position for position, name in enumerate(seen) if name == "mm"]
+        shards = [position for position, name in enumerate(seen) if name == REDUCTION[1]]
+        replicas = [position for position, name in enumerate(seen) if name == REDUCTION[0]]
+        assert sum(position < products[-1] for position in replicas) > 1, (
             "several before the last gradient is computed"
         )
         assert replicas[0] < shards[-1], "and before the last reduction starts"
@@ -179,14 +179,16 @@ def test_zero3_gathers_and_reduces_the_ends_of_the_model_as_units_of_their_own(t
         return order.seen
 
     for seen in run_ranks(work, 2 * tp):
-        products = [place for place, name in enumerate(seen) if name == "mm"]
+        products = [position for position, name in enumerate(seen) if name == "mm"]
         forward = products[: len(products) // 3]
         backward = products[len(products) // 3 :]
-        gathers = [place for place, name in enumerate(seen) if name == "c10d.broadcast"]
-        ahead = [place for place in gathers if forward[0] < place < forward[-1]]
+        gathers = [position for position, name in enumerate(seen) if name == "c10d.broadcast"]
+        ahead = [position for position in gathers if forward[0] < position < forward[-1]]
         assert ahead, "weights are gathered beside products of the forward"
-        reductions = [place for place, name in enumerate(seen) if name == REDUCTION[3]]
+        reductions = [position for position, name in enumerate(seen) if name == REDUCTION[3]]
         within = [
-            place for place in reductions if backward[2] < place < backward[len(backward) // 3]
+            position
+            for position in reductions
+            if backward[2] < position < backward[len(backward) // 3]
         ]
         assert within, "the head's shard of gradients leaves in the first third of backward"

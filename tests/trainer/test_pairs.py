@@ -44,8 +44,8 @@ def test_every_setting_and_pair_of_settings_is_met_and_no_case_is_in_vain(cases)
 def test_the_list_of_the_key_proof_is_halved_and_every_technique_stays():
     cases = {
         (technique, name): case
-        for technique, some in TECHNIQUES.items()
-        for name, case in some.items()
+        for technique, technique_cases in TECHNIQUES.items()
+        for name, case in technique_cases.items()
     }
     chosen = covering(cases)
     assert len(chosen) < len(cases) / 2

@@ -59,7 +59,9 @@ def arguments(case: dict, dtype: torch.dtype) -> tuple:
 
 
 CASES = {
-    (technique, name): case for technique, some in TECHNIQUES.items() for name, case in some.items()
+    (technique, name): case
+    for technique, technique_cases in TECHNIQUES.items()
+    for name, case in technique_cases.items()
 }
 CASES_IN_FP32 = {
     (technique, name): case
@@ -83,21 +85,21 @@ def test_layouts_equal_one_process_in_fp32(cases):
 
 def assert_equal_to_one_process(cases: dict[str, dict], dtype: torch.dtype) -> None:
     (ranks,) = {world(case) for case in cases.values()}
-    made = {name: arguments(case, dtype) for name, case in cases.items()}
-    for case, answers in run_together(run_rank, ranks, made).items():
+    tasks = {name: arguments(case, dtype) for name, case in cases.items()}
+    for case, answers in run_together(run_rank, ranks, tasks).items():
         with told(case):
-            found = set().union(*answers)
-            expected = made[case][2]
+            quantities = set().union(*answers)
+            expected = tasks[case][2]
             assert len(expected) == STEPS
             for name in expected[0].grads:
-                assert {f"grad {name}", f"weight {name}"} <= found, (
+                assert {f"grad {name}", f"weight {name}"} <= quantities, (
                     "some rank must hold every parameter"
                 )
-            assert {"loss", "norm"} <= found
+            assert {"loss", "norm"} <= quantities
             bad = [
-                (error, rank, what)
+                (error, rank, quantity)
                 for rank, worst in enumerate(answers)
-                for what, error in worst.items()
+                for quantity, error in worst.items()
             ]
             bad = [entry for entry in bad if not entry[0] <= LIMIT[dtype]]
             assert bad == [], "\n".join(
@@ -135,6 +137,6 @@ def test_the_comparison_notices_a_gradient_that_is_wrong_by_a_millionth():
     grads[name].view(-1)[7] += 1e-6 * grads[name].abs().max()
     wrong = single.Outcome(expected[0].loss, expected[0].norm, grads, expected[0].weights)
     worst = run_rank(0, plan, use, [wrong])
-    assert [what for what, error in worst.items() if error > LIMIT[torch.float64]] == [
+    assert [quantity for quantity, error in worst.items() if error > LIMIT[torch.float64]] == [
         f"grad {name}"
     ]

@@ -89,10 +89,10 @@ def test_a_rank_holds_what_the_schedule_says(name, vpp):
     """Two hidden states a micro-batch in flight (split backward: and two gradients), and a few of
     the moment."""
     schedule = build(name, 3, 12, vpp)
-    kept = 4 if name == "zb_h1" else 2
-    for (peak, left), in_flight in zip(peaks(schedule), peak_in_flight(schedule), strict=True):
-        assert in_flight <= peak <= kept * in_flight + MOST_SENDS + 8
-        assert left < 0.1
+    states_per_batch = 4 if name == "zb_h1" else 2
+    for (peak, remaining), in_flight in zip(peaks(schedule), peak_in_flight(schedule), strict=True):
+        assert in_flight <= peak <= states_per_batch * in_flight + MOST_SENDS + 8
+        assert remaining < 0.1
 
 
 @pytest.mark.process
@@ -148,11 +148,13 @@ def test_batches_as_on_a_gpu_give_the_same_gradients(name, vpp):
         }
 
     single, batched = ([*run_ranks(rank_main, 2, gloo)] for gloo in (True, False))
-    for one, other in zip(single, batched, strict=True):
-        torch.testing.assert_close(other["grads"], one["grads"], rtol=0, atol=0)
-        assert torch.equal(one["total"], other["total"])
-        assert sum(one["calls"]) == sum(other["calls"]) and set(one["calls"]) == {1}
-        assert max(other["calls"]) == other["batched"] > 1, (
+    for single_answer, batched_answer in zip(single, batched, strict=True):
+        torch.testing.assert_close(batched_answer["grads"], single_answer["grads"], rtol=0, atol=0)
+        assert torch.equal(single_answer["total"], batched_answer["total"])
+        assert sum(single_answer["calls"]) == sum(batched_answer["calls"]) and set(
+            single_answer["calls"]
+        ) == {1}
+        assert max(batched_answer["calls"]) == batched_answer["batched"] > 1, (
             "transfers in both directions start together"
         )
 
@@ -187,7 +189,7 @@ SIZES = [
 @pytest.mark.process
 @pytest.mark.parametrize("pp", [2, 4])
 def test_measured_order_is_the_simulated_one_and_nothing_is_left(pp):
-    """On each rank the same order, and between ranks every action after its inputs, on one
+    """Each rank keeps the order, and between ranks every action follows its inputs, on one
     clock."""
     schedules = {str(size): build(*size) for size in SIZES if size[1] == pp}
 
@@ -198,20 +200,20 @@ def test_measured_order_is_the_simulated_one_and_nothing_is_left(pp):
         spans = [
             [str(a), times.began + start, times.began + end] for a, start, end in times.spans()
         ]
-        left = len(pipe._saved) + len(pipe._deferred) + len(pipe.transfers._inbox)
+        unfinished = len(pipe._saved) + len(pipe._deferred) + len(pipe.transfers._inbox)
         return {
             "spans": spans,
             "idle": times.idle_seconds(),
-            "left": left,
+            "left": unfinished,
             "sent": pipe.transfers.counter.bytes["pp"],
         }
 
-    for name, found in run_together(
-        rank_main, pp, {name: (one,) for name, one in schedules.items()}
+    for name, answers in run_together(
+        rank_main, pp, {name: (schedule,) for name, schedule in schedules.items()}
     ).items():
-        ends = {action: end for result in found for action, _, end in result["spans"]}
+        ends = {action: end for result in answers for action, _, end in result["spans"]}
         with told(name):
-            for result, simulated in zip(found, simulate(schedules[name]).spans, strict=True):
+            for result, simulated in zip(answers, simulate(schedules[name]).spans, strict=True):
                 assert [action for action, _, _ in result["spans"]] == [
                     str(span.action) for span in simulated
                 ]
@@ -223,7 +225,7 @@ def test_measured_order_is_the_simulated_one_and_nothing_is_left(pp):
             if name == str(
                 ("1f1b", 4, 5, 1)
             ):  # each border once forward and once backward, and nothing else travels
-                assert [result["sent"] / UNIT for result in found] == [5, 10, 10, 5]
+                assert [result["sent"] / UNIT for result in answers] == [5, 10, 10, 5]
 
 
 @pytest.mark.process
@@ -357,7 +359,18 @@ def test_orders_are_those_of_torch():
     ):
         for pp, many in ((2, 4), (4, 8), (4, 16)):
             for rank, row in enumerate(visualizer.get_schedule_ops(theirs, pp, many, 2)):
-                texts = [text for action in row if action is not None for text in flat(action)]
-                texts = [text for text in texts if "GRAD" not in text and "W" not in text]
+                action_names = [
+                    action_name
+                    for action in row
+                    if action is not None
+                    for action_name in flat(action)
+                ]
+                action_names = [
+                    action_name
+                    for action_name in action_names
+                    if "GRAD" not in action_name and "W" not in action_name
+                ]
                 order = build(ours, pp, many, 2).orders[rank]
-                assert [str(action) for action in order if action.kind is not Kind.W] == texts
+                assert [
+                    str(action) for action in order if action.kind is not Kind.W
+                ] == action_names

@@ -29,24 +29,24 @@ def test_equals_autograd(shape, bias, deferred):
     x = torch.randn(shape, dtype=torch.float64)
     plain = layers(bias)
     split = layers(bias)
-    told = []
-    whole = x.clone().requires_grad_()
-    parts = x.clone().requires_grad_()
-    plain(whole).square().sum().backward()
+    notified = []
+    plain_input = x.clone().requires_grad_()
+    split_input = x.clone().requires_grad_()
+    plain(plain_input).square().sum().backward()
 
-    queue = DeferredWeightGrads(told.append)
+    queue = DeferredWeightGrads(notified.append)
     install([split], queue)
     if deferred:
         queue.open()
-    split(parts).square().sum().backward()
-    torch.testing.assert_close(parts.grad, whole.grad)
+    split(split_input).square().sum().backward()
+    torch.testing.assert_close(split_input.grad, plain_input.grad)
     assert (split[0].weight.grad is None) == deferred
     if deferred:
         notes = queue.close()
         assert len(notes) == 2
         queue.compute(notes)
         assert not notes  # each activation is dropped as soon as it is used
-    assert [id(param) for param in told] == [
+    assert [id(param) for param in notified] == [
         id(split[3].weight),
         id(split[0].weight),
     ]  # in order of backward
@@ -74,9 +74,9 @@ def test_hooks_on_a_split_weight_stay_silent():
     """torch runs a post-accumulate-grad hook even when the gradient is None: the queue alone must
     report a weight."""
     net = layers()
-    told = []
+    notified = []
     hooked = []
-    queue = DeferredWeightGrads(told.append)
+    queue = DeferredWeightGrads(notified.append)
     install([net], queue)
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda p: hooked.append(p))
@@ -86,7 +86,10 @@ def test_hooks_on_a_split_weight_stay_silent():
         all(param.grad is not None for param in hooked) and len(hooked) == 4
     )  # two biases, the norm's two
     queue.compute(queue.close())
-    assert not {id(param) for param in told} & {id(param) for param in hooked} and len(told) == 2
+    assert (
+        not {id(param) for param in notified} & {id(param) for param in hooked}
+        and len(notified) == 2
+    )
 
 
 def test_a_shared_matrix_is_left_alone():
@@ -100,12 +103,12 @@ def test_a_shared_matrix_is_left_alone():
 
 def test_a_frozen_weight_gets_no_gradient():
     net = layers()
-    told = []
+    notified = []
     net[0].weight.requires_grad_(False)
-    queue = DeferredWeightGrads(told.append)
+    queue = DeferredWeightGrads(notified.append)
     install([net], queue)
     net(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
-    assert net[0].weight.grad is None and [id(param) for param in told] == [id(net[3].weight)]
+    assert net[0].weight.grad is None and [id(param) for param in notified] == [id(net[3].weight)]
 
 
 def test_a_weight_gradient_sums_leading_dimensions_and_adds_in_place():
@@ -113,10 +116,10 @@ def test_a_weight_gradient_sums_leading_dimensions_and_adds_in_place():
     x = torch.randn(2, 3, 5)
     grad = torch.randn(2, 3, 7)
     queue = DeferredWeightGrads()
-    whole = torch.einsum("abi,abo->oi", x, grad)
+    weight_grad = torch.einsum("abi,abo->oi", x, grad)
     queue.compute([(linear, (x,), grad)])
-    torch.testing.assert_close(linear.weight.grad, whole)
+    torch.testing.assert_close(linear.weight.grad, weight_grad)
     first = linear.weight.grad
     queue.compute([(linear, (x,), grad)])
     assert linear.weight.grad is first  # it may be a bucket's view
-    torch.testing.assert_close(first, 2 * whole)
+    torch.testing.assert_close(first, 2 * weight_grad)

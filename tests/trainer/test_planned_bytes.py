@@ -93,7 +93,7 @@ def evenly(module, args, out: Routing) -> Routing:
 
 
 def sent_by(rank: int, plan: Plan) -> dict:
-    """In the second step: weights have been gathered once."""
+    """Bytes of a rank in the second step, before which weights have been gathered once."""
     engine = engine_of(plan, rank)
     for stage in engine.part.stages:
         for block in stage.blocks.values():
@@ -112,9 +112,11 @@ def planned(plan: Plan, rank: int) -> dict[str, float]:
     par = plan.parallel
     train = plan.job.train
     traffic = step_traffic(Workload(plan.model, par, train, context.software))
-    (one,) = candidates(context.path_cache, par, traffic, context.work(par, train), par.order)
-    placed = axis_placement(one, [traffic[plan.ranks[rank].coord.pp]])
-    return {axis: sum(place.bytes_per_step_by_level.values()) for axis, place in placed.items()} | {
+    (candidate,) = candidates(context.path_cache, par, traffic, context.work(par, train), par.order)
+    placed = axis_placement(candidate, [traffic[plan.ranks[rank].coord.pp]])
+    return {
+        axis: sum(placement.bytes_per_step_by_level.values()) for axis, placement in placed.items()
+    } | {
         "nvlink": placed["ep"].bytes_per_step_by_level.get("nvlink", 0.0),
         "network": sum(
             size
@@ -134,16 +136,16 @@ def assert_sent_as_planned(cases: dict[str, dict]) -> None:
             for rank, answer in enumerate(answers):
                 expected = planned(plan, rank)
                 for axis in ("tp", "cp", "ep", "pp", "dp"):
-                    found = answer["axes"].get(axis, 0)
-                    assert found == pytest.approx(expected[axis], abs=COUNTED.get(axis, 0) + 0.5), (
-                        axis
-                    )
+                    sent_bytes = answer["axes"].get(axis, 0)
+                    assert sent_bytes == pytest.approx(
+                        expected[axis], abs=COUNTED.get(axis, 0) + 0.5
+                    ), axis
                 for level in ("nvlink", "network"):
                     assert answer["levels"].get(level, 0) == pytest.approx(expected[level]), level
 
 
 def sent(cases: dict[str, dict]) -> Iterator[tuple[str, Plan, list[dict]]]:
-    """Of each case, all for equally many ranks: its plan, and what each rank has sent."""
+    """Each case, all for equally many ranks, with its plan and what each rank has sent."""
     (ranks,) = {world(case) for case in cases.values()}
     plans = {name: make_plan(seq_len=48, **case) for name, case in cases.items()}
     answers = run_together(sent_by, ranks, {name: (plan,) for name, plan in plans.items()})
@@ -182,8 +184,12 @@ def test_ranks_together_send_what_is_planned_where_experts_drop_tokens(cases):
         with told(name):
             expected = [planned(plan, rank) for rank in range(len(answers))]
             for axis in ("tp", "cp", "ep", "pp", "dp"):
-                found = sum(answer["axes"].get(axis, 0) for answer in answers)
+                sent_bytes = sum(answer["axes"].get(axis, 0) for answer in answers)
                 slack = len(answers) * (COUNTED.get(axis, 0) + 0.5)
-                assert found == pytest.approx(sum(one[axis] for one in expected), abs=slack), axis
-            whole = sum(sum(answer["levels"].values()) for answer in answers)
-            assert whole == pytest.approx(sum(one["nvlink"] + one["network"] for one in expected))
+                assert sent_bytes == pytest.approx(
+                    sum(rank_bytes[axis] for rank_bytes in expected), abs=slack
+                ), axis
+            expert_bytes = sum(sum(answer["levels"].values()) for answer in answers)
+            assert expert_bytes == pytest.approx(
+                sum(rank_bytes["nvlink"] + rank_bytes["network"] for rank_bytes in expected)
+            )

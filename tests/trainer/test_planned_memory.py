@@ -169,16 +169,17 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
     which an exchange of tokens makes likely. Gradients that wait with their matrix's input for a
     later W are kept for backward as well."""
     engine = engine_of(plan, rank)
-    found = StepMemory.of_engine(engine)
+    step_memory = StepMemory.of_engine(engine)
     peaks = list[int]()
     batches = [
-        micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)
+        micro_batch(plan, indices)
+        for indices in samples_of_step(plan.parallel, engine.mesh.coord, 0)
     ]
     for _ in range(3 if expert_mesh(plan.parallel).ep == 1 else 8):
-        with found.measure({}):
+        with step_memory.measure({}):
             engine.update(engine.gradients(batches, 1000)[1], 1e-3)
-        peaks.append(max(point.held["activations"] for point in found.points()))
-    held = {name: found.points()[0].held[name] for name in STATES}
+        peaks.append(max(point.held["activations"] for point in step_memory.points()))
+    held = {name: step_memory.points()[0].held[name] for name in STATES}
     held["activations"] = min(peaks[1:])
     return {
         "held": held,
@@ -189,23 +190,23 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
 
 def _padding(engine: Engine) -> int:
     """Elements of this rank's buckets that no parameter uses: each starts at a round address."""
-    whole = sum(tensor.numel() for tensor in engine.buckets.param_tensors())
-    return whole - sum(param.numel() for _, param, _ in engine.part.parameters())
+    total = sum(tensor.numel() for tensor in engine.buckets.param_tensors())
+    return total - sum(param.numel() for _, param, _ in engine.part.parameters())
 
 
 Row = tuple[dict[str, int], dict[str, int], int]
 
 
 def measure(layouts: dict[str, dict]) -> dict[str, list[Row]]:
-    """Of each layout, on equally many ranks, the rows."""
+    """The rows of each layout, all on equally many ranks."""
     plans = {name: plan_of(layout) for name, layout in layouts.items()}
     (world,) = {plan.parallel.world_size for plan in plans.values()}
-    found = run_together(measured, world, {name: (plan,) for name, plan in plans.items()})
-    return {name: rows(plan, found[name]) for name, plan in plans.items()}
+    rank_records = run_together(measured, world, {name: (plan,) for name, plan in plans.items()})
+    return {name: rows(plan, rank_records[name]) for name, plan in plans.items()}
 
 
 def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
-    """Of each pipeline stage: planned, measured on its fullest rank, elements of padding.
+    """A row a pipeline stage: planned, measured on its fullest rank, elements of padding.
     Activations where ranks have different experts are a mean: a plan's experts are chosen equally
     often, those of a test are not."""
     accounts = memory.memory_by_pp_rank(
@@ -213,11 +214,18 @@ def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
     )
     result = []
     for stage, account in enumerate(accounts):
-        mine = [one for one in ranks if one["pp"] == stage]
-        held = {name: max(one["held"][name] for one in mine) for name in (*STATES, "activations")}
+        stage_ranks = [record for record in ranks if record["pp"] == stage]
+        held = {
+            name: max(record["held"][name] for record in stage_ranks)
+            for name in (*STATES, "activations")
+        }
         if expert_mesh(plan.parallel).ep > 1:
-            held["activations"] = round(mean(one["held"]["activations"] for one in mine))
-        result.append(({name: getattr(account, name) for name in held}, held, mine[0]["padding"]))
+            held["activations"] = round(
+                mean(record["held"]["activations"] for record in stage_ranks)
+            )
+        result.append(
+            ({name: getattr(account, name) for name in held}, held, stage_ranks[0]["padding"])
+        )
     return result
 
 
@@ -232,8 +240,8 @@ def test_planned_is_measured(layouts):
 
 def assert_planned_is_measured(layouts: dict[str, dict]) -> None:
     """Checks layouts on equally many ranks."""
-    for name, found in measure(layouts).items():
-        for planned, held, padding in found:
+    for name, stage_rows in measure(layouts).items():
+        for planned, held, padding in stage_rows:
             with told(name):
                 # fp32: the only padded cases
                 padded = {
@@ -242,7 +250,9 @@ def assert_planned_is_measured(layouts: dict[str, dict]) -> None:
                     "optimizer": 8 * padding,
                     "host": 0,
                 }
-                assert {one: held[one] - planned[one] for one in STATES} == padded
+                assert {
+                    category: held[category] - planned[category] for category in STATES
+                } == padded
                 assert planned["activations"] == pytest.approx(held["activations"], rel=0.05)
 
 
@@ -252,9 +262,11 @@ def main() -> None:
     )
     for name, layout in LAYOUTS.items():
         for stage, (planned, held, padding) in enumerate(measure({name: layout})[name]):
-            states = sum(held[one] for one in STATES) - 16 * padding
+            states = sum(held[category] for category in STATES) - 16 * padding
             off = planned["activations"] / held["activations"] - 1
-            equal = "equal" if states == sum(planned[one] for one in STATES) else "NOT EQUAL"
+            equal = (
+                "equal" if states == sum(planned[category] for category in STATES) else "NOT EQUAL"
+            )
             print(
                 f"{name:<28}{stage:>6}{states:>12,}{equal:>12}{held['activations']:>13,}{off:>+12.1%}",
                 flush=True,

@@ -49,10 +49,10 @@ def test_without_documents_only_the_end_of_the_sample_and_masks_have_no_target()
 def test_equals_the_loop_over_tokens(packed):
     plan = make_plan(model=AHEAD)
     batch = micro_batch(plan, [0, 1, 2, 3], packed)
-    found = look_ahead(batch, 3)
+    ahead = look_ahead(batch, 3)
     expected = token_by_token(batch, 3)
-    assert torch.equal(found.next_tokens, expected.next_tokens)
-    assert torch.equal(found.next_targets, expected.next_targets)
+    assert torch.equal(ahead.next_tokens, expected.next_tokens)
+    assert torch.equal(ahead.next_targets, expected.next_targets)
 
 
 def engine(plan):
@@ -64,11 +64,11 @@ def test_the_term_is_reported_beside_the_main_loss():
     for model in (structs.replace(AHEAD, mtp=UNSET), AHEAD):
         plan = make_plan(model=model)
         batches, valid = step_batches(plan, plan.ranks[0].coord, 0)
-        one = engine(plan)
-        loss_sum, _ = one.gradients(batches, valid)
-        losses.append((one.mean_loss(loss_sum, valid), one.loss_terms()))
-    (alone, none), (beside, terms) = losses
-    assert beside == alone and none == {}
+        model_engine = engine(plan)
+        loss_sum, _ = model_engine.gradients(batches, valid)
+        losses.append((model_engine.mean_loss(loss_sum, valid), model_engine.loss_terms()))
+    (alone, none), (with_term, terms) = losses
+    assert with_term == alone and none == {}
     # A new model predicts evenly: 0.4 x log(257) for each target, of which some lie behind the
     # sample's end or a mask.
     assert set(terms) == {"mtp"} and 0.6 < terms["mtp"] / (0.4 * alone) < 1.0
@@ -80,24 +80,24 @@ def test_every_rank_reports_the_term_of_one_process():
     batches, valid = step_batches(plan, plan.ranks[0].coord, 0)
 
     def work(rank):
-        one = engine_of(plan, rank)
-        one.gradients(batches, valid)
-        return one.loss_terms()["mtp"]
+        rank_engine = engine_of(plan, rank)
+        rank_engine.gradients(batches, valid)
+        return rank_engine.loss_terms()["mtp"]
 
-    whole = engine(make_plan(model=AHEAD))
-    whole.gradients(batches, valid)
-    assert run_ranks(work, 4) == [pytest.approx(whole.loss_terms()["mtp"], rel=1e-5)] * 4
+    single_engine = engine(make_plan(model=AHEAD))
+    single_engine.gradients(batches, valid)
+    assert run_ranks(work, 4) == [pytest.approx(single_engine.loss_terms()["mtp"], rel=1e-5)] * 4
 
 
 def test_names_go_on_where_the_layers_end():
-    one = engine(make_plan(model=AHEAD))
-    names = {name for name, *_ in one.part.parameters()}
+    mtp_engine = engine(make_plan(model=AHEAD))
+    names = {name for name, *_ in mtp_engine.part.parameters()}
     assert {
         "layers.4.project.weight",
         "layers.5.norm_out.weight",
         "layers.5.attn.wq.weight",
     } <= names
-    assert sum(param.numel() for _, param, _ in one.part.parameters()) == AHEAD.parameters
+    assert sum(param.numel() for _, param, _ in mtp_engine.part.parameters()) == AHEAD.parameters
 
 
 def test_a_sequence_without_such_a_target_is_refused():

@@ -25,23 +25,29 @@ MODES = ("none", "selective", "full")
 
 
 def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
-    part = build(plan, mesh, CommCounter(), dtype=dtype)
-    (stage,) = part.stages
+    model_part = build(plan, mesh, CommCounter(), dtype=dtype)
+    (stage,) = model_part.stages
     apply_recompute(stage, msgspec.structs.replace(plan.job.train, recompute=mode))
-    names = [name for name, _, _ in part.parameters()]
+    names = [name for name, _, _ in model_part.parameters()]
     data = batch(plan.model, B, S, 0, True)
     with StorageTracker() as tracker:
-        loss = part.loss(stage(None, data), data.targets)
-        kept = min(live_soon(tracker) for _ in range(20))
+        loss = model_part.loss(stage(None, data), data.targets)
+        kept_bytes = min(live_soon(tracker) for _ in range(20))
     with FlopCounterMode(display=False) as flops:
         loss.backward()
-    grads = {name: param.grad for name, param, _ in part.parameters()}
+    grads = {name: param.grad for name, param, _ in model_part.parameters()}
     products = sum(
         count
         for op, count in flops.get_flop_counts()["Global"].items()
         if str(op) in ("aten.mm", "aten.addmm")
     )
-    return {"loss": loss.item(), "grads": grads, "kept": kept, "products": products, "names": names}
+    return {
+        "loss": loss.item(),
+        "grads": grads,
+        "kept": kept_bytes,
+        "products": products,
+        "names": names,
+    }
 
 
 def live_soon(tracker: StorageTracker) -> int:
@@ -55,10 +61,12 @@ def live_soon(tracker: StorageTracker) -> int:
 def test_one_rank(kind):
     plan = make_plan(model=small(**kind, **GQA), micro_batch_size=B, seq_len=S)
     plain, selective, full = (run(plan, Mesh.alone(plan), mode) for mode in MODES)
-    for other in (selective, full):
-        assert other["loss"] == plain["loss"]
-        assert other["names"] == plain["names"]
-        assert all(torch.equal(other["grads"][name], grad) for name, grad in plain["grads"].items())
+    for recomputed in (selective, full):
+        assert recomputed["loss"] == plain["loss"]
+        assert recomputed["names"] == plain["names"]
+        assert all(
+            torch.equal(recomputed["grads"][name], grad) for name, grad in plain["grads"].items()
+        )
     assert full["kept"] < selective["kept"] < plain["kept"]
     assert selective["products"] == plain["products"] < full["products"]
 
@@ -73,24 +81,27 @@ def test_tensor_parallel(sp):
         lambda rank: [run(plan, Mesh.from_plan(plan, rank), mode) for mode in MODES], 2
     )
     for plain, selective, full in results:
-        for other in (selective, full):
-            assert other["loss"] == plain["loss"]
+        for recomputed in (selective, full):
+            assert recomputed["loss"] == plain["loss"]
             assert all(
-                torch.equal(other["grads"][name], grad) for name, grad in plain["grads"].items()
+                torch.equal(recomputed["grads"][name], grad)
+                for name, grad in plain["grads"].items()
             )
         assert full["kept"] < selective["kept"] < plain["kept"]
 
 
 def test_unknown_mode_is_refused():
     plan = make_plan(model=small(**LLAMA, **GQA), micro_batch_size=B, seq_len=S)
-    part = build(plan, Mesh.alone(plan), CommCounter())
+    model_part = build(plan, Mesh.alone(plan), CommCounter())
     with pytest.raises(ValueError, match="legal: none, selective, full"):
-        apply_recompute(part.stages[0], msgspec.structs.replace(plan.job.train, recompute="some"))
+        apply_recompute(
+            model_part.stages[0], msgspec.structs.replace(plan.job.train, recompute="some")
+        )
 
 
 @pytest.mark.process
 def test_sequence_parallel_inputs_are_not_kept_whole():
-    """Of each block's two inputs and the head's a rank holds its part of the sequence, the other
+    """A rank holds its part of the sequence of each block's two inputs and the head's, the other
     ranks theirs."""
     plan = make_plan(model=small(**LLAMA, **GQA), tp=2, micro_batch_size=B, seq_len=S)
 
@@ -100,10 +111,13 @@ def test_sequence_parallel_inputs_are_not_kept_whole():
         apply.OverlappedColumnLinears = lambda group, counter, sp, keep=False: original(
             group, counter, sp, keep=True
         )
-        whole = run(plan, Mesh.from_plan(plan, rank), "none")
-        return {"saved": whole["kept"] - again["kept"], "same": again["loss"] == whole["loss"]}
+        unsharded = run(plan, Mesh.from_plan(plan, rank), "none")
+        return {
+            "saved": unsharded["kept"] - again["kept"],
+            "same": again["loss"] == unsharded["loss"],
+        }
 
-    for found in run_ranks(work, 2):
+    for answer in run_ranks(work, 2):
         inputs = 2 * plan.model.layers + 1
         # the norms' outputs, which the gathering reads, are held instead of the gathered
-        assert found == {"saved": inputs * B * S * plan.model.hidden * 8 // 2, "same": True}
+        assert answer == {"saved": inputs * B * S * plan.model.hidden * 8 // 2, "same": True}

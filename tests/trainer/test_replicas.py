@@ -38,7 +38,7 @@ from trainer.verify.ranks import RankError, run_ranks
 def test_every_rank_has_a_peer_on_another_node_and_every_node_one_peer_node(nodes, gpus):
     plan = make_plan(dp=nodes * gpus, nodes=nodes)
     peer_of = assign_peers(plan)
-    node_of = {place.rank: place.node for place in plan.ranks}
+    node_of = {seat.rank: seat.node for seat in plan.ranks}
     assert peer_of.keys() == (set(node_of) if nodes > 1 else set())
     assert all(node_of[rank] != node_of[peer] for rank, peer in peer_of.items())
     pairs = {(node_of[rank], node_of[peer]) for rank, peer in peer_of.items()}
@@ -123,21 +123,21 @@ def same(pieces: list[StatePiece], rank: int, world: int, seed: int) -> bool:
 
 def test_a_run_of_the_same_name_finds_nothing_of_another(tmp_path):
     """One started at step 128, without a word, with what a killed one in another home had left."""
-    here = tmp_path / "a" / "runs" / "r"
-    there = tmp_path / "b" / "runs" / "r"
-    here.mkdir(parents=True), there.mkdir(parents=True)
-    (tmp_path / "link").symlink_to(here)
+    first_run = tmp_path / "a" / "runs" / "r"
+    second_run = tmp_path / "b" / "runs" / "r"
+    first_run.mkdir(parents=True), second_run.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(first_run)
     assert (
-        replica_dir(here, "n")
+        replica_dir(first_run, "n")
         == replica_dir(str(tmp_path / "link"), "n")
-        != replica_dir(there, "n")
+        != replica_dir(second_run, "n")
     )
-    before = replica_dir(here, "n")
-    here.rename(tmp_path / "old")
-    here.mkdir()
+    before = replica_dir(first_run, "n")
+    first_run.rename(tmp_path / "old")
+    first_run.mkdir()
     assert (
-        replica_dir(here, "n") != before
-        and replica_dir(here, "m").parent == replica_dir(here, "n").parent
+        replica_dir(first_run, "n") != before
+        and replica_dir(first_run, "m").parent == replica_dir(first_run, "n").parent
     )
 
 
@@ -155,49 +155,49 @@ def manager(home: Path, plan: Plan, rank: int, epoch: int) -> Checkpoints:
 
 def go_on(rank: int, home: Path, epoch: int, step: int) -> None:
     """Resume, and save a later step."""
-    mine = manager(home, FOUR, rank, epoch)
-    mine.resume(lambda: shard(rank, 4, 99))
-    mine.save(shard(rank, 4, step), step, 10 * step)
+    rank_manager = manager(home, FOUR, rank, epoch)
+    rank_manager.resume(lambda: shard(rank, 4, 99))
+    rank_manager.save(shard(rank, 4, step), step, 10 * step)
 
 
-def replicated(mine: Checkpoints, *contents: object) -> bool:
+def replicated(rank_manager: Checkpoints, *contents: object) -> bool:
     """Whether a replica could be made of these contents."""
-    assert mine.replicas is not None
-    return mine.replicas.start(*contents) and mine.replicas.settle()
+    assert rank_manager.replicas is not None
+    return rank_manager.replicas.start(*contents) and rank_manager.replicas.settle()
 
 
 def replicate(
     rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)
 ) -> None:
     """Save step `disk`, then copies of steps."""
-    mine = manager(home, plan, rank, 0)
+    rank_manager = manager(home, plan, rank, 0)
     world = plan.parallel.world_size
-    mine.resume(lambda: [])
+    rank_manager.resume(lambda: [])
     if disk:
-        mine.save(shard(rank, world, disk), disk, 10 * disk)
+        rank_manager.save(shard(rank, world, disk), disk, 10 * disk)
     torch.manual_seed(rank)
     for step in steps:
-        assert replicated(mine, shard(rank, world, step), step, 10 * step, {"x": 1.5})
+        assert replicated(rank_manager, shard(rank, world, step), step, 10 * step, {"x": 1.5})
 
 
 def restored(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
     """[step, where from, whether all of it is right]."""
-    mine = manager(home, plan, rank, epoch)
+    rank_manager = manager(home, plan, rank, epoch)
     world = plan.parallel.world_size
     live = shard(rank, world, 99)
-    found = mine.resume(lambda: live)
-    sources = [event.fields["source"] for event in mine.reporter.named("resumed")]
+    manifest = rank_manager.resume(lambda: live)
+    sources = [event.fields["source"] for event in rank_manager.reporter.named("resumed")]
     right = (
-        found is not None
-        and same(live, rank, world, found.step)
-        and found.samples == 10 * found.step
+        manifest is not None
+        and same(live, rank, world, manifest.step)
+        and manifest.samples == 10 * manifest.step
     )
-    return [found and found.step, sources, right]
+    return [manifest and manifest.step, sources, right]
 
 
 def restored_while_deleted(rank: int, home: Path) -> list:
-    """As `restored`; somebody deletes node1's memory when all ranks have what they need and begin
-    to read it."""
+    """Does what `restored` does; somebody deletes node1's memory when all ranks have what they need
+    and begin to read it."""
 
     def restore(*arguments) -> None:
         dist.barrier()
@@ -254,7 +254,8 @@ def test_copies_that_are_deleted_while_they_are_read_are_no_state(tmp_path, disk
         assert one_answer(answers) == (3, "disk")
     else:
         assert all(
-            "state was filled: replica of step 6 in memory: rank 1" in one[1][0] for one in answers
+            "state was filled: replica of step 6 in memory: rank 1" in answer[1][0]
+            for answer in answers
         ), answers
 
 
@@ -281,12 +282,12 @@ def test_a_checkpoint_on_disk_that_is_newer_is_used(tmp_path):
 @pytest.mark.parametrize("older", [0, 3])
 def test_a_replica_is_better_than_a_damaged_checkpoint(tmp_path, older):
     def save_and_replicate(rank: int) -> None:
-        mine = manager(tmp_path, FOUR, rank, 0)
-        mine.resume(lambda: [])
+        rank_manager = manager(tmp_path, FOUR, rank, 0)
+        rank_manager.resume(lambda: [])
         for step in (older, 7):
             if step:
-                mine.save(shard(rank, 4, step), step, 10 * step)
-        assert replicated(mine, shard(rank, 4, 6), 6, 60)
+                rank_manager.save(shard(rank, 4, step), step, 10 * step)
+        assert replicated(rank_manager, shard(rank, 4, 6), 6, 60)
 
     run_ranks(save_and_replicate, 4)
     os.truncate(tmp_path / "disk" / step_name(7) / rank_file(1), 100)
@@ -317,9 +318,9 @@ def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_st
     tmp_path, where
 ):
     def replicate_two(rank: int) -> list[str]:
-        mine = manager(tmp_path, FOUR, rank, 0)
-        mine.resume(lambda: [])
-        assert replicated(mine, shard(rank, 4, 5), 5, 50)
+        rank_manager = manager(tmp_path, FOUR, rank, 0)
+        rank_manager.resume(lambda: [])
+        assert replicated(rank_manager, shard(rank, 4, 5), 5, 50)
         if rank == 2:
             if where == "write":
                 replicate_module.write = no_room
@@ -327,12 +328,14 @@ def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_st
                 os.posix_fallocate = no_room
             else:
                 replicate_module.encode = no_room
-        assert not replicated(mine, shard(rank, 4, 6), 6, 60)
-        return [event.fields["error"] for event in mine.reporter.named("replica_failed")]
+        assert not replicated(rank_manager, shard(rank, 4, 6), 6, 60)
+        return [event.fields["error"] for event in rank_manager.reporter.named("replica_failed")]
 
-    said = run_ranks(replicate_two, 4)
+    rank_errors = run_ranks(replicate_two, 4)
     assert (
-        "rank 2" in said[0][0] and "No space left on device" in said[0][0] and said[1:] == [[]] * 3
+        "rank 2" in rank_errors[0][0]
+        and "No space left on device" in rank_errors[0][0]
+        and rank_errors[1:] == [[]] * 3
     )
     assert one_answer(run_ranks(restored, 4, tmp_path)) == (5, "memory")
 
@@ -344,11 +347,11 @@ def test_a_node_without_memory_means_no_replicas_and_the_run_goes_on(tmp_path):
     folder_of(tmp_path, "node3").touch()
 
     def try_it(rank: int) -> list[str]:
-        mine = manager(tmp_path, FOUR, rank, 0)
-        assert mine.resume(lambda: []) is None
-        assert not replicated(mine, shard(rank, 4, 5), 5, 50)
-        mine.replicas.remove()
-        return [event.name for event in mine.reporter.events]
+        rank_manager = manager(tmp_path, FOUR, rank, 0)
+        assert rank_manager.resume(lambda: []) is None
+        assert not replicated(rank_manager, shard(rank, 4, 5), 5, 50)
+        rank_manager.replicas.remove()
+        return [event.name for event in rank_manager.reporter.events]
 
     assert run_ranks(try_it, 4) == [[], [], [], ["replica_failed"]]
 
@@ -364,10 +367,10 @@ def test_a_single_node_keeps_its_own_replica_for_workers_that_die(tmp_path):
 @pytest.mark.process
 def test_random_state_comes_back_on_the_same_layout(tmp_path):
     def replicate_it(rank: int) -> torch.Tensor:
-        mine = manager(tmp_path, FOUR, rank, 0)
-        mine.resume(lambda: [])
+        rank_manager = manager(tmp_path, FOUR, rank, 0)
+        rank_manager.resume(lambda: [])
         torch.manual_seed(100 + rank)
-        replicated(mine, shard(rank, 4, 5), 5, 50)
+        replicated(rank_manager, shard(rank, 4, 5), 5, 50)
         return torch.rand(3)
 
     def restore_it(rank: int) -> torch.Tensor:
@@ -388,11 +391,15 @@ def die_in_replicate(rank: int, home: Path, plan: Plan, at: int) -> int:
     """Keep steps 5 and 6; rank 1 is gone before its line number `at` of the second. The lines of
     it."""
     home.mkdir(exist_ok=True)
-    mine = manager(home, plan, rank, 0)
-    mine.resume(lambda: [])
-    assert replicated(mine, shard(rank, 2, 5), 5, 50)
-    mine.replicas._thread = ThreadPoolExecutor(1)  # a thread that is traced: it begins inside
-    return lines(lambda: replicated(mine, shard(rank, 2, 6), 6, 60), at if rank == 1 else -1)
+    rank_manager = manager(home, plan, rank, 0)
+    rank_manager.resume(lambda: [])
+    assert replicated(rank_manager, shard(rank, 2, 5), 5, 50)
+    rank_manager.replicas._thread = ThreadPoolExecutor(
+        1
+    )  # a thread that is traced: it begins inside
+    return lines(
+        lambda: replicated(rank_manager, shard(rank, 2, 6), 6, 60), at if rank == 1 else -1
+    )
 
 
 @pytest.mark.process

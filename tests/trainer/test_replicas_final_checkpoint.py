@@ -55,22 +55,24 @@ def test_the_nodes_that_are_left_save_the_newest_state_between_them(tmp_path):
     ranks go on from it."""
     run_ranks(replicate, 4, tmp_path, FOUR, 3)
     shutil.rmtree(folder_of(tmp_path, "node1"))
-    left = ["spare", "node0", "node2", "node3"]
-    said = run_ranks(final_checkpoint, 4, tmp_path, left, 1, 3)
-    assert {(step, error) for step, error, _ in said} == {(None, said[0][1])}
+    remaining_nodes = ["spare", "node0", "node2", "node3"]
+    answers = run_ranks(final_checkpoint, 4, tmp_path, remaining_nodes, 1, 3)
+    assert {(step, error) for step, error, _ in answers} == {(None, answers[0][1])}
     assert (
-        said[0][1].startswith("SaveError: checkpoint of step 6: rank-")
-        and "No space left" in said[0][1]
+        answers[0][1].startswith("SaveError: checkpoint of step 6: rank-")
+        and "No space left" in answers[0][1]
     )
     assert steps(tmp_path) == [3] and not list((tmp_path / "disk").glob(".tmp*")), (
         "a full disk leaves what was there"
     )
-    said = run_ranks(final_checkpoint, 4, tmp_path, left, 2)
-    assert [step for step, _, _ in said] == [6] * 4 and said[0][2] == [
+    answers = run_ranks(final_checkpoint, 4, tmp_path, remaining_nodes, 2)
+    assert [step for step, _, _ in answers] == [6] * 4 and answers[0][2] == [
         ["checkpoint_saved", 6, "memory"]
     ]
-    assert not any(events for _, _, events in said[1:]) and steps(tmp_path) == [6, 3]
-    assert not any(folder_of(tmp_path, node).exists() for node in left), "the memory is given back"
+    assert not any(events for _, _, events in answers[1:]) and steps(tmp_path) == [6, 3]
+    assert not any(folder_of(tmp_path, node).exists() for node in remaining_nodes), (
+        "the memory is given back"
+    )
     fewer = make_plan(
         dp=3, zero=1, node_names=["spare", "node2", "node3"], micro_batches=4, copy_every_steps=1
     )

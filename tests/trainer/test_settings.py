@@ -35,19 +35,22 @@ def test_nothing_is_set_on_cpus():
     ],
 )
 def test_kernels_begin_in_order_only_where_no_stream_waits_for_long(layout, queues):
-    found = settings(on_gpus(**layout))
-    assert found[QUEUES] == str(queues)
-    assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert "NCCL_ALGO" not in found
+    environment = settings(on_gpus(**layout))
+    assert environment[QUEUES] == str(queues)
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "NCCL_ALGO" not in environment
 
 
 def test_a_deterministic_run_is_asked_for_in_words_and_changes_no_other_plan():
-    plain, asked = (
-        build_plan(load(["cluster=h100x8", *words])) for words in ([], ["train.deterministic=true"])
+    plain, deterministic = (
+        build_plan(load(["cluster=h100x8", *overrides]))
+        for overrides in ([], ["train.deterministic=true"])
     )
-    assert asked.job.train.deterministic is True and plain.job.train.deterministic is not True
-    assert settings(plain).items() < settings(asked).items()
-    assert settings(asked)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert (
+        deterministic.job.train.deterministic is True and plain.job.train.deterministic is not True
+    )
+    assert settings(plain).items() < settings(deterministic).items()
+    assert settings(deterministic)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_what_the_user_has_set_stays():

@@ -70,10 +70,12 @@ class Compared:
     def __init__(self):
         self.worst: dict[str, float] = {}
 
-    def __call__(self, what: str, ours: Tensor, theirs: Tensor) -> None:
+    def __call__(self, quantity: str, ours: Tensor, theirs: Tensor) -> None:
         size = max(float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)  # both may be zero
         error = float((ours - theirs).abs().max()) / size
-        self.worst[what] = max(self.worst.get(what, 0.0), error if error == error else math.inf)
+        self.worst[quantity] = max(
+            self.worst.get(quantity, 0.0), error if error == error else math.inf
+        )
 
 
 def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
@@ -97,9 +99,9 @@ def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
         optimizer.zero_grad()
         losses = torch.zeros((), dtype=torch.float64)
         for batch in batches:
-            one = cross_entropy_sum(theirs(None, batch), batch.targets)
-            (one * plan.parallel.dp / valid).backward()
-            losses += one.detach()
+            batch_loss = cross_entropy_sum(theirs(None, batch), batch.targets)
+            (batch_loss * plan.parallel.dp / valid).backward()
+            losses += batch_loss.detach()
         compared("loss", loss_sum, losses)
         grads = {name: full(param.grad) for name, param in model.named_parameters()}
         for name, grad in engine.buckets.full_grads().items():
@@ -184,8 +186,8 @@ def pipelined(rank: int, plan: Plan, schedule: str) -> dict[str, float]:
             torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets")
         )
         losses: list[Tensor] = []
-        more = {"target": targets, "losses": losses} if count - 1 in stages else {}
-        runner.step(*([tokens] if 0 in stages else []), **more)
+        loss_arguments = {"target": targets, "losses": losses} if count - 1 in stages else {}
+        runner.step(*([tokens] if 0 in stages else []), **loss_arguments)
         if losses:
             compared("loss", loss_sum / valid, sum(losses))
         theirs = {name: p.grad for stage in stages.values() for name, p in stage.named_parameters()}
@@ -216,12 +218,12 @@ def test_pipelines_equal_torchs(pp, schedules):
         cases[ours] = make_plan(pp=pp, vpp=vpp, schedule=ours, micro_batches=4), f"Schedule{torchs}"
         assert schedule_of(cases[ours][0].parallel).name == ours
     for ours, answers in run_together(pipelined, pp, cases).items():
-        found = set().union(*answers)
+        quantities = set().union(*answers)
         assert (
-            "loss" in found
-            and len(found) == len(dict(new_stage(make_plan(), 0, 1).named_parameters())) + 1
+            "loss" in quantities
+            and len(quantities) == len(dict(new_stage(make_plan(), 0, 1).named_parameters())) + 1
         )
-        worst = {what: error for answer in answers for what, error in answer.items()}
+        worst = {quantity: error for answer in answers for quantity, error in answer.items()}
         assert max(worst.values()) < LIMIT, (ours, worst)
 
 

@@ -61,7 +61,9 @@ def test_owners_hold_every_element_once_and_replicas_agree(tp, kv, vocabulary, s
             assert torch.equal(info.valid(local), full[info.global_slices])
             assert local.sum() == info.valid(local).sum(), "padding is zero"
             assert index in info.replicas
-            assert all(infos[other].global_slices == info.global_slices for other in info.replicas)
+            assert all(
+                infos[replica].global_slices == info.global_slices for replica in info.replicas
+            )
             if info.owner:
                 covered[info.global_slices] += 1
             # A gradient is partial exactly where ranks see other queries (shared heads) or other
@@ -113,13 +115,13 @@ def test_loss_without_a_group_equals_the_plain_loss(monkeypatch, dtype, chunk):
     targets[0, 1:3] = -100
     ours = logits.clone().requires_grad_()
     plain = logits.clone().requires_grad_()
-    found = loss_of(17, not chunk)(ours, targets)
+    loss = loss_of(17, not chunk)(ours, targets)
     expected = cross_entropy_sum(plain, targets)
-    (3 * found).backward()
+    (3 * loss).backward()
     (3 * expected).backward()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(ours.grad, plain.grad)
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert not ours.grad[0, 1:3].any()
 
 
@@ -207,7 +209,10 @@ def test_uneven_stages_and_the_tied_copy():
     plan = make_plan(pp=2, stage_layers=[3, 1], model=tiny_model(tied_embeddings=True))
     first = parts(plan, 0)
     last = parts(plan, 1)
-    assert [list(part.stages[0].layers) for part in (first, last)] == [["0", "1", "2"], ["3"]]
+    assert [list(model_part.stages[0].layers) for model_part in (first, last)] == [
+        ["0", "1", "2"],
+        ["3"],
+    ]
     assert first.table["embed.weight"].sums == last.table["embed.weight"].sums == ("embedding",)
     assert (first.table["embed.weight"].owner, last.table["embed.weight"].owner) == (True, False)
     with pytest.raises(AssertionError):

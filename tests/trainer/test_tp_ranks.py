@@ -34,8 +34,8 @@ pytestmark = pytest.mark.process
 
 def alive(pid: int) -> bool:
     """Running: one that is dead, but that whoever adopted it has not waited for yet, is not."""
-    found = identity(pid)
-    return found is not None and is_alive(found)
+    process = identity(pid)
+    return process is not None and is_alive(process)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -43,12 +43,12 @@ def alive(pid: int) -> bool:
 
 
 def test_results_of_any_nesting_come_back_exactly():
-    def work(rank, text):
+    def work(rank, message):
         tensors = [torch.tensor(rank, dtype=torch.bfloat16), torch.arange(3)[::2]]
         return {
             "t": tensors,
             "none": None,
-            "text": text,
+            "text": message,
             "deep": {"x": {"y": torch.zeros(0, 2)}},
             "f": 0.1 + rank,
         }
@@ -138,8 +138,12 @@ def test_every_group_reaches_exactly_its_members(degrees, split):
         for name in groups_used(plan):
             value = torch.tensor([2**rank])
             sums[name] = int(all_reduce(value, mesh.group(name), name, CommCounter()))
-        own = {"pp": id(mesh.group("pp")), "embedding": id(mesh.group("embedding"))}
-        return {"sums": sums, "sizes": {name: mesh.size(name) for name in mesh.members}, "own": own}
+        group_ids = {"pp": id(mesh.group("pp")), "embedding": id(mesh.group("embedding"))}
+        return {
+            "sums": sums,
+            "sizes": {name: mesh.size(name) for name in mesh.members},
+            "own": group_ids,
+        }
 
     for rank, result in enumerate(run_ranks(work, plan.parallel.world_size)):
         for name, total in result["sums"].items():
@@ -226,7 +230,7 @@ def test_without_a_group_nothing_moves_and_nothing_is_counted():
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_bytes_sent_are_those_of_the_formula(sp):
-    """Per layer and micro-batch 4 all-reduces, or 4 all-gathers and 4 reduce-scatters: the same
+    """A layer takes 4 all-reduces a micro-batch, or 4 all-gathers and 4 reduce-scatters: the same
     bytes (2205.05198). With SP 2 all-gathers more: inputs are gathered again in backward."""
     b = 3
     s = 8
@@ -237,10 +241,10 @@ def test_bytes_sent_are_those_of_the_formula(sp):
 
     def work(rank):
         counter = CommCounter()
-        part = build(plan, Mesh.from_plan(plan, rank), counter, dtype=torch.float64)
+        model_part = build(plan, Mesh.from_plan(plan, rank), counter, dtype=torch.float64)
         for seed in range(micro_batches):
-            one = batch(plan.model, b, s, seed)
-            part.loss(part.stages[0](None, one), one.targets).backward()
+            micro_batch = batch(plan.model, b, s, seed)
+            model_part.loss(model_part.stages[0](None, micro_batch), micro_batch.targets).backward()
         return counter.bytes["tp"]
 
     hidden = b * s * plan.model.hidden * item

@@ -56,8 +56,8 @@ def test_what_recomputation_makes_for_backward_is_an_activation():
         alive.clear()
         torch.zeros(2 * KIB, dtype=torch.uint8)
 
-    found = kept(lambda: (1, False), work)
-    assert (found["activations"], found["buffers"]) == (KIB, 4 * KIB)
+    held_bytes = kept(lambda: (1, False), work)
+    assert (held_bytes["activations"], held_bytes["buffers"]) == (KIB, 4 * KIB)
 
 
 def test_what_becomes_a_gradient_is_one_from_its_birth():
@@ -119,14 +119,14 @@ def test_actions_are_those_of_the_schedule_in_its_order(run):
     plan, ranks, _ = run
     schedule = schedule_of(plan.parallel)
     for rank, events in enumerate(ranks):
-        found = [
+        actions = [
             (e["name"], e["args"]["stage"], e["args"]["micro_batch"]) for e in spans(events, 0)
         ]
         program = [
             (a.kind.name, a.stage, a.micro_batch)
             for a in schedule.orders[plan.ranks[rank].coord.pp]
         ]
-        assert found == 2 * program and Kind.F.name == program[0][0]
+        assert actions == 2 * program and Kind.F.name == program[0][0]
         assert [event["name"] for event in spans(events, 2)] == ["step 1", "step 2"]
         assert spans(events, 2)[0]["ts"] == 0, "a file's time begins with its first step"
 
@@ -156,11 +156,11 @@ def test_memory_over_time_ends_where_the_step_report_does(run):
     plan, ranks, workers = run
     for rank, events in enumerate(ranks):
         held = [event["args"] for event in events if event["ph"] == "C"]
-        assert all(set(one) == set(CATEGORIES) for one in held)
+        assert all(set(sample) == set(CATEGORIES) for sample in held)
         report = workers.steps(rank)[1].memory_bytes
-        assert max(sum(one.values()) for one in held) >= report["total"]
-        assert {one["params"] for one in held} == {report["params"]}
-        assert max(one["activations"] for one in held) > 0
+        assert max(sum(sample.values()) for sample in held) >= report["total"]
+        assert {sample["params"] for sample in held} == {report["params"]}
+        assert max(sample["activations"] for sample in held) > 0
         assert held[-1]["activations"] == 0, "nothing is kept between steps"
     first, last = (
         max(e["args"]["activations"] for e in ranks[r] if e["ph"] == "C") for r in (0, 3)
@@ -170,8 +170,8 @@ def test_memory_over_time_ends_where_the_step_report_does(run):
 
 @pytest.mark.process
 def test_a_rank_whose_trace_fails_runs_its_steps_in_the_order_of_its_peers(tmp_path):
-    """Where a forward and a backward run as one, their collectives start in another order: all
-    ranks of a group run them so in a step, or none, whatever happens to one rank's file."""
+    """Collectives start in another order when a forward and a backward run as one: all ranks of a
+    group run them so in a step, or none, whatever happens to one rank's file."""
     plan = job(
         str(tmp_path),
         3,

@@ -190,9 +190,9 @@ def test_logits_and_gradients_equal_transformers(make):
     )
     data = batch(model)
     expected = theirs(input_ids=data.tokens).logits
-    found = ours(None, data)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    for logits in (expected, found):
+    own_logits = ours(None, data)
+    torch.testing.assert_close(own_logits, expected, rtol=1e-4, atol=1e-4)
+    for logits in (expected, own_logits):
         cross_entropy_sum(logits, data.targets).backward()
     grads = renamed({name: param.grad for name, param in theirs.named_parameters()})
     for name, param in ours.named_parameters():

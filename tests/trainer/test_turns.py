@@ -76,10 +76,12 @@ def test_what_one_raises_is_raised_and_the_other_ends_at_its_next_transfer(at, a
         raise ValueError("this one")
 
     pieces = {"first": work(turns, seen, "a", 9), "second": work(turns, seen, "b", 9)} | {at: fails}
-    others = set(threading.enumerate())  # other tests of this process may have left the compiler's
+    earlier_threads = set(
+        threading.enumerate()
+    )  # other tests of this process may have left the compiler's
     with pytest.raises(ValueError, match="this one"):
         turns.together(pieces["first"], pieces["second"])
-    assert len(seen) <= 2 and set(threading.enumerate()) <= others
+    assert len(seen) <= 2 and set(threading.enumerate()) <= earlier_threads
     turns.pass_on()
     turns.together(work(turns, seen := [], "c", 2), work(turns, seen, "d", 2))
     assert seen == ["c0", "d0", "c1", "d1"]
@@ -112,7 +114,7 @@ LAYOUTS = {
 @pytest.mark.process
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pairs_give_the_same_gradients_bit_for_bit(name):
-    """On each rank the backward has begun to communicate before the forward has ended, in the same
+    """The backward of each rank has begun to communicate before the forward has ended, in the same
     order on all ranks of a group."""
     plan = make_plan(**LAYOUTS[name])
     many = plan.parallel.micro_batches
@@ -127,39 +129,53 @@ def test_pairs_give_the_same_gradients_bit_for_bit(name):
             setattr(engine.pipeline, name, _noted(getattr(engine.pipeline, name), kind, seen))
         real = engine.counter.count_sent
 
-        def count_sent(what, axis, *rest, **more):
+        def count_sent(operation, axis, *rest, **options):
             time.sleep(uneven.uniform(0.0, 0.002))  # ranks and threads are not equally fast
             if axis != "pp":
-                whose = (
+                pass_name = (
                     "forward"
                     if threading.current_thread() is threading.main_thread()
                     else "backward"
                 )
-                seen.append(f"{axis} of a {whose}" if paired else axis)
-            return real(what, axis, *rest, **more)
+                seen.append(f"{axis} of a {pass_name}" if paired else axis)
+            return real(operation, axis, *rest, **options)
 
         engine.counter.count_sent = count_sent
         loss, _ = engine.gradients([micro_batch(plan, [at]) for at in range(many)], 10)
-        left = threading.active_count()
-        found = {"loss": loss, "grads": engine.buckets.full_grads(), "seen": seen, "left": left}
+        thread_count = threading.active_count()
+        record = {
+            "loss": loss,
+            "grads": engine.buckets.full_grads(),
+            "seen": seen,
+            "left": thread_count,
+        }
         engine.update(torch.ones((), dtype=torch.float64), 1e-3)
         states = {info.name: value for info, value in engine.part.states()}
-        return found | {"terms": engine.loss_term_totals(), "states": states}
+        return record | {"terms": engine.loss_term_totals(), "states": states}
 
     world = plan.parallel.world_size
     plain = run_ranks(run, world, False)
     paired = run_ranks(run, world, True)
-    for one, other in zip(plain, paired, strict=True):
-        assert torch.equal(one["loss"], other["loss"])
-        assert all(torch.equal(grad, other["grads"][key]) for key, grad in one["grads"].items())
-        assert other["left"] == one["left"], "no thread stays behind"
-        for what in ("terms", "states"):
-            assert all(torch.equal(value, other[what][key]) for key, value in one[what].items())
-        assert bool(one["terms"]) == ("ep" in name)
-        assert _overlapped(other["seen"]) >= 2, "forwards in which a backward communicates"
-        assert _overlapped(one["seen"]) == 0
+    for plain_record, paired_record in zip(plain, paired, strict=True):
+        assert torch.equal(plain_record["loss"], paired_record["loss"])
+        assert all(
+            torch.equal(grad, paired_record["grads"][key])
+            for key, grad in plain_record["grads"].items()
+        )
+        assert paired_record["left"] == plain_record["left"], "no thread stays behind"
+        for label in ("terms", "states"):
+            assert all(
+                torch.equal(value, paired_record[label][key])
+                for key, value in plain_record[label].items()
+            )
+        assert bool(plain_record["terms"]) == ("ep" in name)
+        assert _overlapped(paired_record["seen"]) >= 2, "forwards in which a backward communicates"
+        assert _overlapped(plain_record["seen"]) == 0
     axis = next(axis for axis in ("tp", "cp", "ep") if getattr(plan.parallel, axis) > 1)
-    orders = [[what for what in one["seen"] if what.startswith(axis)] for one in paired]
+    orders = [
+        [label for label in plain_record["seen"] if label.startswith(axis)]
+        for plain_record in paired
+    ]
     for rank in plan.ranks:
         peer = next(group for group in plan.groups[axis] if rank.rank in group)[0]
         assert orders[rank.rank] == orders[peer], "collectives of a group start in one order"
@@ -177,13 +193,13 @@ def _noted(real, kind, seen):
 def _overlapped(seen):
     """Forwards between whose begin and end a backward begins."""
     inside = False
-    found = 0
-    for what in seen:
-        if what.startswith("forward"):
-            inside = not what.endswith("ended")
-        elif what.startswith("backward") and not what.endswith("ended"):
-            found += inside
-    return found
+    overlapped = 0
+    for label in seen:
+        if label.startswith("forward"):
+            inside = not label.endswith("ended")
+        elif label.startswith("backward") and not label.endswith("ended"):
+            overlapped += inside
+    return overlapped
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -238,18 +254,22 @@ def pairs_of(program):
 
 def test_pairs_are_those_of_the_simulation_and_of_plans_whose_layers_communicate():
     layout = dict(pp=2, schedule="dualpipe", micro_batches=8)
-    for more in (
+    for options in (
         {"tp": 2},
         {"cp": 2, "seq_len": 16},
         {"ep": 2, "model": tiny_model(**DEEPSEEK)},
         {},
     ):
-        plan = make_plan(**layout, **more)
+        plan = make_plan(**layout, **options)
         schedule = schedule_of(plan.parallel)
         costs = costs_of(plan)
         together = [
-            [(one.action, other.action) for one, other in pairwise(spans) if one[1:] == other[1:]]
+            [
+                (span.action, next_span.action)
+                for span, next_span in pairwise(spans)
+                if span[1:] == next_span[1:]
+            ]
             for spans in simulate(schedule, costs).spans
         ]
         assert [pairs_of(program) for program in lower_to_batches(schedule, costs)] == together
-        assert any(together) == bool(more)
+        assert any(together) == bool(options)

@@ -53,7 +53,7 @@ def real(rank: int, plan: Plan, twin: dict | None) -> dict:
     memory = StepMemory.of_engine(engine)
     many = samples_of_step(plan.parallel, engine.mesh.coord, 0)
     serial = plan.model.dropout > 0  # as the loader has it
-    batches = [micro_batch(plan, one, plan.job.data.isolate_documents) for one in many]
+    batches = [micro_batch(plan, indices, plan.job.data.isolate_documents) for indices in many]
     batches = batches if serial else [dataclasses.replace(batch, serial=None) for batch in batches]
     run_step(engine, memory, batches)
     steps = []
@@ -71,18 +71,18 @@ def real(rank: int, plan: Plan, twin: dict | None) -> dict:
 
 def facts(run: RankRun) -> dict:
     """All that does not depend on the clock; transfers one by one."""
-    found = to_builtins(run)
-    sequence = [found["transfers"][at] for at in found["sequence"]]
+    record = to_builtins(run)
+    sequence = [record["transfers"][at] for at in record["sequence"]]
     return {
         "sequence": sequence,
-        **{name: found[name] for name in ("rank", "micro_batches", "memory", "peak")},
+        **{name: record[name] for name in ("rank", "micro_batches", "memory", "peak")},
     }
 
 
 def both(
     layouts: dict[str, Plan], store: Path, ranks: Collection[int]
 ) -> dict[str, list[tuple[dict, dict]]]:
-    """Of each layout, all for equally many ranks: (real, twin) of each of `ranks`.
+    """Pairs (real, twin) of each of `ranks`, by layout, all for equally many ranks.
 
     A twin costs ten times its real rank, so the others of the real ranks have none: they only take
     part.
@@ -145,7 +145,7 @@ KINDS = (
 
 
 def short(layout: dict) -> dict:
-    """Of two layers where stages need no more: the others add little but time."""
+    """The layout with two layers where stages need no more: the others add little but time."""
     if "pp" in layout or "model" in layout:
         return layout
     return layout | {"model": LLAMA | {"layers": 2}}
@@ -204,8 +204,8 @@ def test_a_twin_chooses_all_experts_equally_often_and_tokens_as_many_domains_as_
     groups = chosen // (moe.experts // moe.groups)
     assert all(len(set(row)) <= moe.top_groups for row in groups.tolist())
     domains = chosen // (moe.experts // 2)
-    found = sum(len(set(row)) for row in domains.tolist()) / tokens
-    assert found == pytest.approx(landings(moe, 2), rel=0.05)
+    domains_per_token = sum(len(set(row)) for row in domains.tolist()) / tokens
+    assert domains_per_token == pytest.approx(landings(moe, 2), rel=0.05)
     partly = even_choices(moe, moe.experts // 2 + 1).flatten().bincount(minlength=moe.experts)
     assert partly.max() - partly.min() <= 2
 
@@ -213,15 +213,15 @@ def test_a_twin_chooses_all_experts_equally_often_and_tokens_as_many_domains_as_
 @pytest.mark.process
 def test_the_twin_of_a_gpu_keeps_what_a_cpu_keeps():
     plan = plan_of({"tp": 4, "dp": 4, "zero": 1, "precision": "bf16"})
-    (here,) = run_ranks(alone, 1, plan)
+    (cpu_record,) = run_ranks(alone, 1, plan)
     gpu = structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda"))
-    (there,) = run_ranks(alone, 1, gpu)
-    assert there["sequence"] == here["sequence"]
-    assert there["memory"] == here["memory"]
+    (gpu_record,) = run_ranks(alone, 1, gpu)
+    assert gpu_record["sequence"] == cpu_record["sequence"]
+    assert gpu_record["memory"] == cpu_record["memory"]
 
 
 def alone(rank: int, plan: Plan) -> dict:
     dist.destroy_process_group()
-    found = facts(run_rank(plan, rank))
+    record = facts(run_rank(plan, rank))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return found
+    return record

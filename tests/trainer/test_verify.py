@@ -50,10 +50,10 @@ def test_the_oracle_equals_the_naive_twin(model, packed):
 
 
 def test_a_quantity_that_nobody_compared_is_hopelessly_wrong():
-    found = summary(
+    errors = summary(
         [{"loss": 0.0, "grad a": 1e-12, "weight a": 0.0}, {"norm": 0.0, "grad a": 1e-11}], {"a"}
     )
-    assert (found.grad, found.worst_grad, found.largest) == (1e-11, "a", 1e-11)
+    assert (errors.grad, errors.worst_grad, errors.largest) == (1e-11, "a", 1e-11)
     assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0}], {"a"}).weight == HOPELESS
     assert (
         summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0}], {"a", "b"}).grad
@@ -65,24 +65,24 @@ def test_a_tensor_whose_terms_cancel_may_have_their_rounding():
     """Its error is measured by the model's largest, not by itself; nothing is measured by more."""
     widths = sum(sum(shape[-2:]) for shape in shapes(msgspec.to_builtins(tiny_model())).values())
     limit = LIMITS["fp64"]
-    for own in (0.0, 1e-16, 2e-10, 1e-6, 1e-3, 1.0):
-        allowed = limit * scale_of(own, 1.0, limit)
-        assert ALLOWED * rounding(widths, torch.float64) < allowed <= limit, own
+    for tensor_scale in (0.0, 1e-16, 2e-10, 1e-6, 1e-3, 1.0):
+        allowed = limit * scale_of(tensor_scale, 1.0, limit)
+        assert ALLOWED * rounding(widths, torch.float64) < allowed <= limit, tensor_scale
 
 
 def test_terms_of_the_loss_and_state_are_judged_too():
     ranks = [{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0, "term z": 1e-3}]
-    found = summary(ranks, {"a"}, {"term z"})
-    assert (found.more, found.worst_more, found.largest) == (1e-3, "term z", 1e-3)
+    errors = summary(ranks, {"a"}, {"term z"})
+    assert (errors.more, errors.worst_more, errors.largest) == (1e-3, "term z", 1e-3)
     assert summary(ranks, {"a"}, {"term z", "state bias"}).more == HOPELESS
 
 
 def test_infinity_survives_json():
-    found = Verdict(
+    verdict = Verdict(
         name="x", errors={"fp64": summary([{"loss": float("inf"), "norm": 0.0}], {"a"})}
     )
-    again = msgspec.json.decode(msgspec.json.encode(found), type=Verdict)
-    assert again == found and again.word == "DIFFERENT"
+    again = msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
+    assert again == verdict and again.word == "DIFFERENT"
 
 
 @pytest.mark.process
@@ -94,15 +94,18 @@ def test_cells_of_all_kinds_in_one_go():
         Cell(name="dp2", plan=make_plan(dp=2), packed=True),
         Cell(name="tp2", plan=make_plan(tp=2)),
     ]
-    found = {verdict.name: verdict for verdict in judge(cells, together=2)}
-    assert {name: verdict.word for name, verdict in found.items()} == {
+    verdicts = {verdict.name: verdict for verdict in judge(cells, together=2)}
+    assert {name: verdict.word for name, verdict in verdicts.items()} == {
         "refused": "refused",
         "too many": "refused",
         "one": "equal",
         "dp2": "equal",
         "tp2": "equal",
     }
-    assert set(found["dp2"].errors) == {"fp64", "fp32"} and "64 ranks" in found["too many"].refused
+    assert (
+        set(verdicts["dp2"].errors) == {"fp64", "fp32"}
+        and "64 ranks" in verdicts["too many"].refused
+    )
 
 
 @pytest.mark.process
@@ -120,11 +123,11 @@ def test_zero3_with_states_elsewhere_rounds_where_one_process_does():
         Cell(name=name, plan=make_plan(**narrow, **layout), precision="bf16")
         for name, layout in layouts.items()
     ]
-    found = {verdict.name: verdict for verdict in judge(cells, [], together=3)}
-    assert {name: verdict.word for name, verdict in found.items()} == dict.fromkeys(
+    verdicts = {verdict.name: verdict for verdict in judge(cells, [], together=3)}
+    assert {name: verdict.word for name, verdict in verdicts.items()} == dict.fromkeys(
         layouts, "equal"
     )
-    assert all(set(verdict.errors) == {"bf16", f"bf16{ALONE}"} for verdict in found.values())
+    assert all(set(verdict.errors) == {"bf16", f"bf16{ALONE}"} for verdict in verdicts.values())
 
 
 @pytest.mark.process
@@ -138,9 +141,11 @@ def test_a_cell_that_breaks_costs_its_neighbour_nothing(monkeypatch):
 
     monkeypatch.setattr(Engine, "gradients", gradients)
     cells = [Cell(name="dp2", plan=make_plan(dp=2)), Cell(name="tp2", plan=make_plan(tp=2))]
-    found = {verdict.name: verdict for verdict in judge(cells, ["fp64"], together=2)}
-    assert found["dp2"].word == "equal"
-    assert found["tp2"].word == "failed" and "ZeroDivisionError: seeded" in found["tp2"].failed
+    verdicts = {verdict.name: verdict for verdict in judge(cells, ["fp64"], together=2)}
+    assert verdicts["dp2"].word == "equal"
+    assert (
+        verdicts["tp2"].word == "failed" and "ZeroDivisionError: seeded" in verdicts["tp2"].failed
+    )
 
 
 @pytest.mark.process

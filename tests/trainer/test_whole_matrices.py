@@ -31,18 +31,20 @@ class Normalised:
     kinds = ("momentum",)
 
     def step(self, matrices, update, counter):
-        for some in rounds([matrix.cuts for matrix in matrices]):
-            these = [matrices[at] for at in some]
-            momenta = [0.9 * one.state["momentum"] + one.grad for one in these]
+        for indices in rounds([matrix.cuts for matrix in matrices]):
+            these = [matrices[at] for at in indices]
+            momenta = [
+                0.9 * owned_matrix.state["momentum"] + owned_matrix.grad for owned_matrix in these
+            ]
             moved = map_whole_matrices(
-                momenta, [one.cuts for one in these], counter, self.normalised
+                momenta, [owned_matrix.cuts for owned_matrix in these], counter, self.normalised
             )
             for matrix, momentum, direction in zip(these, momenta, moved, strict=True):
                 update.set(matrix.state["momentum"], momentum)
                 update.set(matrix.master, matrix.master - update.lr * direction)
 
-    def normalised(self, whole):
-        return whole / whole.norm()
+    def normalised(self, momentum):
+        return momentum / momentum.norm()
 
 
 @pytest.fixture(autouse=True)
@@ -121,12 +123,12 @@ CASES = {
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_owners_update_whole_matrices_in_every_layout(ranks):
-    made = {}
+    tasks = {}
     for name, case in CASES.items():
         if world(case) == ranks:
             plan = make_plan(**case)
-            made[name] = (plan, FP64, one_process(plan))
-    for case, answers in run_together(run_rank, ranks, made).items():
+            tasks[name] = (plan, FP64, one_process(plan))
+    for case, answers in run_together(run_rank, ranks, tasks).items():
         with told(case):
             assert_equal(answers, LIMIT[torch.float64])
 
@@ -139,13 +141,13 @@ def test_a_skipped_update_changes_nothing():
             for bucket in engine.buckets.buckets:
                 bucket.grad_shard.fill_(torch.nan)
             norm = torch.tensor(torch.nan, dtype=torch.float64)
-        before = [one.tensor.clone() for one in engine.optimizer.slices()]
+        before = [state_slice.tensor.clone() for state_slice in engine.optimizer.slices()]
         engine.update(norm, 1e-2)
-        same = [
-            torch.equal(one.tensor, old)
-            for one, old in zip(engine.optimizer.slices(), before, strict=True)
+        unchanged = [
+            torch.equal(state_slice.tensor, old)
+            for state_slice, old in zip(engine.optimizer.slices(), before, strict=True)
         ]
-        assert all(same) if nan else not any(same)
+        assert all(unchanged) if nan else not any(unchanged)
 
 
 @pytest.mark.process
@@ -185,9 +187,9 @@ def test_ranks_share_the_work_on_whole_matrices():
     """Each matrix is computed once in all, and no rank has more than a matrix too many."""
     done = []
 
-    def counted(whole):
-        done.append(list(whole.shape))
-        return whole / whole.norm()
+    def counted(momentum):
+        done.append(list(momentum.shape))
+        return momentum / momentum.norm()
 
     def work(rank, plan):
         done.clear()
@@ -200,12 +202,14 @@ def test_ranks_share_the_work_on_whole_matrices():
         "tp2 dp2 zero3": dict(tp=2, dp=2, zero=3),
         "tp4 one kv head": dict(tp=4, model=tiny_model(kv_heads=1)),
     }
-    for name, found in run_together(
+    for name, answers in run_together(
         work, 4, {name: (make_plan(**case),) for name, case in cases.items()}
     ).items():
         with told(name):
             shapes = [[32, 32], [8, 32], [8, 32], [32, 32], [48, 32], [48, 32], [32, 48]]
             if cases[name]["tp"] == 2:
                 shapes[1:3] = [[16, 32]] * 2
-            assert sorted(shape for one in found for shape in one) == sorted(4 * shapes)
-            assert [len(one) for one in found] == [7] * 4
+            assert sorted(shape for rank_shapes in answers for shape in rank_shapes) == sorted(
+                4 * shapes
+            )
+            assert [len(rank_shapes) for rank_shapes in answers] == [7] * 4

@@ -115,14 +115,18 @@ def test_it_tells_what_the_source_says_until_it_is_stopped(pipe):
     progress.start()
     assert read_reports(pipe[0])[0] == ProgressReport(rank=3, epoch=2, step=0, phase="start")
     progress.source = lambda: Progress(7, "forward", "all-reduce (tp)", 41)
-    wanted = ProgressReport(
+    expected_report = ProgressReport(
         rank=3, epoch=2, step=7, phase="forward", waiting="all-reduce (tp)", moves=41
     )
-    assert wanted in [report for _ in range(200) for report in read_reports(pipe[0])][-100:]
+    assert (
+        expected_report in [report for _ in range(200) for report in read_reports(pipe[0])][-100:]
+    )
     progress.stop()
-    for thread in [one for one in threading.enumerate() if one.name == "progress"]:
+    for thread in [
+        candidate for candidate in threading.enumerate() if candidate.name == "progress"
+    ]:
         thread.join(10)
-    assert not [one for one in threading.enumerate() if one.name == "progress"]
+    assert not [candidate for candidate in threading.enumerate() if candidate.name == "progress"]
 
 
 def test_a_progress_report_is_dropped_behind_others_and_tears_none(pipe):

@@ -29,11 +29,11 @@ def run_together(
     same ranks."""
 
     def work(rank: int) -> list[Any]:
-        found = []
+        outcomes = []
         for name, args in cases.items():
             with told(name):
-                found.append(fn(rank, *args))
-        return found
+                outcomes.append(fn(rank, *args))
+        return outcomes
 
     answers = run_ranks(work, world, timeout=PATIENCE_S * len(cases))
     return {name: [answer[at] for answer in answers] for at, name in enumerate(cases)}
@@ -47,4 +47,4 @@ def world(case: Mapping[str, Any]) -> int:
 def assert_equal(answers: Sequence[Mapping[str, float]], limit: float) -> None:
     """`answers`: what `run_rank` found on each rank, worst errors by quantity."""
     for worst in answers:
-        assert {what: error for what, error in worst.items() if not error <= limit} == {}
+        assert {quantity: error for quantity, error in worst.items() if not error <= limit} == {}

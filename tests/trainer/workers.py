@@ -31,18 +31,18 @@ from trainer.verify.huge_pages import collapse
 
 
 def worker_env(plan: Plan, rank: int, /, **changes: object) -> WorkerEnv:
-    place = plan.ranks[rank]
+    seat = plan.ranks[rank]
     values: dict = {
         "rank": rank,
-        "local_rank": place.gpu,
+        "local_rank": seat.gpu,
         "world_size": plan.parallel.world_size,
         "local_world_size": plan.cluster.gpus_per_node,
-        "node_rank": plan.cluster.node_names.index(place.node),
+        "node_rank": plan.cluster.node_names.index(seat.node),
         "master_addr": "127.0.0.1",
         "master_port": 1,
         "run_id": "test",
         "epoch": 0,
-        "node": place.node,
+        "node": seat.node,
         "plan": "plan.json",
         "plan_hash": plan.hash,
         "run_dir": ".",
@@ -169,8 +169,8 @@ class Workers:
         """Its step and event reports."""
         path = self.reports_of(rank)
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        found = [msgspec.json.decode(line, type=Report) for line in lines]
-        return [report for report in found if not isinstance(report, ProgressReport)]
+        decoded = [msgspec.json.decode(line, type=Report) for line in lines]
+        return [report for report in decoded if not isinstance(report, ProgressReport)]
 
     def steps(self, rank: int = 0) -> list[StepReport]:
         return [report for report in self.reports(rank) if isinstance(report, StepReport)]
@@ -180,12 +180,12 @@ class Workers:
 
     def losses(self) -> dict[int, float]:
         """Step -> loss, from whichever ranks have it; they must agree to the bit."""
-        found: dict[int, float] = {}
+        losses_by_step: dict[int, float] = {}
         for rank in range(len(self.pids)):
             for step in self.steps(rank):
                 if step.loss is not None:
-                    assert found.setdefault(step.step, step.loss) == step.loss
-        return found
+                    assert losses_by_step.setdefault(step.step, step.loss) == step.loss
+        return losses_by_step
 
     def log(self, rank: int) -> str:
         return self.log_of(rank).read_text() if self.log_of(rank).exists() else ""
