@@ -200,8 +200,8 @@ def test_a_resize_that_was_cancelled_meanwhile_starts_nothing(elastic):
     folder, runs, plans = elastic
     delete = runs.api.delete
 
-    def cancelled(*given: object, **more: object) -> None:
-        delete(*given, **more)
+    def cancelled(*arguments: object, **keywords: object) -> None:
+        delete(*arguments, **keywords)
         if newest(folder).want != "end":
             ask(folder, "end")
 

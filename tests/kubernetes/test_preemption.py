@@ -62,9 +62,9 @@ def test_runs_that_make_room_come_back_and_their_losses_are_the_same(orch, queue
     assert (
         min(high.steps(since_epoch=1)) == before + 1
     )  # it had time to save, and went on from there
-    same = sorted(high.steps())[:60]
-    assert [high.steps()[step] for step in same] == pytest.approx(
-        [undisturbed[step] for step in same], abs=1e-9
+    compared_steps = sorted(high.steps())[:60]
+    assert [high.steps()[step] for step in compared_steps] == pytest.approx(
+        [undisturbed[step] for step in compared_steps], abs=1e-9
     )
 
     low.release()

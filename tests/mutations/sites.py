@@ -53,15 +53,17 @@ class Site(NamedTuple):
 
 def sites(path: str, source: str) -> list[Site]:
     """All sites of a file, in its order."""
-    found = []
+    file_sites = []
     lines = source.splitlines()
     tree = ast.parse(source)
     statements = _statements(tree)
-    for number, (node, what, _) in enumerate(_changes(tree)):
-        text = lines[node.lineno - 1].strip()
+    for number, (node, change, _) in enumerate(_changes(tree)):
+        statement = lines[node.lineno - 1].strip()
         first, last = statements.get(node.lineno, (node.lineno, node.lineno))
-        found.append(Site(path, number, node.lineno, f"{what} in `{text}`", first, last))
-    return found
+        file_sites.append(
+            Site(path, number, node.lineno, f"{change} in `{statement}`", first, last)
+        )
+    return file_sites
 
 
 def _statements(tree: ast.Module) -> dict[int, tuple[int, int]]:
@@ -129,8 +131,8 @@ def _constant(node: ast.Constant) -> Iterator[Change]:
     elif isinstance(value, float) and value == value and value:
         yield node, f"constant {value}", _setter(node, "value", value * 2)
     elif value in GROUPS:
-        other = GROUPS[(GROUPS.index(value) + 1) % len(GROUPS)]
-        yield node, f"group {value!r}", _setter(node, "value", other)
+        next_group = GROUPS[(GROUPS.index(value) + 1) % len(GROUPS)]
+        yield node, f"group {value!r}", _setter(node, "value", next_group)
 
 
 def _call(node: ast.Call) -> Iterator[Change]:
@@ -180,5 +182,5 @@ def _seen(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _elsewhere(test: ast.expr) -> bool:
-    text = ast.unparse(test)
-    return any(word in text for word in ("TYPE_CHECKING", "is_compiling"))
+    condition = ast.unparse(test)
+    return any(marker in condition for marker in ("TYPE_CHECKING", "is_compiling"))

@@ -38,7 +38,7 @@ def cluster(
     gpus: int = 8,
     levels: list[tuple[str, int | list[int], float]] | None = None,
     domain_nodes: int = 1,
-    **more: Any,
+    **fields: Any,
 ) -> ClusterSpec:
     """DGX H100 nodes. levels: (name, nodes per switch, oversubscription), innermost first; default
     as h100x64."""
@@ -73,7 +73,7 @@ def cluster(
                 | {"latency_us": 9.6 + 0.5 * index, "source": SOURCE}
                 for index, (name, per_switch, over) in enumerate(levels)
             ],
-            **more,
+            **fields,
         },
         ClusterSpec,
     )

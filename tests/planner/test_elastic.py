@@ -26,17 +26,19 @@ from orchestrator.planner.placement.rank_assignment import used_nodes
 
 
 @lru_cache
-def sizes(word: str = "tp8"):
+def sizes(layout: str = "tp8"):
     """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: of 48 samples, which 5 and 7 do not
     divide."""
-    words = [
+    overrides = [
         "+cluster=h100x64",
         "model=llama3_8b",
-        f"parallel={word}",
+        f"parallel={layout}",
         "nodes=1..8",
         "train.global_batch_samples=48",
     ]
-    return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True), resolve).legal}
+    return {
+        size.nodes: size.plan for size in plan_sizes(load(overrides, ranges=True), resolve).legal
+    }
 
 
 @lru_cache
@@ -150,5 +152,5 @@ def test_a_stormy_past_is_forgotten_after_a_calm():
 
 @pytest.mark.parametrize("nodes", [NAMES[2:5], ["spare-0", *NAMES[:2]], SPARES])
 def test_a_part_of_a_cluster_is_a_cluster(nodes):
-    part = restrict(sizes()[8].cluster, nodes)
-    assert part.node_names == list(nodes) and check_cluster(part) is None
+    subcluster = restrict(sizes()[8].cluster, nodes)
+    assert subcluster.node_names == list(nodes) and check_cluster(subcluster) is None
