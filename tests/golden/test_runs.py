@@ -21,7 +21,7 @@ from .lines import orch
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """With the three runs, as their user's only environment."""
+    """A home with the three runs, as their user's only environment."""
     for name in set(os.environ) - {"PYTHONPATH"}:
         monkeypatch.delenv(name)
     for name, value in environment(tmp_path).items():

@@ -89,8 +89,8 @@ def queued_bed(request) -> Iterator[Bed]:
 
 @pytest.fixture
 def topology(orch: Orch) -> Topology:
-    """As an administrator would see it: written from the API server's nodes, not from what the run
-    was told."""
+    """The topology as an administrator would see it: written from the API server's nodes, not from
+    what the run was told."""
     nodes_json = orch.bed.kubectl("get", "nodes", "-o", "json", timeout=120)
     return parse_nodes(
         nodes_json, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())})

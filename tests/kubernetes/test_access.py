@@ -137,8 +137,8 @@ def test_no_usable_kubeconfig_is_no_cluster(tmp_path, config_text):
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch):
-    """In the kubeconfig itself or in files beside it; the server's name is checked against its
-    certificate."""
+    """They are in the kubeconfig itself or in files beside it; the server's name is checked against
+    its certificate."""
     server = Server(certificates)
     if inline:
         crt, key = (
@@ -190,7 +190,7 @@ def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again(configured, monkeypatch):
-    """And is one line when it goes on; a body that stopped half-way ended the command with a
+    """It is one line when it goes on; a body that stopped half-way ended the command with a
     traceback."""
     configured.broken = 1
     assert Cluster().version() == "v1.99.0"
@@ -234,7 +234,7 @@ def test_tokens_do_without_the_kubernetes_package(configured, monkeypatch):
 
 
 def test_through_a_proxy(tmp_path, plain, monkeypatch):
-    """Which is asked for what only it can reach; the test's server plays it."""
+    """The proxy is asked for what only it can reach; the test's server plays it."""
     path = kubeconfig(
         tmp_path / "config", "http://api.test:6443", "a", cluster={"proxy-url": plain.address}
     )
@@ -260,7 +260,7 @@ def test_connections_are_used_again_until_the_server_has_closed_them(configured,
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_log_is_read_as_it_is_written(configured, monkeypatch, complete):
-    """In chunks that do not end where lines end; a connection that breaks off ends it."""
+    """It comes in chunks that do not end where lines end; a connection that breaks off ends it."""
     seen = threading.Event()
 
     def do_GET(self):

@@ -173,8 +173,8 @@ CONTROLLER_QUIET = [
 
 
 def renamed(series: dict[str, str]) -> dict[str, str]:
-    """As a Prometheus keeps them that does not honour labels: job and namespace are those of who
-    was scraped."""
+    """The series as a Prometheus keeps them that does not honour labels: job and namespace are
+    those of who was scraped."""
     renamed_series = {}
     for series_name, values in series.items():
         if series_name.startswith("orch_"):

@@ -50,7 +50,7 @@ def aws(count: int, **labels: str) -> list[dict]:
 
 
 def expressions(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Of each term that the pods require."""
+    """The expressions of each term that the pods require."""
     spec = job["spec"]["template"]["spec"]
     return [
         term["matchExpressions"]
@@ -73,8 +73,9 @@ def test_an_excluded_node_is_not_given_and_a_run_that_needs_it_is_refused(spelli
 
 
 def test_nor_may_pods_go_there_later_where_a_switch_is_all_that_they_ask_for(main_line):  # noqa: F811
+    one_leaf = {LEAF: "l"}
     reservation = reserve(
-        Api(aws(5, **{LEAF: "l"})), cuda(make_plan(tp=2, dp=4, nodes=4)), exclude=[BAD]
+        Api(aws(5, **one_leaf)), cuda(make_plan(tp=2, dp=4, nodes=4)), exclude=[BAD]
     )
     assert reservation.chosen.label == LEAF
     job = render(

@@ -127,7 +127,8 @@ def test_releases_that_look_alike_share_no_name(helm):
 
 
 def test_where_the_controller_is_a_release_is_one_train_run(helm):
-    """Of the release's name, whatever the values: an upgrade changes it and does not replace it."""
+    """It has the release's name, whatever the values: an upgrade changes it and does not replace
+    it."""
     api_versions = ("--api-versions", "orch.dev/v1alpha1/TrainRun")
     values = {**FULL, "priority": 7, "environmentSecret": "tokens"}
     bodies = rendered(helm, values, "my-run", "llm", CHART, *api_versions)
@@ -177,8 +178,13 @@ def test_the_controllers_chart(helm):
             if "secrets" in rule["resources"]:
                 assert rule["verbs"] == ["create"]  # it makes them and reads none
     namespaced = rendered(helm, {**values, "oneNamespace": True}, "c", "team", chart)
-    (cluster_wide,) = [body for body in namespaced if body["kind"] == "ClusterRole" and "-view" not in body["metadata"]["name"]
-                       and "-edit" not in body["metadata"]["name"]]  # fmt: skip
+    (cluster_wide,) = [
+        body
+        for body in namespaced
+        if body["kind"] == "ClusterRole"
+        and "-view" not in body["metadata"]["name"]
+        and "-edit" not in body["metadata"]["name"]
+    ]
     assert [rule["resources"] for rule in cluster_wide["rules"]] == [
         ["nodes"],
         ["resourceslices", "resourceclaims"],

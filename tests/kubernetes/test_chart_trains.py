@@ -149,10 +149,9 @@ def test_installed_trained_scraped_and_gone(orch, helm):
     helm("test", "my-run", "--timeout", "180s", timeout=200)
     helm("uninstall", "my-run", "--wait", "--timeout", "60s")
     kinds = "all,secrets,configmaps,networkpolicies,serviceaccounts,roles,rolebindings"
-    objects_of = lambda kinds, label: bed.get(kinds, "-n", space, "-l", label)["items"]  # noqa: E731
+    labelled = lambda kinds, label: bed.get(kinds, "-n", space, "-l", label)["items"]  # noqa: E731
     is_gone = lambda: (  # noqa: E731
-        not objects_of(kinds, "app.kubernetes.io/name=orch")
-        and not objects_of("pods", "orch.dev/run")
+        not labelled(kinds, "app.kubernetes.io/name=orch") and not labelled("pods", "orch.dev/run")
     )
     bed.wait(is_gone, 120, "end of everything of the release")
 

@@ -112,7 +112,7 @@ def shared_nodes(pods: list[dict]) -> set[str]:
 
 @pytest.mark.full
 def test_words_in_a_repository_are_planned_by_the_controller(bed, orch):
-    """And planned anew where they change: the run goes on under the new plan, at once where it
+    """They are planned anew where they change: the run goes on under the new plan, at once where it
     fits."""
     with controller(bed, "gitops"):
         bed.apply(train_run("gitops", orch.namespace, 8, options={"annotations": {}}))
@@ -133,7 +133,7 @@ def test_words_in_a_repository_are_planned_by_the_controller(bed, orch):
 
 @pytest.mark.full
 def test_variables_that_nobody_should_read_make_a_draft_first(bed, orch):
-    """And one that stays a draft, for its submission was killed, is deleted with what it owns."""
+    """A draft that stays one, for its submission was killed, is deleted with what it owns."""
     with controller(bed, "draft"):
         done = orch(
             *orch.submission(),
@@ -362,7 +362,9 @@ def test_a_controller_killed_anywhere_leaves_one_run_or_none(bed, space, points)
             assert sorted(pod["spec"]["nodeName"] for pod in pods) == sorted(held)
             bed.kubectl("delete", "trainrun", "-n", name, run)
             kinds = "jobs,pods,secrets,services"
-            remaining = lambda kinds=kinds: bed.kubectl("get", kinds, "-n", name, "-o", "name")  # noqa: E731
+            remaining = lambda kinds=kinds: bed.kubectl(  # noqa: E731
+                "get", kinds, "-n", name, "-o", "name"
+            )
             until(bed, lambda remaining=remaining: not remaining(), 60, remaining)
             until(bed, lambda: not controllers.ledger(bed), 30)
 

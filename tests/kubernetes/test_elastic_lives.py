@@ -219,7 +219,8 @@ def test_a_run_goes_on_with_the_pods_that_are_left_and_takes_in_those_that_come(
     assert state["restarts"] == 0 and state["epoch"] == fourth
     assert not [epoch for epoch in state["epochs"] if epoch.get("counted")]
     telling_pods = [index for index in range(3) if any(
-        status_line.state != b"null" for line in run.log(index).splitlines() if (status_line := parse_status_line(line))
+        status_line.state != b"null" for line in run.log(index).splitlines()
+        if (status_line := parse_status_line(line))
     )]  # fmt: skip
     assert telling_pods  # whoever coordinates says how the run is
     for index in range(3):

@@ -1,4 +1,5 @@
-"""Which nodes a run is given without a queue: those that the scheduler will take for its pods."""
+"""The nodes that a run is given without a queue: those that the scheduler will take for its
+pods."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def has(**amounts: str) -> dict:
 
 
 class Api:
-    """Of an API server: lists of what there is."""
+    """Stands for an API server: lists of what there is."""
 
     namespace = "llm"
 

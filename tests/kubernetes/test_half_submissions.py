@@ -26,7 +26,7 @@ KINDS = ("Secret", "ConfigMap", "Service")
 
 
 class Api:
-    """Of an API server: objects by kind and name."""
+    """Stands for an API server: objects by kind and name."""
 
     def __init__(self, submissions: dict[str, str], answers: bool = True):
         self.objects = {(kind, "r"): note for kind, note in submissions.items()}
@@ -109,8 +109,8 @@ def test_a_submitter_that_only_stands_still_keeps_what_it_has_sent(tmp_path, mon
 
 
 def test_a_server_that_is_cut_off_is_waited_for_once():
-    """And not once more for each object that would be deleted; a refusal does clear up behind
-    itself."""
+    """It is not waited for once more for each object that would be deleted; a refusal does clear up
+    behind itself."""
     bodies = [
         {"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")
     ]

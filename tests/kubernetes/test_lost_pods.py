@@ -91,7 +91,7 @@ class Eight:
 
 
 def test_all_eight_work_again_within_half_a_minute_of_each_loss(orch):
-    """Where the Job counts all failures together, it is 16 s after the first pod, 88 s after the
+    """A Job that counts all failures together takes 16 s after the first pod, 88 s after the
     second, at last ten minutes. A machine that took long to start all eight may take as long for
     each of three: the end of the old pod, the new one's start, and the meeting of all."""
     eight = Eight(orch)

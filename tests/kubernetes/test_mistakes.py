@@ -49,8 +49,8 @@ LATER: dict[str, tuple[dict, tuple[str, ...], str, str]] = {
 
 @pytest.fixture(scope="module")
 def user(real_bed, tmp_path_factory) -> Iterator[Orch]:
-    """In a namespace under the restricted profile, with a queue that is too small for everything
-    here."""
+    """A user in a namespace under the restricted profile, with a queue that is too small for
+    everything here."""
     with Orch.in_new_namespace(real_bed, tmp_path_factory.mktemp("user")) as user:
         addons.queues(
             real_bed, {"cpu": "1", "memory": "8Gi"}, ("kubernetes.io/hostname",), {"orch.test/kind": "real"},

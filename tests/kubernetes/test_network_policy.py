@@ -50,8 +50,14 @@ def stranger(orch: Orch) -> str:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     about = {"name": "stranger", "namespace": orch.namespace}
-    orch.bed.apply({"apiVersion": "v1", "kind": "Pod", "metadata": about,
-                    "spec": {"containers": [container], "securityContext": pod_security}})  # fmt: skip
+    orch.bed.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": about,
+            "spec": {"containers": [container], "securityContext": pod_security},
+        }
+    )
     orch.bed.kubectl(
         "wait",
         "-n",

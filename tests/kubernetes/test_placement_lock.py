@@ -24,7 +24,7 @@ NOW = module._now
 
 
 class Api:
-    """Of an API server: the Lease, with versions and preconditions."""
+    """Stands for an API server: the Lease, with versions and preconditions."""
 
     namespace = "n"
 

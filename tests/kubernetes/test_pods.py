@@ -258,8 +258,8 @@ def test_damaged_topology_costs_the_network_not_the_run():
 
 @pytest.mark.parametrize("host", ["tiny-12", "gpu-node-7", "gpu-node-12", None])
 def test_a_pod_knows_where_index_0_is(host):
-    """And itself: from fields of its own and the run's request. On its node's network it has the
-    node's name."""
+    """It knows itself, too: from fields of its own and the run's request. On its node's network it
+    has the node's name."""
     environ = {"JOB_COMPLETION_INDEX": "12", "ORCH_POD": "tiny-12-x", "ORCH_POD_NODE": "n7"}
     environ |= {"ORCH_POD_ADDRESS": "fd00::7", "ORCH_POD_RETURNS": ""} | (
         {"HOSTNAME": host} if host else {}
@@ -292,7 +292,7 @@ def test_attempts_that_come_to_nothing_one_after_the_other_are_few():
 
 
 def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
-    """As a pod that comes in the place of a lost one does, which would else be fenced by this one's
+    """So does a pod that comes in the place of a lost one, which would else be fenced by this one's
     later epochs."""
     begun = []
     monkeypatch.setattr(ProcessStart, "restart", lambda self, lost: begun.append(lost.reason))
@@ -321,7 +321,7 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
 def test_a_user_without_a_name_has_one_in_a_pod(image, name):
-    """As libraries ask for it, with nothing but what process 1 has set."""
+    """Libraries ask for it with nothing but what process 1 has set."""
     script = """if True:
         import getpass, os, pwd
         from orchestrator.backends.kubernetes.pod.task import login_names

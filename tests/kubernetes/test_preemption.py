@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pyt
 
 @pytest.fixture
 def queue(orch) -> str:
-    """In this namespace; there is room in it for one run of four pods. `later` is another door to
-    it, still closed."""
+    """A queue of this namespace; there is room in it for one run of four pods. `later` is another
+    door to it, still closed."""
     quota = {"cpu": "3.3", "memory": "14Gi"}
     levels = ("orch.test/rack", "kubernetes.io/hostname")
     addons.queues(orch.bed, quota, levels, {"orch.test/kind": "real"}, "one-run", orch.namespace)

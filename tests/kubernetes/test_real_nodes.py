@@ -128,11 +128,11 @@ def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
 
 
 def test_an_elastic_run_is_resized_there_and_back(orch, undisturbed):
-    """From four pods to two and to four again: the same global batch, each time from what the
-    others had saved.
+    """It goes from four pods to two and to four again: the same global batch, each time from what
+    the others had saved.
 
-    Without an end of its own, so that it is never over before it is resized; its rate of learning
-    is as long constant.
+    It has no end of its own, so that it is never over before it is resized; its rate of learning is
+    as long constant.
     """
     run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=100000")
     for epoch, pods in enumerate((4, 2, 4)):

@@ -42,8 +42,8 @@ class Release(Helm):
 
 @pytest.fixture(scope="module")
 def control_plane(tmp_path_factory) -> Iterator[Bed]:
-    """With the kinds that the chart may be asked to make: Kueue's, and monitoring's as far as Helm
-    sees them."""
+    """A control plane with the kinds that the chart may be asked to make: Kueue's, and monitoring's
+    as far as Helm sees them."""
     with bring_up(Shape(), "helm") as bed:
         addons.kueue_kinds(bed)
         bed.apply(
@@ -93,8 +93,7 @@ def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
 
 
 def test_the_launcher_reads_and_writes_its_own_secret_alone(helm):
-    """As the API server judges it: server-side apply creates an object under a right that names
-    it."""
+    """The API server judges it: server-side apply creates an object under a right that names it."""
     helm("install", "my-run", CHART, values=FULL)
     try:
         run_id = next(

@@ -117,9 +117,8 @@ def manifest(main_line, options: dict, **changes: object) -> Manifest:
         config=b"run: main\n",
         namespace=space,
     )
-    return structs.replace(
-        run, **{"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}, **changes}
-    )
+    secrets = {"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}}
+    return structs.replace(run, **(secrets | changes))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,8 +172,8 @@ def test_metrics_are_read_from_anywhere_and_the_rest_by_the_run_s_pods_alone(mai
 
 
 def test_sixteen_thousand_ranks_fit():
-    """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a
-    second time."""
+    """They fit into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply`
+    writes a second time."""
     bundle, plan = request_of(["cluster=h100x16384", "model=llama3_405b"], "big-1")
     assert len(plan.ranks) == 16384
     objects = render(manifest((bundle, plan), {}))

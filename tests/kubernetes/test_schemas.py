@@ -109,7 +109,7 @@ def test_every_object_of_every_run(check, main_line):  # noqa: F811
 
 
 def test_every_option_is_in_some_rendering():
-    """But those that say where and how the run is sent, not what."""
+    """Left out are those that say where and how the run is sent, not what."""
     covered = set().union(*CASES.values(), *MORE.values()) | {"image"}
     elsewhere = {
         "context",

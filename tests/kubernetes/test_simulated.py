@@ -41,7 +41,7 @@ levels:
 
 @pytest.fixture(params=[pytest.param("alone", marks=pytest.mark.full), "kueue"])
 def queue(request) -> str | None:
-    """Which of Kueue's queues, or that there is no Kueue."""
+    """The Kueue queue that runs go to, or that there is no Kueue."""
     return "large" if request.param == "kueue" else None
 
 
@@ -89,7 +89,7 @@ def split_slices(nodes: Sequence[str], topology: Topology, size: int = 4) -> int
 
 
 def test_every_pipeline_lies_under_one_leaf(orch, queue, ended, topology):
-    """With Kueue the pods' indices are in plan order, too; without it pod 0 maps the ranks to where
+    """Kueue keeps the pods' indices in plan order, too; without it pod 0 maps the ranks to where
     their pods are."""
     run = ended(orch.submit(*MAIN))
     nodes = bound(orch, run, 8)
@@ -126,8 +126,8 @@ def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
 
 @pytest.mark.parametrize("aware", [True, False], ids=["aware of topology", "not aware"])
 def test_a_queue_puts_no_pod_on_a_node_that_is_left_out(queued_bed, tmp_path, aware):
-    """Of three leaves of four nodes; whoever keeps pipelines together has two of them left. The
-    node is named in full, its label is short. A run that needs more is held up by Kueue if that
+    """There are three leaves of four nodes; whoever keeps pipelines together has two of them left.
+    The node is named in full, its label is short. A run that needs more is held up by Kueue if that
     knows single nodes, else by the scheduler."""
     bed = queued_bed
     name = "twelve-aware" if aware else "twelve"
@@ -234,7 +234,7 @@ def test_ten_runs_compete_for_room_for_three_and_all_finish(orch, queue):
         watching = pool.submit(watch)
         try:
             tries = list(pool.map(submit, range(10)))
-            everyone = lambda: len(sent := jobs(bed)) == 10 and all(map(finished, sent))  # noqa: E731
+            everyone = lambda: len(ten := jobs(bed)) == 10 and all(map(finished, ten))  # noqa: E731
             bed.wait(everyone, 300, "end of ten runs")
         finally:
             over.set()

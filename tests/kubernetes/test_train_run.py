@@ -157,9 +157,8 @@ def run(**spec: Any) -> TrainRun:
 
 
 def with_status(train_run: TrainRun, **status: Any) -> TrainRun:
-    return structs.replace(
-        train_run, status=Status(**{"inputs": train_run.inputs, "generation": 0, **status})
-    )
+    defaults = {"inputs": train_run.inputs, "generation": 0}
+    return structs.replace(train_run, status=Status(**(defaults | status)))
 
 
 def job(generation: int = 0, count: int = 2, **status: Any) -> Job:
@@ -189,16 +188,14 @@ def pod(
 
 
 def held(*nodes: str, **fields: Any) -> Allocation:
-    return Allocation(
-        **{
-            "uid": "u",
-            "number": 1,
-            "generation": 0,
-            "nodes": list(nodes),
-            "size": len(nodes),
-            **fields,
-        }
-    )
+    defaults = {
+        "uid": "u",
+        "number": 1,
+        "generation": 0,
+        "nodes": list(nodes),
+        "size": len(nodes),
+    }
+    return Allocation(**(defaults | fields))
 
 
 def seen(
@@ -314,8 +311,8 @@ def test_a_run_that_misses_nodes_does_not_keep_the_others_for_ever():
     }
     assert decide(seen(**lost)) == [steps.Replace([1])]
     assert isinstance(decide(seen(crowded=True, **lost))[0], steps.Yield)
-    assert isinstance(decide(seen(**{**lost, "hold_s": 90.0}))[0], steps.Yield)
-    assert decide(seen(crowded=True, **{**lost, "least": 1})) == [
+    assert isinstance(decide(seen(**(lost | {"hold_s": 90.0})))[0], steps.Yield)
+    assert decide(seen(crowded=True, least=1, **lost)) == [
         steps.Replace([1])
     ]  # it goes on with what is left
 
@@ -328,7 +325,7 @@ def test_pods_of_a_dead_node_are_ended_and_those_of_a_slow_one_are_not():
         "pods": [pod(0, "a", "Running"), dying_pod],
     }
     assert decide(seen(**there)) == [steps.ForceDelete("r-1", "c")]
-    assert decide(seen(**{**there, "ready": {"a", "c"}})) == []
+    assert decide(seen(ready={"a", "c"}, **there)) == []
     alone = {
         "job": job(count=1),
         "allocation": held("c"),

@@ -273,7 +273,7 @@ def test_cluster_and_pods_words_are_put_together():
 
 
 def test_a_run_whose_job_is_gone_is_stopped(tmp_path, monkeypatch):
-    """From the run folder to the API server and back, through the backend."""
+    """It is asked about from the run folder to the API server and back, through the backend."""
     folder = RunFolder(tmp_path / "r")
     backend = KubernetesBackend()
     folder.create()
@@ -377,7 +377,7 @@ def test_switches_that_are_chosen_whole_are_named_instead_of_their_nodes():
 
 
 def wished(affinity: dict, nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes that one of the preferences is for, as the scheduler understands it."""
+    """The nodes that one of the preferences is for, as the scheduler understands it."""
     has = {
         "In": lambda label, values: label in values,
         "NotIn": lambda label, values: label not in values,
@@ -441,7 +441,8 @@ def test_all_nodes_or_none():
 
 
 class Queues:
-    """Of an API server: one LocalQueue of Kueue before 0.15, priorities that may not be listed."""
+    """Stands for an API server: one LocalQueue of Kueue before 0.15, priorities that may not be
+    listed."""
 
     namespace = "llm"
 

@@ -30,7 +30,7 @@ MIXED = tiny_model(**MIXTURE)
 SHARED = tiny_model(**DEEPSEEK)
 BOUNDED = tiny_model(**CAPPED)
 BOUNDED_SHARED = tiny_model(**CAPPED_DEEPSEEK)
-BALANCED = tiny_model(**{**MIXTURE, "moe": structs.replace(MIXTURE["moe"], balance_over="batch")})
+BALANCED = tiny_model(**(MIXTURE | {"moe": structs.replace(MIXTURE["moe"], balance_over="batch")}))
 
 
 def _alone():

@@ -126,7 +126,7 @@ class Judge:
         return Result(site, killed, by, time.monotonic() - start)
 
     def green(self, tests: Sequence[str], paths: Sequence[str]) -> set[str]:
-        """Those of `tests` that pass without a mutant, in files written from their trees as a
+        """The tests of `tests` that pass without a mutant, in files written from their trees as a
         mutant's is."""
         if not tests:  # pytest would run all there are
             return set()
@@ -195,7 +195,7 @@ def _warm() -> None:
 
 
 def _load() -> float:
-    """By how much a busy machine makes everything slower: never below 1."""
+    """The factor by which a busy machine makes everything slower: never below 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

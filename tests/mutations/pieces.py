@@ -81,7 +81,8 @@ def bug(name: str, check: Callable[[Path], None], by: str) -> Callable[[Patch], 
 
 
 def rope_turns_by_its_own_base(tmp_path: Path) -> None:
-    """At positions of long contexts, to fp32's accuracy, also where the model is bf16."""
+    """RoPE is right at positions of long contexts, to fp32's accuracy, also where the model is
+    bf16."""
     token_positions = torch.tensor([[0, 1, 255, 4097, 8191]])
     for theta in (1e4, 5e5):
         cos, sin = rope.rope_tables(

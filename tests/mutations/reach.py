@@ -1,5 +1,5 @@
-"""Which tests run which lines: recorded once by coverage.py, in forked ranks and started processes
-too.
+"""Finds which tests run which lines: recorded once by coverage.py, in forked ranks and started
+processes too.
 
 `record` runs tests with this module as a plugin of pytest, which names the test to every process
 that it brings into being. `Reach` reads what they wrote.

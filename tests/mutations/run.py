@@ -188,8 +188,9 @@ def _section(name: str, drawn: Sequence[Result], site_count: int) -> list[str]:
     return [
         f"## {name}\n",
         (
-            f"**{len(noticed)} of {counted} noticed ({share:.1f} %)**; {len(drawn)} of {site_count:,}"
-            f" sites were drawn. Of all sites at least {100 * at_least(len(noticed), counted):.0f}"
+            f"**{len(noticed)} of {counted} noticed ({share:.1f} %)**; {len(drawn)} of"
+            f" {site_count:,} sites were drawn. Of all sites at least"
+            f" {100 * at_least(len(noticed), counted):.0f}"
             f" % are noticed, at 95 % confidence. {len(equivalent)} more change nothing that a run"
             f" could show, and {len(uncounted)} are not counted: they hang, end oddly, or are"
             " noticed by a test that fails without them too.\n"

@@ -1,4 +1,5 @@
-"""Where a source file can be made wrong, and how: one small change of its syntax tree each. Pure.
+"""Finds where a source file can be made wrong, and how: one small change of its syntax tree each.
+Pure.
 
 Operators, comparisons, constants, names of groups, orders of arguments and of lists, removed
 statements, negated conditions. Left alone is what no run can see: annotations, messages of errors,
@@ -67,7 +68,7 @@ def sites(path: str, source: str) -> list[Site]:
 
 
 def _statements(tree: ast.Module) -> dict[int, tuple[int, int]]:
-    """By line: the first and the last line of the innermost statement there, without statements
+    """The first and the last line, by line, of the innermost statement there, without statements
     inside it."""
     spans = {}
     for node in ast.walk(tree):  # those inside come later

@@ -112,7 +112,8 @@ def config(
 
 
 def build_plan(config: Config) -> Plan:
-    """On the cluster as its entry or file describes it, without measured figures."""
+    """Builds the plan on the cluster as its entry or file describes it, without measured
+    figures."""
     return build.build_plan(config, resolve(config.cluster))
 
 
@@ -130,7 +131,7 @@ def main_line() -> Plan:
 
 @cache
 def largest() -> Plan:
-    """On the largest cluster of the catalogue, with a ragged last pod."""
+    """A plan on the largest cluster of the catalogue, with a ragged last pod."""
     spec = cluster(
         2048, 8, [("rack", 2, 1.0), ("pod", [384] * 5 + [128], 7.0), ("core", 2048, 1.0)]
     )

@@ -48,7 +48,7 @@ def model(
         ffn_hidden=ffn, vocab=vocab, max_seq_len=8192, norm_eps=1e-5, rope_theta=5e5, causal=True
     )
     style = LLAMA if fields.pop("style", "llama") == "llama" else GPT
-    return Model(**{**values, "parameters": 0, "source": "test", **style, **fields})
+    return Model(**(values | {"parameters": 0, "source": "test"} | style | fields))
 
 
 def published(name: str) -> Model:

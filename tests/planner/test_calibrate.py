@@ -186,11 +186,26 @@ def test_an_update_leaves_less_uncertainty_and_says_what_it_is_made_of():
 def test_what_bench_measures_is_what_the_parameters_become():
     spec = configs.cluster()
     cluster = resolve(spec)
-    measured = Measured(source="t", matmul_flops={"bf16": 0.6 * 989e12}, attention_flops={"bf16": 0.4 * 989e12},
-                   memory_bytes_per_s=0.9 * 3350e9, launch_s=1e-6)  # fmt: skip
+    measured = Measured(
+        source="t",
+        matmul_flops={"bf16": 0.6 * 989e12},
+        attention_flops={"bf16": 0.4 * 989e12},
+        memory_bytes_per_s=0.9 * 3350e9,
+        launch_s=1e-6,
+    )
     links = {"leaf": Fit(0.5 * cluster.levels[0].bytes_per_s, cluster.levels[0].latency_s, {}, 0.0)}
-    record = Record(schema="orch.bench/1", cluster=spec.name, key="", at="now", run="r", links=links, measured=measured,
-                    rows=[], compute=[], load=0.0)  # fmt: skip
+    record = Record(
+        schema="orch.bench/1",
+        cluster=spec.name,
+        key="",
+        at="now",
+        run="r",
+        links=links,
+        measured=measured,
+        rows=[],
+        compute=[],
+        load=0.0,
+    )
     values = update_with_bench(PRIOR, cluster, record).values(PRIOR)
     for name, ratio in (
         ("gemm.hopper.16", 0.6),
@@ -339,7 +354,8 @@ def test_intervals():
 
 @pytest.mark.parametrize(("plan", "sd"), [(configs.main_line, 0.20), (configs.largest, 0.21)])
 def test_golden_intervals(plan, sd):
-    """Of this trainer on GPUs, which nobody has measured: its family's own factor is most of it."""
+    """Nobody has measured this trainer on GPUs, so its family's own factor is most of the
+    interval."""
     assert plan().time.sd == pytest.approx(sd, abs=0.02)
     assert sum(plan().time.terms.values()) == pytest.approx(plan().time.step_s)
 

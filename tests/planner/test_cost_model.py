@@ -101,8 +101,8 @@ CASES: list[dict[str, object]] = [
     "cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain"
 )
 def test_derivatives_are_those_of_finite_differences(cells: dict[str, object]):
-    """Of every parameter, at the prior. Where the schedule is simulated the span follows its
-    slowest rank."""
+    """The derivative by every parameter is checked at the prior. Where the schedule is simulated
+    the span follows its slowest rank."""
     values = PRIOR_VALUES
     step = cost(duals(values), **cells).step_s
     assert isinstance(step, Dual)
@@ -172,7 +172,7 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("level", ["nvlink", "nic", "leaf", "spine"])
 @pytest.mark.parametrize("change", ["bandwidth", "latency"])
 def test_a_faster_cluster_never_slows_a_step(layout: dict[str, Any], level: str, change: str):
-    """By bandwidth or latency of one of its links."""
+    """One of its links gets more bandwidth or less latency."""
     model = shapes.mixtral_8x7b() if "ep" in layout else shapes.llama3_70b()
 
     def step(factor: float) -> float:
@@ -186,7 +186,8 @@ def test_a_faster_cluster_never_slows_a_step(layout: dict[str, Any], level: str,
             values = {"latency_us": link.latency_us / factor}
         faster = structs.replace(link, **values)
         if level in ("nvlink", "nic"):
-            spec = structs.replace(spec, **{level: faster})
+            links = {level: faster}
+            spec = structs.replace(spec, **links)
         else:
             levels = [
                 faster if level_spec.name == level else level_spec for level_spec in spec.levels

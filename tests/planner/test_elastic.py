@@ -1,4 +1,4 @@
-"""Which nodes and which plan an elastic run goes on with."""
+"""The nodes and the plan that an elastic run goes on with."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sizes(layout: str = "tp8"):
 
 @lru_cache
 def even():
-    """Those in which every replica takes as many samples as the others: with 5 nodes one of them is
+    """Sizes in which every replica takes as many samples as the others: with 5 nodes one of them is
     a spare."""
     return {
         nodes: plan for nodes, plan in sizes().items() if not plan.parallel.replica_micro_batches
@@ -136,9 +136,9 @@ def test_growing_pays_when_it_saves_more_than_it_costs_and_not_at_once():
     share = 1 - large.time.step_s / small.time.step_s
     times = {"stable_s": 100, "dwell_s": 60, "cost_s": 30, "horizon_s": 31 / share}
     assert pays(small, large, **times)
-    assert not pays(small, large, **{**times, "stable_s": 59})
-    assert not pays(small, large, **{**times, "horizon_s": 29 / share})
-    assert not pays(large, small, **{**times, "horizon_s": 1e9})
+    assert not pays(small, large, **(times | {"stable_s": 59}))
+    assert not pays(small, large, **(times | {"horizon_s": 29 / share}))
+    assert not pays(large, small, **(times | {"horizon_s": 1e9}))
 
 
 def test_a_stormy_past_is_forgotten_after_a_calm():

@@ -131,7 +131,7 @@ def test_the_best_of_every_placement(case):
 @given(cases(alone=True))
 @settings(max_examples=25, deadline=None)
 def test_no_placement_sends_fewer_bytes_of_experts_over_the_top(case):
-    """Where the exchange is what costs most: no choice of nodes and nesting order has fewer of its
+    """The exchange is what costs most here: no choice of nodes and nesting order has fewer of its
     bytes on the highest level that it must cross."""
     cluster, (path_cache, parallel, traffic, work) = case
     slots = -(-parallel.world_size // cluster.gpus_per_node)

@@ -48,9 +48,9 @@ def test_changes_are_faster_and_are_what_a_plan_of_them_says():
         for override in change.overrides:
             group, key, setting = re.split("[.=]", override)
             value = int(setting) if setting.isdigit() else setting
-            changed = structs.replace(
-                changed, **{group: structs.replace(getattr(changed, group), **{key: value})}
-            )
+            fields = {key: value}
+            groups = {group: structs.replace(getattr(changed, group), **fields)}
+            changed = structs.replace(changed, **groups)
         again = build_plan(changed)
         assert (
             again.time.step_s == pytest.approx(change.step_s)

@@ -150,7 +150,7 @@ def test_the_search_plans_with_the_same_loads_as_a_plan():
 
 
 def loads_of(tokens: list[list[int]]):
-    """Of two layers, the same in each; a list a step."""
+    """Loads of two layers, the same in each; a list a step."""
     return {
         layer: [
             (step, ExpertLoad(tokens=step_tokens, entropy=1.0))

@@ -168,7 +168,7 @@ UNTRAINED = {
 @pytest.mark.parametrize("rule", UNTRAINED)
 def test_what_the_bundled_trainer_does_not_run_is_legal_for_others(rule):
     model, degrees, line = UNTRAINED[rule]
-    untrained = case(model, **{"seq_len": 128, **degrees})
+    untrained = case(model, **({"seq_len": 128} | degrees))
     assert broken(untrained) is None
     name, problem = broken(untrained, TRAINER)
     assert name == rule.strip() and line in problem
@@ -375,6 +375,6 @@ def test_other_refusals_of_the_planner(parallel, train, line):
             shapes.llama3_70b(),
             {"tp": 8, "pp": 4} | parallel,
             volta,
-            **{"precision": "fp16", **train},
+            **({"precision": "fp16"} | train),
         )
     assert caught.value.exit == Exit.CONFIG

@@ -177,7 +177,7 @@ def test_fused_attention_keeps_only_statistics():
 
 
 def test_what_zero_holds_whole_for_a_while():
-    """As measured by `orch report`: ZeRO-2 keeps buckets under way, ZeRO-3 the blocks that it
+    """`orch report` has measured it: ZeRO-2 keeps buckets under way, ZeRO-3 the blocks that it
     computes."""
     model = shapes.llama3_8b()
     plan = make_plan(dp=8, bucket_bytes=25 << 20)

@@ -349,7 +349,7 @@ def test_published_layouts_fit(name):
 )
 @settings(max_examples=60, deadline=None)
 def test_more_work_takes_more_memory(name, layout, recompute, matmul):
-    """In micro-batch, sequence and layers; and nothing is negative."""
+    """Memory grows with micro-batch, sequence and layers; and nothing is negative."""
     model = shapes.llama3_8b()
     recipe = RECIPES[name]
     base = fullest(model, recipe, matmul, recompute=recompute, **layout)

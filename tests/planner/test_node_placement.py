@@ -197,7 +197,7 @@ def test_a_rack_scale_domain_is_used_whole():
 
 
 def test_a_plan_on_imported_nodes(tmp_path):
-    """From the site's file to ranks: busy leaves, a job smaller than what is free, spares behind,
+    """A site's file becomes ranks: busy leaves, a job smaller than what is free, spares behind,
     certified."""
     file = tmp_path / "topology.conf"
     leaves = ["n[0-2]", "n[3-10]", "n[11-14]"]

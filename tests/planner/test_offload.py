@@ -80,8 +80,8 @@ def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_pr
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_the_price_of_inputs_is_what_is_longer_than_the_work_beside_it(tier):
-    """By hand: eight ranks share the disk, a GPU has its link; one input a layer and
-    micro-batch."""
+    """The price is worked out by hand: eight ranks share the disk, a GPU has its link; one input a
+    layer and micro-batch."""
     slow = structs.replace(HOST, link_gb_per_s=0.5, disk_gb_per_s=2.0)
     overrides = [
         "train.precision=bf16",
@@ -170,7 +170,7 @@ def test_the_table_of_the_largest_models_is_the_published_one():
 
 
 def test_sharding_and_offloading_only_ever_raise_the_largest_model():
-    """And the papers' order: one GPU of 80 GB trains 5 billion parameters of 16 bytes, four times
+    """The papers' order holds: one GPU of 80 GB trains 5 billion parameters of 16 bytes, four times
     as many offloaded."""
     assert largest(1, "none") == 80e9 / 16 and largest(1, "zero1, host") == 4 * largest(1, "none")
     for gpus in (8, 64, 512):

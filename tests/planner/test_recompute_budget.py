@@ -107,8 +107,8 @@ def test_zero2_and_zero3_say_what_accumulation_costs():
 
 
 def test_work_is_weighed_at_the_rates_that_were_measured():
-    """Where matrix products are slow, keeping them (selective) on many layers beats running a few
-    layers again; where memory is slow it is the other way round."""
+    """Slow matrix products make it better to keep them (selective) on many layers than to run a few
+    layers again; slow memory makes it the other way round."""
     base_plan = plan(None, {"pp": 2}, model=shapes.llama3_8b())
     cluster = base_plan.cluster
     model = base_plan.model

@@ -137,8 +137,8 @@ def test_no_layout_costs_less_than_its_bounds(config):
 
 
 def test_few_nodes_of_a_large_search_are_bounded():
-    """Of five million legal layouts. What is bounded beyond the answer's neighbours is time of
-    whoever waits."""
+    """There are five million legal layouts. What is bounded beyond the answer's neighbours is time
+    of whoever waits."""
     config = load(["+cluster=h100x16384", "model=llama3_405b", "parallel=auto"])
     counts = configs.search(config).run(near=0.0).counts
     assert counts.legal > 5e6 and counts.costed <= 4

@@ -44,8 +44,8 @@ def test_interleaving_divides_the_bubble(pp, rounds, vpp):
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=5), st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_unequal_stages_are_what_the_whole_schedule_gives(stages, m):
-    """To a percent: two slow stages that are nearly equal (2.0 and 1.94) take many micro-batches to
-    settle."""
+    """They agree to a percent: two slow stages that are nearly equal (2.0 and 1.94) take many
+    micro-batches to settle."""
     pp = len(stages)
     span, ratio = span_seconds(parallel(pp, m), stages, [2 * s for s in stages])
     exact = simulate(build("1f1b", pp, m), Costs(tuple(stages), tuple(stages), tuple(stages)))

@@ -34,7 +34,7 @@ def every_rank(plan, model=None, **train) -> list[list[Traffic]]:
 
 
 def traffic(plan, model=None, rank=0, **train) -> list[Traffic]:
-    """Of one pipeline rank."""
+    """The traffic of one pipeline rank."""
     return every_rank(plan, model, **train)[rank]
 
 
@@ -137,8 +137,8 @@ EXCHANGE = 2 * (4 + 2 * 4 + 4) / 4 * 3 / 4
     [("zigzag", RING), ("ring", RING), ("allgather", GATHER), ("ulysses", EXCHANGE)],
 )
 def test_ways_of_context_parallelism_pass_on_gather_or_exchange(method, sends):
-    """In keys and values of a rank: two gathers and the gradients' way back; or heads for sequence,
-    there and back."""
+    """The unit is keys and values of a rank: two gathers and the gradients' way back; or heads for
+    sequence, there and back."""
     plan = make_plan(
         cp=4,
         micro_batches=1,
@@ -262,7 +262,7 @@ def test_a_stage_is_paired_with_the_one_at_the_other_end():
     ],
 )
 def test_tied_tables_are_summed_only_where_two_ranks_hold_them(schedule, vpp, apart):
-    """And the step's seconds charge it where it is sent."""
+    """The step's seconds charge it where it is sent, too."""
     plan = make_plan(
         pp=2, vpp=vpp, micro_batches=4, schedule=schedule, model=tiny_model(tied_embeddings=True)
     )

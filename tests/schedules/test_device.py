@@ -144,7 +144,7 @@ def test_two_sends_towards_each_other_need_a_batch():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_free_transfers_take_the_simulated_time(name):
-    """With transfers that take no time, a device with the actual times of its stages needs what
+    """Transfers take no time here: a device with the actual times of its stages needs what
     `simulate` says, up to the waits of one batch for another."""
     vpp = VPP.get(name, (1,))[0]
     schedule = build(name, 4, 8, vpp)

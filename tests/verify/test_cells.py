@@ -1,4 +1,4 @@
-"""From `parallel=` words to plans that are verified."""
+"""The way from `parallel=` words to plans that are verified."""
 
 from __future__ import annotations
 

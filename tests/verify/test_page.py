@@ -34,8 +34,10 @@ def verdict(**changes: float) -> Verdict:
 @pytest.mark.parametrize("value", [2e-10, math.inf, math.nan])
 def test_one_number_above_the_limit_is_different(figure, value):
     assert verdict().word == "equal"
-    assert verdict(**{figure: value}).word == "DIFFERENT"
-    assert verdict(**{figure: LIMITS["fp64"]}).word == "equal"
+    above = {figure: value}
+    at_limit = {figure: LIMITS["fp64"]}
+    assert verdict(**above).word == "DIFFERENT"
+    assert verdict(**at_limit).word == "equal"
 
 
 def test_nothing_measured_is_not_equal():
