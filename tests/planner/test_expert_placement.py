@@ -178,20 +178,19 @@ def test_tokens_go_by_domain_in_the_orders_in_which_they_can(data):
     every = candidates(*args)
     for candidate in every:
         order = list(candidate.order)
-        ordered_plan = configs.planned(
+        own_plan = configs.planned(
             shapes.mixtral_8x7b(),
             parallel | {"order": order},
             spec,
             global_batch_samples=batch,
             seq_len=2048,
         )
-        ordered_plan = structs.replace(
-            ordered_plan,
-            parallel=structs.replace(ordered_plan.parallel, expert_all_to_all="hierarchical"),
+        own_plan = structs.replace(
+            own_plan, parallel=structs.replace(own_plan.parallel, expert_all_to_all="hierarchical")
         )
-        assert candidate.legal == (hierarchy.problem(ordered_plan) is None), order
-        assert sorted(map(sorted, hierarchy.expert_groups(ordered_plan))) == sorted(
-            groups_of_experts(ordered_plan.parallel, order)
+        assert candidate.legal == (hierarchy.problem(own_plan) is None), order
+        assert sorted(map(sorted, hierarchy.expert_groups(own_plan))) == sorted(
+            groups_of_experts(own_plan.parallel, order)
         )
     assert choose(every, args[0].fabric.names[1:]).legal == any(
         candidate.legal for candidate in every
