@@ -84,26 +84,26 @@ class Said(NamedTuple):
     @property
     def plans(self) -> str:
         """The hashes of all plans in it, in order."""
-        found = re.findall(r'(?:plan[-_]hash|, plan|"hash")\W{1,4}([0-9a-f]{64})', self.out)
-        return " ".join(dict.fromkeys(found))
+        hashes = re.findall(r'(?:plan[-_]hash|, plan|"hash")\W{1,4}([0-9a-f]{64})', self.out)
+        return " ".join(dict.fromkeys(hashes))
 
 
 def lines() -> list[Line]:
-    asked, _, free = (HERE / "lines.txt").read_text().partition("# Without a backend.\n")
-    found = []
-    for backend, words in BACKENDS.items():
-        for text in asked.splitlines()[1:]:
+    backend_lines, _, free = (HERE / "lines.txt").read_text().partition("# Without a backend.\n")
+    command_lines = []
+    for backend, backend_overrides in BACKENDS.items():
+        for arguments in backend_lines.splitlines()[1:]:
             head, *program = re.split(
-                r"(?= -- | --$)", text.removeprefix("may change: "), maxsplit=1
+                r"(?= -- | --$)", arguments.removeprefix("may change: "), maxsplit=1
             )
-            found.append(
+            command_lines.append(
                 Line(
                     backend,
-                    " ".join([head, words]) + "".join(program),
-                    text.startswith("may change: "),
+                    " ".join([head, backend_overrides]) + "".join(program),
+                    arguments.startswith("may change: "),
                 )
             )
-    return found + [Line("any", text) for text in free.splitlines()]
+    return command_lines + [Line("any", arguments) for arguments in free.splitlines()]
 
 
 # -----------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def cache() -> Path:
     return Path(_CACHE[0].name)
 
 
-def orch(words: list[str]) -> Said:
+def orch(arguments: list[str]) -> Said:
     """One command line in this process."""
     from orchestrator.cli.main import main
 
@@ -163,7 +163,7 @@ def orch(words: list[str]) -> Said:
     ]
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         try:
-            code = main(words)
+            code = main(arguments)
         except SystemExit as end:  # argparse, after --help
             code = int(end.code or 0)
     out, err = (stream.buffer.getvalue().decode() for stream in streams)
@@ -180,34 +180,38 @@ def run(line: Line) -> Said:
             (folder / name).write_text(content)
         verb = line.text.partition(" ")[0]
         writes = verb in ("render", "bench") or (verb == "submit" and "--dry-run" not in line.text)
-        words = shlex.split(line.text)
+        arguments = shlex.split(line.text)
         if writes:  # then the home must not be in the plan
-            at = words.index("--") if "--" in words else len(words)
-            words[at:at] = ["data.cache_dir=/golden/data"]
+            at = arguments.index("--") if "--" in arguments else len(arguments)
+            arguments[at:at] = ["data.cache_dir=/golden/data"]
         with bare(folder, str(folder / "home") if writes else NOWHERE, "/golden/bin/python"):
-            said = orch(words)
-        only_names = "version" in line.text and said.exit == 0 and "--help" not in line.text
-        return Said(said.exit, *(normal(text, folder, only_names) for text in said[1:]))
+            output = orch(arguments)
+        only_names = "version" in line.text and output.exit == 0 and "--help" not in line.text
+        return Said(output.exit, *(normal(stream, folder, only_names) for stream in output[1:]))
     finally:
         shutil.rmtree(folder)
 
 
-def normal(text: str, folder: Path, only_names: bool = False) -> str:
+def normal(output_text: str, folder: Path, only_names: bool = False) -> str:
     """Without what differs from one time or machine to the next."""
-    text = text.replace(str(folder), "<TMP>").replace(str(cache()), "<CACHE>")
-    text = re.sub(r"\bkey: [A-Za-z0-9+/]{80,}=*", "key: <KEY>", text)  # of a run, drawn anew
-    text = re.sub(
-        r"(?<=[ \"])eN[A-Za-z0-9+/=]{200,}", _unpacked, text
+    output_text = output_text.replace(str(folder), "<TMP>").replace(str(cache()), "<CACHE>")
+    output_text = re.sub(
+        r"\bkey: [A-Za-z0-9+/]{80,}=*", "key: <KEY>", output_text
+    )  # of a run, drawn anew
+    output_text = re.sub(
+        r"(?<=[ \"])eN[A-Za-z0-9+/=]{200,}", _unpacked, output_text
     )  # zlib's bytes depend on its version
-    text = re.sub(r"\S*/orch-crash-\S+\.txt", "<TRACEBACK>", text)
-    text = re.sub(r"this machine has .*? of memory", "this machine has <MACHINE>", text)
+    output_text = re.sub(r"\S*/orch-crash-\S+\.txt", "<TRACEBACK>", output_text)
+    output_text = re.sub(
+        r"this machine has .*? of memory", "this machine has <MACHINE>", output_text
+    )
     if only_names:
-        text = re.sub(r"\d[\w.+]*|not installed", "<VERSION>", text)
-    return text
+        output_text = re.sub(r"\d[\w.+]*|not installed", "<VERSION>", output_text)
+    return output_text
 
 
-def _unpacked(found: re.Match[str]) -> str:
-    content = zlib.decompress(base64.b64decode(found[0]))
+def _unpacked(match: re.Match[str]) -> str:
+    content = zlib.decompress(base64.b64decode(match[0]))
     return f"<zlib {len(content)} bytes {hashlib.sha256(content).hexdigest()}>"
 
 
@@ -215,17 +219,21 @@ def _unpacked(found: re.Match[str]) -> str:
 #     storing
 
 
-def stored(line: Line, said: Said) -> dict[str, str | int | bool]:
+def stored(line: Line, output: Said) -> dict[str, str | int | bool]:
     """What is kept of it: texts that are short, of others the digest."""
-    found: dict[str, str | int | bool] = {"exit": said.exit}
-    if said.plans:
-        found["plan"] = said.plans if len(said.plans) < SHORT else digest(said.plans)
-    found |= {"out": digest(said.out), "err": digest(said.err)}
-    return found | ({"may change": True} if line.may_change else {})
+    record: dict[str, str | int | bool] = {"exit": output.exit}
+    if output.plans:
+        record["plan"] = output.plans if len(output.plans) < SHORT else digest(output.plans)
+    record |= {"out": digest(output.out), "err": digest(output.err)}
+    return record | ({"may change": True} if line.may_change else {})
 
 
-def digest(text: str) -> str:
-    return text if len(text) < SHORT else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+def digest(output_text: str) -> str:
+    return (
+        output_text
+        if len(output_text) < SHORT
+        else f"sha256 {hashlib.sha256(output_text.encode()).hexdigest()}"
+    )
 
 
 def golden_file(backend: str) -> Path:
@@ -237,11 +245,11 @@ def python_version() -> str:
     return "{}.{}".format(*sys.version_info)
 
 
-def write(wanted: dict[str, dict[str, dict]]) -> None:
-    for backend, found in wanted.items():
+def write(records: dict[str, dict[str, dict]]) -> None:
+    for backend, backend_records in records.items():
         rows = ",\n".join(
-            f"{json.dumps(name)}: {json.dumps(what, ensure_ascii=False)}"
-            for name, what in found.items()
+            f"{json.dumps(name)}: {json.dumps(record, ensure_ascii=False)}"
+            for name, record in backend_records.items()
         )
         golden_file(backend).write_text(
             f'{{"python": "{python_version()}", "lines": {{\n{rows}\n}}}}\n'
@@ -260,28 +268,28 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not (args.write or args.texts) or (args.write and args.only):
         parser.error("--write, or --texts DIR [--only TEXT]")
-    wanted: dict[str, dict[str, dict]] = {}
+    records: dict[str, dict[str, dict]] = {}
     for line in lines():
         if args.only not in line.name:
             continue
-        said = run(line)
-        wanted.setdefault(line.backend, {})[line.name] = stored(line, said)
+        output = run(line)
+        records.setdefault(line.backend, {})[line.name] = stored(line, output)
         if args.texts:
             slug = re.sub(r"[^A-Za-z0-9.=-]+", "_", line.text)[:110].strip("_")
             short = hashlib.sha256(line.name.encode()).hexdigest()[:6]
             path = args.texts / line.backend / f"{slug}.{short}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            parts = (
+            paragraphs = (
                 f"$ {line.name}",
-                f"exit {said.exit}",
+                f"exit {output.exit}",
                 "--- stdout",
-                said.out,
+                output.out,
                 "--- stderr",
-                said.err,
+                output.err,
             )
-            path.write_text("\n".join(parts))
+            path.write_text("\n".join(paragraphs))
     if args.write:
-        write(wanted)
+        write(records)
     return 0
 
 

@@ -27,7 +27,7 @@ def asked() -> list:
     and without --json; the rest of theirs `make verify` asks: what was recorded for Slurm is what
     was recorded for local."""
     seen = Counter[tuple[str, str]]()
-    found = []
+    params = []
     for line in lines():
         verb = line.text.partition(" ")[0]
         seen[line.backend, verb] += 1
@@ -36,8 +36,8 @@ def asked() -> list:
             and verb in PLANNERS
             and seen[line.backend, verb] > 2
         )
-        found.append(pytest.param(line, marks=pytest.mark.full if brother else ()))
-    return found
+        params.append(pytest.param(line, marks=pytest.mark.full if brother else ()))
+    return params
 
 
 @functools.cache
@@ -47,27 +47,29 @@ def golden(backend: str) -> dict:
 
 @pytest.mark.parametrize("line", asked(), ids=lambda line: f"{line.backend}: {line.text}"[:150])
 def test_a_line_gives_what_it_gave(line: Line):
-    taken = golden(line.backend)
-    if "--help" in line.text and taken["python"] != python_version():
-        pytest.skip(f"argparse of Python {taken['python']} was recorded")
-    wanted = taken["lines"][line.name]
-    found = stored(line, run(line))
-    if wanted == found:
+    recording = golden(line.backend)
+    if "--help" in line.text and recording["python"] != python_version():
+        pytest.skip(f"argparse of Python {recording['python']} was recorded")
+    recorded = recording["lines"][line.name]
+    current = stored(line, run(line))
+    if recorded == current:
         return
-    said = [
-        f"{part}: was {wanted.get(part)!r}, is {found.get(part)!r}"
-        for part in found
-        if part in wanted
+    differences = [
+        f"{key}: was {recorded.get(key)!r}, is {current.get(key)!r}"
+        for key in current
+        if key in recorded
     ]
-    said = [
-        one for one, part in zip(said, found, strict=False) if wanted.get(part) != found.get(part)
+    differences = [
+        difference
+        for difference, key in zip(differences, current, strict=False)
+        if recorded.get(key) != current.get(key)
     ]
     about = " (marked `may change`)" if line.may_change else ""
-    pytest.fail("\n".join([f"{line.name}{about}", *said, HOW]), pytrace=False)
+    pytest.fail("\n".join([f"{line.name}{about}", *differences, HOW]), pytrace=False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_stored_line_is_still_asked(backend):
-    asked = {line.name for line in lines() if line.backend == backend}
-    assert set(golden(backend)["lines"]) == asked
-    assert len(asked) >= 40
+    line_names = {line.name for line in lines() if line.backend == backend}
+    assert set(golden(backend)["lines"]) == line_names
+    assert len(line_names) >= 40

@@ -21,7 +21,7 @@ from .lines import orch
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """With the three runs, as their user's only environment."""
+    """A home with the three runs, as their user's only environment."""
     for name in set(os.environ) - {"PYTHONPATH"}:
         monkeypatch.delenv(name)
     for name, value in environment(tmp_path).items():
@@ -35,41 +35,44 @@ def home(tmp_path, monkeypatch):
     os.umask(mask)
 
 
-def read(*words: str) -> dict | list:
-    said = orch([*words, "--json"])
-    assert (said.exit, said.err) == (0, "")
-    return json.loads(said.out)
+def read(*arguments: str) -> dict | list:
+    output = orch([*arguments, "--json"])
+    assert (output.exit, output.err) == (0, "")
+    return json.loads(output.out)
 
 
 def test_all_are_listed(home):
-    found = {row["state"]["run_id"]: row["state"]["state"] for row in read("list")}
-    assert found == {"local": "cancelled", "slurm": "running", "kubernetes": "running"}
-    said = orch(["list"])
-    assert said.exit == 0 and "unreadable" not in said.out
-    assert all(name in said.out for name in found)
+    states = {row["state"]["run_id"]: row["state"]["state"] for row in read("list")}
+    assert states == {"local": "cancelled", "slurm": "running", "kubernetes": "running"}
+    output = orch(["list"])
+    assert output.exit == 0 and "unreadable" not in output.out
+    assert all(name in output.out for name in states)
 
 
-@pytest.mark.parametrize(("name", "why"), [("slurm", "PATH"), ("kubernetes", "KUBECONFIG")])
-def test_a_run_whose_scheduler_is_away_has_the_state_of_its_folder(home, name, why):
-    found = read("status", name)
-    assert (found["state"]["state"], found["state"]["epoch"]) == ("running", 0)
-    assert why in found["state"]["reason"]
-    assert found["live"]["step"] > 0
-    said = orch(["status", name])
-    assert said.exit == 0 and f"{name}://{name}" in said.out
-    assert read("report", name)["plan_hash"] == found["state"]["plan_hash"]
+@pytest.mark.parametrize(("name", "missing"), [("slurm", "PATH"), ("kubernetes", "KUBECONFIG")])
+def test_a_run_whose_scheduler_is_away_has_the_state_of_its_folder(home, name, missing):
+    status = read("status", name)
+    assert (status["state"]["state"], status["state"]["epoch"]) == ("running", 0)
+    assert missing in status["state"]["reason"]
+    assert status["live"]["step"] > 0
+    output = orch(["status", name])
+    assert output.exit == 0 and f"{name}://{name}" in output.out
+    assert read("report", name)["plan_hash"] == status["state"]["plan_hash"]
 
 
 def test_the_ended_run_is_read(home):
-    found = read("status", "local")
+    status = read("status", "local")
     report = read("report", "local")
-    assert (found["state"]["exit_code"], found["state"]["reason"]) == (75, "cancelled by the user")
-    assert found["live"]["step"] == report["steps"]["completed"] == saved_step(home)
-    assert report["plan_hash"] == found["state"]["plan_hash"]
+    assert (status["state"]["exit_code"], status["state"]["reason"]) == (
+        75,
+        "cancelled by the user",
+    )
+    assert status["live"]["step"] == report["steps"]["completed"] == saved_step(home)
+    assert report["plan_hash"] == status["state"]["plan_hash"]
     assert report["memory"]["params"]["measured"] > 0
-    for words in (["status", "local"], ["report", "local"], ["logs", "local"]):
-        said = orch(words)
-        assert (said.exit, said.err) == (0, "") and said.out
+    for arguments in (["status", "local"], ["report", "local"], ["logs", "local"]):
+        output = orch(arguments)
+        assert (output.exit, output.err) == (0, "") and output.out
 
 
 @pytest.mark.process
@@ -77,8 +80,8 @@ def test_the_ended_run_goes_on_from_its_checkpoint(home):
     saved = saved_step(home)
     total = 300
     assert 10 <= saved < total
-    said = orch(["resume", "local"])
-    assert (said.exit, said.out.strip()) == (0, "local://local"), said.err
+    output = orch(["resume", "local"])
+    assert (output.exit, output.out.strip()) == (0, "local://local"), output.err
     end = time.monotonic() + 240
     while (state := read("status", "local")["state"])[
         "exit_code"
@@ -90,16 +93,16 @@ def test_the_ended_run_goes_on_from_its_checkpoint(home):
     logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("logs/*")))
     assert (state["state"], state["epoch"], state["exit_code"]) == ("done", 1, 0), logs
     for node in ("node-0", "node-1"):
-        told = [
+        metric_rows = [
             json.loads(line)
             for line in (folder / "metrics" / f"{node}.jsonl").read_text().splitlines()
         ]
-        assert [row["step"] for row in told if row["epoch"] == 1] == list(
+        assert [row["step"] for row in metric_rows if row["epoch"] == 1] == list(
             range(saved + 1, total + 1)
         )
     assert read("report", "local")["steps"]["completed"] == total
 
 
 def saved_step(home) -> int:
-    (one,) = (home / "orch" / "runs" / "local" / "checkpoints").glob("step-*/manifest.json")
-    return json.loads(one.read_text())["step"]
+    (manifest,) = (home / "orch" / "runs" / "local" / "checkpoints").glob("step-*/manifest.json")
+    return json.loads(manifest.read_text())["step"]

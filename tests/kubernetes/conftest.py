@@ -25,34 +25,34 @@ def built(*programs: str) -> None:
     ORCH_TEST_KUBERNETES=1 (make test-kubernetes) here, and 0 does without all of it.
     """
     switch = os.environ.get(ready.SWITCH)
-    known = os.environ.get(ready.WHY)
+    known_reason = os.environ.get(ready.WHY)
     reason = f"{ready.SWITCH}=0" if switch == "0" else None
-    if reason := reason or build(programs, allowed=bool(switch) and not known):
-        reason = known or reason
+    if reason := reason or build(programs, allowed=bool(switch) and not known_reason):
+        reason = known_reason or reason
         pytest.skip(f"no Kubernetes test cluster: {reason}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on the real nodes come last: a bed that idles beside others costs a tenth of a
     processor."""
-    places = [place for place, item in enumerate(items) if item.get_closest_marker("kubernetes")]
-    ours = sorted((items[place] for place in places), key=_has_real_nodes)
-    for place, item in zip(places, ours, strict=True):
-        items[place] = item
+    indices = [index for index, item in enumerate(items) if item.get_closest_marker("kubernetes")]
+    ours = sorted((items[index] for index in indices), key=_has_real_nodes)
+    for index, item in zip(indices, ours, strict=True):
+        items[index] = item
 
 
 def _has_real_nodes(item: pytest.Item) -> bool:
     return "real_bed" in getattr(item, "fixturenames", ())
 
 
-def bring_up(shape: Shape, *more: str) -> Bed:
+def bring_up(shape: Shape, *extra_programs: str) -> Bed:
     """A bed ready to start, `more` programs built; or the test is skipped with why this machine
     cannot have one."""
     if os.geteuid() != 0:
         pytest.skip(
             "no Kubernetes test cluster: only root may have name spaces with a network of their own"
         )
-    built(*shape.programs, *more)
+    built(*shape.programs, *extra_programs)
     if reason := refusal(shape):
         pytest.skip(f"no Kubernetes test cluster: {reason}")
     reap_stale()
@@ -89,11 +89,11 @@ def queued_bed(request) -> Iterator[Bed]:
 
 @pytest.fixture
 def topology(orch: Orch) -> Topology:
-    """As an administrator would see it: written from the API server's nodes, not from what the run
-    was told."""
-    text = orch.bed.kubectl("get", "nodes", "-o", "json", timeout=120)
+    """The topology as an administrator would see it: written from the API server's nodes, not from
+    what the run was told."""
+    nodes_json = orch.bed.kubectl("get", "nodes", "-o", "json", timeout=120)
     return parse_nodes(
-        text, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())})
+        nodes_json, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())})
     )
 
 
@@ -108,8 +108,8 @@ def ended(orch: Orch) -> Iterator[Callable[[Run], Run]]:
             "jobs",
             "jobsets",
         ):  # of a run that has ended by itself; without JobSet there is no such kind
-            words = ("delete", kind, "-l", f"orch.dev/run={run.id}", "--wait=false")
-            orch.bed.kubectl(*words, check=False, timeout=300)
+            delete_command = ("delete", kind, "-l", f"orch.dev/run={run.id}", "--wait=false")
+            orch.bed.kubectl(*delete_command, check=False, timeout=300)
         names = ("get", "pods", "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")
         orch.bed.wait(
             lambda names=names: not orch.bed.kubectl(*names, timeout=300), 900, f"end of {run.id}"

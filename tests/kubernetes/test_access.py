@@ -117,9 +117,9 @@ def configured(tmp_path, plain, monkeypatch) -> Server:
 
 
 def test_the_first_file_that_names_a_thing_counts(tmp_path, plain, monkeypatch):
-    one = kubeconfig(tmp_path / "one", plain.address, "a", "b", current="b")
-    two = kubeconfig(tmp_path / "two", "http://127.0.0.1:1", "b", "z", current="z")
-    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'absent'}:{one}:{two}")
+    first = kubeconfig(tmp_path / "one", plain.address, "a", "b", current="b")
+    second = kubeconfig(tmp_path / "two", "http://127.0.0.1:1", "b", "z", current="z")
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'absent'}:{first}:{second}")
     assert (Cluster().version(), Cluster().namespace) == ("v1.99.0", "of-b")
     assert (Cluster("a").version(), Cluster("a", "mine").namespace) == ("v1.99.0", "mine")
     assert plain.asked == ["Bearer b", "Bearer a"]
@@ -127,18 +127,18 @@ def test_the_first_file_that_names_a_thing_counts(tmp_path, plain, monkeypatch):
         Cluster("aa").version()
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "clusters: 7", "{}", "current-context: x"])
-def test_no_usable_kubeconfig_is_no_cluster(tmp_path, text):
+@pytest.mark.parametrize("config_text", ["", "a: [", "clusters: 7", "{}", "current-context: x"])
+def test_no_usable_kubeconfig_is_no_cluster(tmp_path, config_text):
     path = tmp_path / "config"
-    path.write_text(text)
+    path.write_text(config_text)
     with refusal("no Kubernetes cluster is configured", Exit.CAPACITY):
         access(None, {"KUBECONFIG": str(path)})
 
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch):
-    """In the kubeconfig itself or in files beside it; the server's name is checked against its
-    certificate."""
+    """They are in the kubeconfig itself or in files beside it; the server's name is checked against
+    its certificate."""
     server = Server(certificates)
     if inline:
         crt, key = (
@@ -152,9 +152,9 @@ def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch)
         ours = {"certificate-authority": path}
         user = {"client-certificate": path, "client-key": "tls.key"}
         (tmp_path / "tls.key").write_bytes((certificates / "tls.key").read_bytes())
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(kept))
+    scratch_dir = tmp_path / "kept"
+    scratch_dir.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch_dir))
     path = kubeconfig(
         tmp_path / "config",
         server.address,
@@ -164,7 +164,7 @@ def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch)
     )
     monkeypatch.setenv("KUBECONFIG", str(path))
     assert Cluster().version() == "v1.99.0"
-    assert not list(kept.iterdir())  # a key is nowhere left behind
+    assert not list(scratch_dir.iterdir())  # a key is nowhere left behind
     kubeconfig(path, server.address, "a", cluster=ours, **user)
     with refusal("certificate", Exit.SECURITY):
         Cluster().version()
@@ -173,24 +173,24 @@ def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch)
 
 def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
     certificate = (certificates / "tls.crt").read_text()
-    for name, text in {"token": "first\n", "namespace": "llm", "ca.crt": certificate}.items():
-        (tmp_path / name).write_text(text)
+    for name, content in {"token": "first\n", "namespace": "llm", "ca.crt": certificate}.items():
+        (tmp_path / name).write_text(content)
     environ = {
         "KUBECONFIG": str(tmp_path / "none"),
         "KUBERNETES_SERVICE_HOST": "::1",
         "KUBERNETES_SERVICE_PORT": "443",
     }
-    found = access(None, environ, tmp_path)
-    assert (found.host, found.namespace) == ("https://[::1]:443", "llm")
-    assert found.headers() == {"authorization": "Bearer first"}
+    account = access(None, environ, tmp_path)
+    assert (account.host, account.namespace) == ("https://[::1]:443", "llm")
+    assert account.headers() == {"authorization": "Bearer first"}
     (tmp_path / "token").write_text("second")
-    assert found.headers() == {"authorization": "Bearer first"}
+    assert account.headers() == {"authorization": "Bearer first"}
     monkeypatch.setattr("orchestrator.backends.kubernetes.api.access._TOKEN_S", -1.0)
-    assert found.headers() == {"authorization": "Bearer second"}
+    assert account.headers() == {"authorization": "Bearer second"}
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again(configured, monkeypatch):
-    """And is one line when it goes on; a body that stopped half-way ended the command with a
+    """It is one line when it goes on; a body that stopped half-way ended the command with a
     traceback."""
     configured.broken = 1
     assert Cluster().version() == "v1.99.0"
@@ -202,13 +202,13 @@ def test_an_answer_that_breaks_off_is_asked_for_again(configured, monkeypatch):
 
 @pytest.mark.process
 def test_a_credential_plugin_is_asked_through_the_kubernetes_package(tmp_path, plain, monkeypatch):
-    said = {
+    credential = {
         "apiVersion": "client.authentication.k8s.io/v1",
         "kind": "ExecCredential",
         "status": {"token": "made"},
     }
-    plugin = {"command": sys.executable, "args": ["-c", f"print('''{json.dumps(said)}''')"]}
-    user = {"exec": {**plugin, "apiVersion": said["apiVersion"], "interactiveMode": "Never"}}
+    plugin = {"command": sys.executable, "args": ["-c", f"print('''{json.dumps(credential)}''')"]}
+    user = {"exec": {**plugin, "apiVersion": credential["apiVersion"], "interactiveMode": "Never"}}
     monkeypatch.setenv(
         "KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a", **user))
     )
@@ -234,7 +234,7 @@ def test_tokens_do_without_the_kubernetes_package(configured, monkeypatch):
 
 
 def test_through_a_proxy(tmp_path, plain, monkeypatch):
-    """Which is asked for what only it can reach; the test's server plays it."""
+    """The proxy is asked for what only it can reach; the test's server plays it."""
     path = kubeconfig(
         tmp_path / "config", "http://api.test:6443", "a", cluster={"proxy-url": plain.address}
     )
@@ -258,9 +258,9 @@ def test_connections_are_used_again_until_the_server_has_closed_them(configured,
     assert len(set(configured.clients)) == 4
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_log_is_read_as_it_is_written(configured, monkeypatch, whole):
-    """In chunks that do not end where lines end; a connection that breaks off ends it."""
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_log_is_read_as_it_is_written(configured, monkeypatch, complete):
+    """It comes in chunks that do not end where lines end; a connection that breaks off ends it."""
     seen = threading.Event()
 
     def do_GET(self):
@@ -269,8 +269,10 @@ def test_a_log_is_read_as_it_is_written(configured, monkeypatch, whole):
         self.end_headers()
         self.wfile.write(b"6\r\none\ntw\r\n")
         assert seen.wait(10)
-        self.wfile.write(b"4\r\no\nth\r\n" + (b"3\r\nree\r\n0\r\n\r\n" if whole else b"9\r\nree"))
-        self.close_connection = not whole
+        self.wfile.write(
+            b"4\r\no\nth\r\n" + (b"3\r\nree\r\n0\r\n\r\n" if complete else b"9\r\nree")
+        )
+        self.close_connection = not complete
 
     configured.http.RequestHandlerClass.do_GET = do_GET
     configured.http.RequestHandlerClass.protocol_version = "HTTP/1.1"

@@ -24,17 +24,19 @@ GONE = "0+60x20 _x280"  # the pod is gone after twenty minutes
 ENDED = {f'kube_job_complete{{{JOB},condition="true"}}': "_x21 1x280"}
 
 
-def epoch(metric: str, number: int, values: str, **more: str) -> dict[str, str]:
-    words = "".join(f',{name}="{value}"' for name, value in more.items())
-    return {f'{metric}{{{R0},plan_epoch="{number}"{words}}}': values}
+def epoch(metric: str, number: int, values: str, **labels: str) -> dict[str, str]:
+    label_text = "".join(f',{name}="{value}"' for name, value in labels.items())
+    return {f'{metric}{{{R0},plan_epoch="{number}"{label_text}}}': values}
 
 
 def step(values: str, number: int = 0) -> dict[str, str]:
     return epoch("orch_last_step_timestamp_seconds", number, values)
 
 
-def nodes(wanted: str, healthy: str, number: int = 0) -> dict[str, str]:
-    return epoch("orch_wanted_nodes", number, wanted) | epoch("orch_healthy_nodes", number, healthy)
+def nodes(wanted_count: str, healthy: str, number: int = 0) -> dict[str, str]:
+    return epoch("orch_wanted_nodes", number, wanted_count) | epoch(
+        "orch_healthy_nodes", number, healthy
+    )
 
 
 def restarts(count: int, every: int) -> dict[str, str]:
@@ -45,11 +47,11 @@ def restarts(count: int, every: int) -> dict[str, str]:
 
 def epochs(count: int, every: int) -> dict[str, str]:
     """A new epoch each `every` minutes, whose agent is new, too, as with a pod that comes back."""
-    found = {}
+    all_series = {}
     for i in range(count):
         end = f"1x{every - 1} _x300"
-        found |= epoch("orch_wanted_nodes", i, f"_x{i * every} {end}" if i else end)
-    return found
+        all_series |= epoch("orch_wanted_nodes", i, f"_x{i * every} {end}" if i else end)
+    return all_series
 
 
 BALANCE = "orch_expert_balance_ratio"
@@ -108,8 +110,8 @@ def of_run(**series: str) -> dict[str, str]:
 
 
 WHOLE = {  # another run, which lacks nothing
-    text.replace('job="r"', 'job="s"'): values
-    for text, values in (
+    selector.replace('job="r"', 'job="s"'): values
+    for selector, values in (
         run_in("running") | of_run(running_nodes="8x300", wanted_nodes="8x300")
     ).items()
 }
@@ -171,15 +173,17 @@ CONTROLLER_QUIET = [
 
 
 def renamed(series: dict[str, str]) -> dict[str, str]:
-    """As a Prometheus keeps them that does not honour labels: job and namespace are those of who
-    was scraped."""
-    found = {}
-    for text, values in series.items():
-        if text.startswith("orch_"):
-            text = text.replace('namespace="a"', 'namespace="orch",exported_namespace="a"')
-            text = re.sub('job="([rs])"', r'job="pods",exported_job="\1"', text)
-        found[text] = values
-    return found
+    """The series as a Prometheus keeps them that does not honour labels: job and namespace are
+    those of who was scraped."""
+    renamed_series = {}
+    for series_name, values in series.items():
+        if series_name.startswith("orch_"):
+            series_name = series_name.replace(
+                'namespace="a"', 'namespace="orch",exported_namespace="a"'
+            )
+            series_name = re.sub('job="([rs])"', r'job="pods",exported_job="\1"', series_name)
+        renamed_series[series_name] = values
+    return renamed_series
 
 
 def all_renamed(cases: list[tuple]) -> list[tuple]:
@@ -212,18 +216,20 @@ def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(
     tests = []
     for minutes, series, name in cases:
         which = f'alertname="{name}"' if name else 'alertname=~".+"'
-        wanted = f'count by (alertname) (ALERTS{{alertstate="firing",{which}}})'
+        expression = f'count by (alertname) (ALERTS{{alertstate="firing",{which}}})'
         samples = [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name else []
-        asked = [{"expr": wanted, "eval_time": f"{minutes}m", "exp_samples": samples}]
-        given = [{"series": text, "values": values} for text, values in series.items()]
-        tests.append({"interval": "1m", "input_series": given, "promql_expr_test": asked})
+        checks = [{"expr": expression, "eval_time": f"{minutes}m", "exp_samples": samples}]
+        input_series = [
+            {"series": series_name, "values": values} for series_name, values in series.items()
+        ]
+        tests.append({"interval": "1m", "input_series": input_series, "promql_expr_test": checks})
     path = tmp_path / "tests.json"  # JSON is YAML
     path.write_text(
         json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests})
     )
     argv = ["promtool", "test", "rules", str(path)]
-    found = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert found.returncode == 0, found.stdout + found.stderr
+    promtool_run = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert promtool_run.returncode == 0, promtool_run.stdout + promtool_run.stderr
     assert {name for name, *_ in fired} == {
         line.split("alert:")[1].split("#")[0].strip()
         for line in rules.read_text().splitlines()

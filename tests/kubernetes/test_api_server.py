@@ -50,44 +50,50 @@ def ask(bed: Bed, step: str, **kubeconfig: str) -> dict:
 
 
 def test_the_server_takes_every_rendering_and_knows_every_field(api):
-    found = ask(api, "dry-run")
-    assert set(found) == {"plain", "queue", "everything", "site"}
-    assert found["everything"] == ["Secret", "ConfigMap", "Service", "NetworkPolicy", "Job"]
+    kinds_by_rendering = ask(api, "dry-run")
+    assert set(kinds_by_rendering) == {"plain", "queue", "everything", "site"}
+    assert kinds_by_rendering["everything"] == [
+        "Secret",
+        "ConfigMap",
+        "Service",
+        "NetworkPolicy",
+        "Job",
+    ]
 
 
 def test_nodes_pods_and_devices_are_read_as_the_server_serves_them(api):
     """The field selectors, and the paths and fields of dynamic resource allocation."""
-    found = ask(api, "nodes")
+    inventory = ask(api, "nodes")
     gpus = {"count": 8, "product": "NVIDIA H100 80GB HBM3"}
-    assert found == {"nodes": ["gpus-1"], "devices": {"by_node": {"gpus-1": gpus}, "held": {}}}
+    assert inventory == {"nodes": ["gpus-1"], "devices": {"by_node": {"gpus-1": gpus}, "held": {}}}
 
 
 def test_a_repeated_submission_is_one_run_and_a_second_submitter_none(api):
-    found = ask(api, "twice")
-    assert found["same"]
-    assert found["owned"]
-    assert "exists already" in found["other"]
+    answer = ask(api, "twice")
+    assert answer["same"]
+    assert answer["owned"]
+    assert "exists already" in answer["other"]
 
 
 def test_a_refused_job_leaves_nothing(api):
-    found = ask(api, "refused")
-    assert "backoffLimit" in found["said"]
-    assert found["left"] == []
+    answer = ask(api, "refused")
+    assert "backoffLimit" in answer["said"]
+    assert answer["left"] == []
 
 
 def test_the_placement_lease_is_of_whoever_has_made_it(api):
-    found = ask(api, "lease")
-    assert "other submissions hold Lease" in found["said"]
-    assert "suspended" in found["late"]
-    assert (found["kept"], found["left"]) == ([False, True], None)
+    answer = ask(api, "lease")
+    assert "other submissions hold Lease" in answer["said"]
+    assert "suspended" in answer["late"]
+    assert (answer["kept"], answer["left"]) == ([False, True], None)
 
 
 def test_missing_rights_are_told_with_the_rule_to_add(api):
-    found = ask(api, "look", user="user")
-    assert found["exit"] == Exit.SECURITY
+    answer = ask(api, "look", user="user")
+    assert answer["exit"] == Exit.SECURITY
     assert (
         'the rule to add: {apiGroups: ["batch"], resources: [jobs], verbs: [list]}'
-        in found["error"]
+        in answer["error"]
     )
 
 
@@ -100,7 +106,7 @@ def test_no_cluster_is_said_within_fifteen_seconds(api):
     servers = ("https://10.77.0.1:1", "https://10.77.0.99:6443")
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda server: ask(api, "look", server=server), servers))
-    for found in answers:
-        assert found["exit"] == Exit.CAPACITY
-        assert "no answer from the cluster" in found["error"]
-        assert found["seconds"] < 15
+    for answer in answers:
+        assert answer["exit"] == Exit.CAPACITY
+        assert "no answer from the cluster" in answer["error"]
+        assert answer["seconds"] < 15

@@ -50,7 +50,7 @@ def aws(count: int, **labels: str) -> list[dict]:
 
 
 def expressions(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Of each term that the pods require."""
+    """The expressions of each term that the pods require."""
     spec = job["spec"]["template"]["spec"]
     return [
         term["matchExpressions"]
@@ -65,25 +65,32 @@ def not_on(*hosts: str) -> dict[str, Any]:
 @pytest.mark.parametrize("spelling", [BAD, SHORT])
 def test_an_excluded_node_is_not_given_and_a_run_that_needs_it_is_refused(spelling):
     plan = cuda(make_plan(tp=2, dp=4, nodes=4))
-    found = reserve(Api(aws(5)), plan, exclude=[spelling])
-    assert BAD not in found.chosen.nodes and len(found.chosen.nodes) == 4
+    reservation = reserve(Api(aws(5)), plan, exclude=[spelling])
+    assert BAD not in reservation.chosen.nodes and len(reservation.chosen.nodes) == 4
     with refusal(rf"3 of 4 nodes are free with 2 GPUs \(1 x {EXCLUDED}\)", Exit.CAPACITY):
         reserve(Api(aws(4)), plan, exclude=[spelling])
     assert reserve(Api(aws(4)), plan, exclude=["another"]).excluded == ()
 
 
 def test_nor_may_pods_go_there_later_where_a_switch_is_all_that_they_ask_for(main_line):  # noqa: F811
-    found = reserve(Api(aws(5, **{LEAF: "l"})), cuda(make_plan(tp=2, dp=4, nodes=4)), exclude=[BAD])
-    assert found.chosen.label == LEAF
+    one_leaf = {LEAF: "l"}
+    reservation = reserve(
+        Api(aws(5, **one_leaf)), cuda(make_plan(tp=2, dp=4, nodes=4)), exclude=[BAD]
+    )
+    assert reservation.chosen.label == LEAF
     job = render(
-        manifest(main_line, {"exclude": [BAD]}, chosen=found.chosen, excluded=found.excluded)
+        manifest(
+            main_line, {"exclude": [BAD]}, chosen=reservation.chosen, excluded=reservation.excluded
+        )
     )[-1]
     assert expressions(job) == [[{"key": LEAF, "operator": "In", "values": ["l"]}, not_on(SHORT)]]
     apart = reserve(Api(aws(6)), cuda(make_plan(tp=2, dp=4, nodes=4)), exclude=[BAD])
     (only,) = expressions(
         render(manifest(main_line, {}, chosen=apart.chosen, excluded=apart.excluded))[-1]
     )
-    assert [one["operator"] for one in only] == ["In"] and SHORT not in only[0]["values"]
+    assert [expression["operator"] for expression in only] == ["In"] and SHORT not in only[0][
+        "values"
+    ]
 
 
 @pytest.mark.parametrize("options", [{"queue": "q"}, {"gang": "volcano"}], ids=["queue", "gang"])
@@ -91,9 +98,11 @@ def test_a_queue_is_told_by_the_hostname_label(main_line, options):  # noqa: F81
     api = Api(aws(4))
     plan = cuda(make_plan(tp=2, dp=4, nodes=4))
     api.found["LocalQueue"] = [{"metadata": {"name": "q"}}]
-    found = reserve(api, plan, exclude=[BAD, "gone.example.internal"], **options)
-    assert (found.chosen, found.excluded) == (None, (SHORT,))
-    job = render(manifest(main_line, options | {"exclude": [BAD]}, excluded=found.excluded))[-1]
+    reservation = reserve(api, plan, exclude=[BAD, "gone.example.internal"], **options)
+    assert (reservation.chosen, reservation.excluded) == (None, (SHORT,))
+    job = render(manifest(main_line, options | {"exclude": [BAD]}, excluded=reservation.excluded))[
+        -1
+    ]
     assert expressions(job) == [[not_on(SHORT)]]
     unread = render(manifest(main_line, options | {"exclude": [BAD]}))[
         -1
@@ -106,12 +115,14 @@ def test_a_controller_gives_no_excluded_node():
     plan = cuda(make_plan(tp=2, pp=2, nodes=2))
     options = read_options({"image": "x", "exclude": ["n1"]})
     nodes = {
-        one.metadata.name: one
-        for one in msgspec.convert([node(f"n{i}") for i in range(3)], list[Node])
+        api_node.metadata.name: api_node
+        for api_node in msgspec.convert([node(f"n{i}") for i in range(3)], list[Node])
     }
     needs = pod_needs(plan, options)
-    found = Room(Fits(nodes), [], {}).place(node_request("n/r", {2: plan}, options, needs, None))
-    assert isinstance(found, Placed) and found.nodes == ["n0", "n2"]
+    placement = Room(Fits(nodes), [], {}).place(
+        node_request("n/r", {2: plan}, options, needs, None)
+    )
+    assert isinstance(placement, Placed) and placement.nodes == ["n0", "n2"]
     assert still_fitting(nodes, ["n0", "n1"], needs, options) == {"n0"}
 
 
@@ -119,9 +130,9 @@ def test_a_submission_leaves_out_what_is_on_the_list_and_says_so(tmp_path, monke
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
     now = time.time()
     for name, cluster in ((BAD, "h100x64"), ("n6", "elsewhere")):
-        one = BadNode(cluster=cluster, node=name, why="ECC", run="r", at=now, until=now + 60)
-        NodeMemory(tmp_path / "home").add(one)
-    words = [
+        bad_node = BadNode(cluster=cluster, node=name, why="ECC", run="r", at=now, until=now + 60)
+        NodeMemory(tmp_path / "home").add(bad_node)
+    arguments = [
         "submit",
         "--dry-run",
         "--json",
@@ -129,8 +140,13 @@ def test_a_submission_leaves_out_what_is_on_the_list_and_says_so(tmp_path, monke
         "backend.options.exclude=[n7]",
         "backend=kubernetes",
     ]
-    words += ["cluster=h100x64", "model=llama3_70b", "parallel=tp8_pp4", "backend.options.image=x"]
-    assert main(words) == 0
+    arguments += [
+        "cluster=h100x64",
+        "model=llama3_70b",
+        "parallel=tp8_pp4",
+        "backend.options.image=x",
+    ]
+    assert main(arguments) == 0
     seen = capsys.readouterr()
     options = json.loads(seen.out)["backend_options"]
     assert (options["exclude"], options["bad_nodes"]) == (["n7"], [BAD])
@@ -152,31 +168,33 @@ def a_run(path: Path) -> RunFolder:
 def test_what_a_run_finds_inside_its_pods_is_remembered_here_and_once(tmp_path):
     folder = a_run(tmp_path)
     memory = NodeMemory.of(folder)
-    found = structs.replace(
+    run_state = structs.replace(
         state("running", 1), excluded={BAD: "GPU fell off the bus", "n2.pod-3": "slow"}
     )
-    save_last_report(folder, LastReport(found))
-    assert {one.node: one.why for one in memory.read(time.time())} == {
+    save_last_report(folder, LastReport(run_state))
+    assert {bad_node.node: bad_node.why for bad_node in memory.read(time.time())} == {
         BAD: "GPU fell off the bus",
         "n2": "slow",
     }
-    assert read_state(folder).excluded == found.excluded
-    memory.forget(time.time(), lambda one: one.node == BAD)
-    save_last_report(folder, LastReport(found))  # the same once more
-    assert [one.node for one in memory.read(time.time())] == ["n2"]
+    assert read_state(folder).excluded == run_state.excluded
+    memory.forget(time.time(), lambda bad_node: bad_node.node == BAD)
+    save_last_report(folder, LastReport(run_state))  # the same once more
+    assert [bad_node.node for bad_node in memory.read(time.time())] == ["n2"]
 
 
 def test_what_a_controller_keeps_of_a_run_that_has_ended_is_remembered_too(tmp_path, monkeypatch):
     folder = a_run(tmp_path)
-    kept = msgspec.to_builtins(structs.replace(state("failed", 1), excluded={BAD: "ECC"}))
-    status = Status(state="failed", exit_code=74, observed_generation=1, run=kept)
+    stored_state = msgspec.to_builtins(structs.replace(state("failed", 1), excluded={BAD: "ECC"}))
+    status = Status(state="failed", exit_code=74, observed_generation=1, run=stored_state)
     ended = TrainRun(Meta(name="r"), Spec(), status)
     monkeypatch.setattr(train_run_client, "read", lambda *_: ended)
     record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, train_run="r")
     runs = train_run_client.ControlledRuns(lambda record: None, lambda: None)
     assert runs.state(folder, record).excluded == {BAD: "ECC"}
     memory = NodeMemory.of(folder)
-    assert [one.node for one in memory.forget(time.time(), lambda one: True)] == [BAD]
+    assert [bad_node.node for bad_node in memory.forget(time.time(), lambda bad_node: True)] == [
+        BAD
+    ]
     assert runs.state(folder, record).is_final and memory.read(time.time()) == []
 
 
@@ -188,14 +206,16 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
     )
     monkeypatch.setattr(submission, "draft_objects", lambda *_: [])
     monkeypatch.setattr(
-        submission, "submit_objects", lambda *given, **_: sent.append(given[2].backend_options)
+        submission,
+        "submit_objects",
+        lambda *arguments, **_: sent.append(arguments[2].backend_options),
     )
     runs = DirectRuns(lambda *_: None, lambda: None, lambda: None)
     request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
     for generation in (0, 1):
         runs._send(folder, request, None, {}, generation=generation, drafts=[])
     assert f"orch: without {BAD}" in capsys.readouterr().err
-    NodeMemory.of(folder).forget(time.time(), lambda one: True)
+    NodeMemory.of(folder).forget(time.time(), lambda bad_node: True)
     runs._send(folder, request, None, {}, generation=2, drafts=[])
     assert sent == [OF_A_SUBMISSION, {"exclude": ["n7"], "bad_nodes": [BAD]}, {"exclude": ["n7"]}]
     assert "orch: without" not in capsys.readouterr().err
@@ -220,10 +240,10 @@ def test_and_so_does_one_that_a_controller_starts_again(tmp_path, monkeypatch):
     )
     for bad in ({"bad_nodes": [BAD]}, {}):
         runs.resume(folder, request, record, {})
-        found = from_bytes(changes[-1]["planned"]["request"].encode())
-        assert found == structs.replace(request, backend_options={"exclude": ["n7"], **bad})
+        resumed = from_bytes(changes[-1]["planned"]["request"].encode())
+        assert resumed == structs.replace(request, backend_options={"exclude": ["n7"], **bad})
         assert changes[-1]["attempt"] == 1
-        NodeMemory.of(folder).forget(time.time(), lambda one: True)
+        NodeMemory.of(folder).forget(time.time(), lambda bad_node: True)
 
 
 def test_a_node_is_taken_back_by_either_spelling(tmp_path, monkeypatch, capsys):
@@ -235,10 +255,10 @@ def test_a_node_is_taken_back_by_either_spelling(tmp_path, monkeypatch, capsys):
         for name in names:
             memory.add(BadNode(cluster="c", node=name, why="ECC", run="r", at=now, until=now + 60))
 
-    for listed, given in ((BAD, BAD), (BAD, SHORT), (SHORT, BAD)):
+    for listed, spelling in ((BAD, BAD), (BAD, SHORT), (SHORT, BAD)):
         remember(listed, "n2")
-        assert main(["nodes", "--forget", given]) == Exit.DONE
-        assert [one.node for one in memory.read(now)] == ["n2"]
+        assert main(["nodes", "--forget", spelling]) == Exit.DONE
+        assert [bad_node.node for bad_node in memory.read(now)] == ["n2"]
     remember(BAD, f"{SHORT}.elsewhere.internal")
     capsys.readouterr()
     assert main(["nodes", "--forget", SHORT]) == Exit.USAGE

@@ -83,18 +83,18 @@ def test_the_controllers_values_meet_their_schema_and_its_alerts_name_its_series
     counters = {
         name for name, (family, *_) in series._FAMILIES.items() if family is CounterMetricFamily
     }
-    known = (
+    series_names = (
         {f"{name}_total" for name in counters}
         | set(series._FAMILIES) - counters
         | {"orch_controller_leads"}
     )
     named = set(re.findall(r"\borch_[a-z_]+\b", (chart / "files" / "rules.yaml").read_text()))
-    assert named and named <= known, named - known
+    assert named and named <= series_names, named - series_names
 
 
 def test_alerts_and_panels_name_series_that_exist():
     """A dashboard of series that nobody exports is worse than none."""
-    known = {f"{name}_total" for name in metrics._COUNTERS} | set(metrics._GAUGES)
+    series_names = {f"{name}_total" for name in metrics._COUNTERS} | set(metrics._GAUGES)
     for file in ("dashboard.json", "rules.yaml"):
         named = set(re.findall(r"\borch_[a-z_]+\b", (CHART / "files" / file).read_text()))
-        assert named and named <= known, named - known
+        assert named and named <= series_names, named - series_names

@@ -43,10 +43,17 @@ def rendered(
     release: str = "my-run",
     namespace: str = "llm",
     chart: Path = CHART,
-    *more: str,
+    *helm_options: str,
 ) -> list[dict]:
     done = run(
-        helm, "template", release, str(chart), "--namespace", namespace, *more, values=values
+        helm,
+        "template",
+        release,
+        str(chart),
+        "--namespace",
+        namespace,
+        *helm_options,
+        values=values,
     )
     assert done.returncode == 0, done.stderr
     return [body for body in yaml.safe_load_all(done.stdout) if body]
@@ -57,8 +64,8 @@ def test_lint(helm):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def of(bodies: list[dict], kind: str, part: str = "") -> dict:
-    return next(b for b in bodies if b["kind"] == kind and part in b["metadata"]["name"])
+def of(bodies: list[dict], kind: str, fragment: str = "") -> dict:
+    return next(b for b in bodies if b["kind"] == kind and fragment in b["metadata"]["name"])
 
 
 def test_the_launcher_submits_with_options_that_orch_takes(helm):
@@ -80,8 +87,8 @@ def test_the_launcher_submits_with_options_that_orch_takes(helm):
 
 def test_other_values_are_another_run_and_the_same_ones_the_same(helm):
     def name(**values: object) -> str:
-        given = {"image": {"repository": "registry.example/orch"}, **values}
-        return of(rendered(helm, given), "ConfigMap", "-values")["metadata"]["name"]
+        release_values = {"image": {"repository": "registry.example/orch"}, **values}
+        return of(rendered(helm, release_values), "ConfigMap", "-values")["metadata"]["name"]
 
     assert (
         name() == name(launcher={"environment": {"A": "b"}}) == name(monitoring={"dashboard": True})
@@ -106,8 +113,10 @@ def test_releases_that_look_alike_share_no_name(helm):
     names = []
     for release in alike:
         bodies = rendered(helm, FULL, release)
-        words = of(bodies, "Job", "-launch")["spec"]["template"]["spec"]["containers"][0]["command"]
-        check_run_id(words[words.index("--run-id") + 1])
+        command = of(bodies, "Job", "-launch")["spec"]["template"]["spec"]["containers"][0][
+            "command"
+        ]
+        check_run_id(command[command.index("--run-id") + 1])
         names += [(body["kind"], body["metadata"]["name"]) for body in bodies]
     assert len(names) == len(set(names))
     cluster_wide = [
@@ -118,10 +127,11 @@ def test_releases_that_look_alike_share_no_name(helm):
 
 
 def test_where_the_controller_is_a_release_is_one_train_run(helm):
-    """Of the release's name, whatever the values: an upgrade changes it and does not replace it."""
-    known = ("--api-versions", "orch.dev/v1alpha1/TrainRun")
+    """It has the release's name, whatever the values: an upgrade changes it and does not replace
+    it."""
+    api_versions = ("--api-versions", "orch.dev/v1alpha1/TrainRun")
     values = {**FULL, "priority": 7, "environmentSecret": "tokens"}
-    bodies = rendered(helm, values, "my-run", "llm", CHART, *known)
+    bodies = rendered(helm, values, "my-run", "llm", CHART, *api_versions)
     (run,) = [body for body in bodies if body["kind"] == "TrainRun"]
     spec = run["spec"]
     assert run["metadata"]["name"] == "my-run"
@@ -142,7 +152,9 @@ def test_where_the_controller_is_a_release_is_one_train_run(helm):
     assert not {"Role", "ClusterRole"} & {body["kind"] for body in bodies}
     assert not [body for body in bodies if "-launch" in body["metadata"]["name"]]
     assert rendered(helm, {**values, "controller": "always"}) == bodies
-    without = rendered(helm, {**values, "controller": "never"}, "my-run", "llm", CHART, *known)
+    without = rendered(
+        helm, {**values, "controller": "never"}, "my-run", "llm", CHART, *api_versions
+    )
     assert of(without, "Job", "-launch") and "TrainRun" not in {body["kind"] for body in without}
 
 
@@ -165,16 +177,21 @@ def test_the_controllers_chart(helm):
             assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
             if "secrets" in rule["resources"]:
                 assert rule["verbs"] == ["create"]  # it makes them and reads none
-    one = rendered(helm, {**values, "oneNamespace": True}, "c", "team", chart)
-    (cluster_wide,) = [body for body in one if body["kind"] == "ClusterRole" and "-view" not in body["metadata"]["name"]
-                       and "-edit" not in body["metadata"]["name"]]  # fmt: skip
+    namespaced = rendered(helm, {**values, "oneNamespace": True}, "c", "team", chart)
+    (cluster_wide,) = [
+        body
+        for body in namespaced
+        if body["kind"] == "ClusterRole"
+        and "-view" not in body["metadata"]["name"]
+        and "-edit" not in body["metadata"]["name"]
+    ]
     assert [rule["resources"] for rule in cluster_wide["rules"]] == [
         ["nodes"],
         ["resourceslices", "resourceclaims"],
     ]
     assert (
         "--one-namespace"
-        in of(one, "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
+        in of(namespaced, "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
     )
 
 
@@ -192,12 +209,12 @@ def test_accounts_of_somebody_else_are_named_and_bound(helm):
         conf = yaml.safe_load(of(bodies, "ConfigMap", "-values")["data"]["helm.yaml"])
         assert read_options(conf["backend"]["options"]).service_account == names.get("pods")
     role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}
-    made = [
+    accounts = [
         b
         for b in rendered(helm, FULL | {"serviceAccount": {"annotations": role}})
         if b["kind"] == "ServiceAccount"
     ]
-    assert [body["metadata"]["annotations"] for body in made] == [role, role]
+    assert [body["metadata"]["annotations"] for body in accounts] == [role, role]
 
 
 def test_the_launcher_runs_under_the_image_s_interpreter(helm):
@@ -213,7 +230,7 @@ def test_releases_of_one_name_share_no_object_of_the_cluster(helm):
     """Nor do two of one namespace that name the same queue; a release's own objects refer to one
     another."""
     queue = {**FULL["kueue"], "queue": "shared"}
-    found = [
+    cluster_objects = [
         {
             (body["kind"], body["metadata"]["name"])
             for body in bodies
@@ -226,7 +243,11 @@ def test_releases_of_one_name_share_no_object_of_the_cluster(helm):
             rendered(helm, FULL | {"kueue": queue}, "two", "c"),
         )
     ]
-    assert len(set().union(*found)) == sum(map(len, found)) == 4 * len(CLUSTER_WIDE)
+    assert (
+        len(set().union(*cluster_objects))
+        == sum(map(len, cluster_objects))
+        == 4 * len(CLUSTER_WIDE)
+    )
     bodies = rendered(helm, FULL, "r", "a")
     name = of(bodies, "ClusterQueue")["metadata"]["name"]
     assert of(bodies, "LocalQueue")["spec"]["clusterQueue"] == name
@@ -238,11 +259,14 @@ def test_releases_of_one_name_share_no_object_of_the_cluster(helm):
 
 
 def test_each_release_scrapes_its_own_pods(helm):
-    for more, wanted in (((), "-values"), (("--api-versions", "orch.dev/v1alpha1/TrainRun"), None)):
-        bodies = rendered(helm, FULL, "my-run", "llm", CHART, *more)
+    for api_versions, suffix in (
+        ((), "-values"),
+        (("--api-versions", "orch.dev/v1alpha1/TrainRun"), None),
+    ):
+        bodies = rendered(helm, FULL, "my-run", "llm", CHART, *api_versions)
         run_id = (
-            of(bodies, "ConfigMap", wanted)["metadata"]["name"].removesuffix(wanted)
-            if wanted
+            of(bodies, "ConfigMap", suffix)["metadata"]["name"].removesuffix(suffix)
+            if suffix
             else "my-run"
         )
         assert of(bodies, "PodMonitor")["spec"]["selector"] == {
@@ -264,8 +288,12 @@ def test_labels_are_data(helm):
     monitor = of(
         rendered(helm, FULL | {"monitoring": {"podMonitor": True, "labels": labels}}), "PodMonitor"
     )
-    found = monitor["metadata"]["labels"]
-    assert (found["release"], found["app.kubernetes.io/name"], found["example.org/on"]) == (
+    monitor_labels = monitor["metadata"]["labels"]
+    assert (
+        monitor_labels["release"],
+        monitor_labels["app.kubernetes.io/name"],
+        monitor_labels["example.org/on"],
+    ) == (
         "prom",
         "orch",
         "yes",

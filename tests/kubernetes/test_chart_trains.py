@@ -41,7 +41,7 @@ def helm(real_bed, orch) -> Helm:
     return Helm(real_bed, orch.namespace)
 
 
-def values(*more: str, options: dict | None = None) -> dict:
+def values(*extra_overrides: str, options: dict | None = None) -> dict:
     """What a user of this bed writes: torch comes from a volume, everything is small. `more`:
     overrides."""
     site = {"claim": "site", "path": image.SITE}
@@ -55,7 +55,7 @@ def values(*more: str, options: dict | None = None) -> dict:
             *SHORT,
             "backend.grace_s=20",
             "backend.heartbeat_timeout_s=10",
-            *more,
+            *extra_overrides,
         ],
         "image": (
             dict(zip(("repository", "tag"), image.NAME.split(":"), strict=True))
@@ -98,8 +98,8 @@ def query(bed: Bed, expression: str) -> list[dict]:
 
 def scraped_steps(bed: Bed) -> dict[str, int]:
     """Node -> its last step; of a pod that has ended meanwhile, too."""
-    found = query(bed, "max_over_time(orch_last_step[1h])")
-    return {one["metric"]["node"]: int(float(one["value"][1])) for one in found}
+    samples = query(bed, "max_over_time(orch_last_step[1h])")
+    return {sample["metric"]["node"]: int(float(sample["value"][1])) for sample in samples}
 
 
 def installed(orch: Orch, helm, *overrides: str, options: dict | None = None) -> Run:
@@ -111,23 +111,23 @@ def installed(orch: Orch, helm, *overrides: str, options: dict | None = None) ->
     try:
         bed.wait(sent, 300, "run of the release")
     except BedError as error:
-        said = bed.kubectl(
+        launcher_log = bed.kubectl(
             "logs", "-n", space, "-l", "app.kubernetes.io/component=launcher", check=False
         )
-        raise AssertionError(f"{error}; the launcher: {said}") from None
+        raise AssertionError(f"{error}; the launcher: {launcher_log}") from None
     return Run(orch, sent()[0]["metadata"]["labels"]["orch.dev/run"])
 
 
 def complete(run: Run) -> None:
-    words = ("wait", "-n", run.orch.namespace, f"job/{run.id}", "--for=condition=Complete")
-    run.orch.bed.kubectl(*words, "--timeout=600s", timeout=620)
+    wait_command = ("wait", "-n", run.orch.namespace, f"job/{run.id}", "--for=condition=Complete")
+    run.orch.bed.kubectl(*wait_command, "--timeout=600s", timeout=620)
 
 
 def test_installed_trained_scraped_and_gone(orch, helm):
     bed = orch.bed
     space = orch.namespace
-    words = ("train.steps=30", "checkpoint.every_steps=10", NEVER_HANGS)
-    run = installed(orch, helm, *words, options=held_before(30))
+    run_overrides = ("train.steps=30", "checkpoint.every_steps=10", NEVER_HANGS)
+    run = installed(orch, helm, *run_overrides, options=held_before(30))
     prometheus(bed, run.id, space)
     try:
         run.step(3)
@@ -149,9 +149,11 @@ def test_installed_trained_scraped_and_gone(orch, helm):
     helm("test", "my-run", "--timeout", "180s", timeout=200)
     helm("uninstall", "my-run", "--wait", "--timeout", "60s")
     kinds = "all,secrets,configmaps,networkpolicies,serviceaccounts,roles,rolebindings"
-    of = lambda kinds, label: bed.get(kinds, "-n", space, "-l", label)["items"]  # noqa: E731
-    gone = lambda: not of(kinds, "app.kubernetes.io/name=orch") and not of("pods", "orch.dev/run")  # noqa: E731
-    bed.wait(gone, 120, "end of everything of the release")
+    labelled = lambda kinds, label: bed.get(kinds, "-n", space, "-l", label)["items"]  # noqa: E731
+    is_gone = lambda: (  # noqa: E731
+        not labelled(kinds, "app.kubernetes.io/name=orch") and not labelled("pods", "orch.dev/run")
+    )
+    bed.wait(is_gone, 120, "end of everything of the release")
 
 
 @pytest.mark.full

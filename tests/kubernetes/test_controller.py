@@ -36,23 +36,23 @@ NODES = 24
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
-    with bring_up(Shape(simulated=NODES)) as found:
-        controllers.install(found)
-        yield found
+    with bring_up(Shape(simulated=NODES)) as started_bed:
+        controllers.install(started_bed)
+        yield started_bed
 
 
 @pytest.fixture
 def space(bed, request) -> Iterator[Callable[[str], str]]:
     """Namespaces of a test; what is in them goes with it."""
-    made: list[str] = []
+    namespaces: list[str] = []
 
     def make(name: str) -> str:
-        made.append(name)
+        namespaces.append(name)
         bed.kubectl("create", "namespace", name)
         return name
 
     yield make
-    for name in made:
+    for name in namespaces:
         bed.kubectl("delete", "trainruns", "-n", name, "--all", "--wait=false", check=False)
         bed.kubectl("delete", "namespace", name, "--wait=false", check=False)
     bed.wait(lambda: not living(bed), 180, "end of the pods")
@@ -65,8 +65,8 @@ def orch(bed, space, tmp_path, request) -> Orch:
 
 def living(bed: Bed, *where: str) -> list[dict]:
     """Pods of runs that have not ended."""
-    found = bed.get("pods", *(where or ("-A",)), "-l", "orch.dev/run")["items"]
-    return [pod for pod in found if pod["status"].get("phase") not in ("Succeeded", "Failed")]
+    run_pods = bed.get("pods", *(where or ("-A",)), "-l", "orch.dev/run")["items"]
+    return [pod for pod in run_pods if pod["status"].get("phase") not in ("Succeeded", "Failed")]
 
 
 def status(bed: Bed, run: str, namespace: str) -> dict:
@@ -74,17 +74,20 @@ def status(bed: Bed, run: str, namespace: str) -> dict:
 
 
 def until(
-    bed: Bed, what: Callable[[], object], seconds: float, about: Callable[[], object] = lambda: ""
+    bed: Bed,
+    condition: Callable[[], object],
+    seconds: float,
+    about: Callable[[], object] = lambda: "",
 ) -> None:
-    assert wait(what, seconds, 0.3), about()
+    assert wait(condition, seconds, 0.3), about()
 
 
 def train_run(name: str, namespace: str, nodes: int = 8, **spec: object) -> dict:
-    words = ["cluster=h100x64", "model=llama3_8b", f"cluster.nodes={nodes}", "parallel=tp8"]
+    overrides = ["cluster=h100x64", "model=llama3_8b", f"cluster.nodes={nodes}", "parallel=tp8"]
     options = {**OPTIONS, "annotations": {FINISHES: "yes"}, **spec.pop("options", {})}
     about = {"name": name, "namespace": namespace}
     return {"apiVersion": "orch.dev/v1alpha1", "kind": "TrainRun", "metadata": about,
-            "spec": {"words": words, "options": options, **spec}}  # fmt: skip
+            "spec": {"words": overrides, "options": options, **spec}}  # fmt: skip
 
 
 def runs_of(pods: list[dict]) -> set[str]:
@@ -94,13 +97,13 @@ def runs_of(pods: list[dict]) -> set[str]:
 def shared_nodes(pods: list[dict]) -> set[str]:
     """Nodes that pods of two runs have."""
     owner: dict[str, str] = {}
-    found = set()
+    shared = set()
     for pod in pods:
         if node := pod["spec"].get("nodeName"):
             run = f"{pod['metadata']['namespace']}/{pod['metadata']['labels']['orch.dev/run']}"
             if owner.setdefault(node, run) != run:
-                found.add(node)
-    return found
+                shared.add(node)
+    return shared
 
 
 # ------------------------------------------------------------------------------------------
@@ -109,7 +112,7 @@ def shared_nodes(pods: list[dict]) -> set[str]:
 
 @pytest.mark.full
 def test_words_in_a_repository_are_planned_by_the_controller(bed, orch):
-    """And planned anew where they change: the run goes on under the new plan, at once where it
+    """They are planned anew where they change: the run goes on under the new plan, at once where it
     fits."""
     with controller(bed, "gitops"):
         bed.apply(train_run("gitops", orch.namespace, 8, options={"annotations": {}}))
@@ -130,7 +133,7 @@ def test_words_in_a_repository_are_planned_by_the_controller(bed, orch):
 
 @pytest.mark.full
 def test_variables_that_nobody_should_read_make_a_draft_first(bed, orch):
-    """And one that stays a draft, for its submission was killed, is deleted with what it owns."""
+    """A draft that stays one, for its submission was killed, is deleted with what it owns."""
     with controller(bed, "draft"):
         done = orch(
             *orch.submission(),
@@ -159,14 +162,14 @@ def eight_gpus(bed: Bed, namespace: str, *nodes: str) -> None:
     api = {"apiVersion": "resource.k8s.io/v1"}
     texts = {"type": {"string": "gpu"}, "productName": {"string": "NVIDIA H100 80GB HBM3"}}
     devices = [{"name": f"gpu-{index}", "attributes": texts} for index in range(8)]
-    of = {"driver": "gpu.nvidia.com"}
+    driver = {"driver": "gpu.nvidia.com"}
     selector = {"cel": {"expression": "device.driver == 'gpu.nvidia.com'"}}
     request = {"name": "gpus", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}
     about = {"metadata": {"name": "two-gpus", "namespace": namespace}}
     template = {"spec": {"spec": {"devices": {"requests": [request]}}}}
     slices = [
         {**api, "kind": "ResourceSlice", "metadata": {"name": node},
-         "spec": {**of, "nodeName": node, "devices": devices,
+         "spec": {**driver, "nodeName": node, "devices": devices,
                   "pool": {"name": node, "generation": 1, "resourceSliceCount": 1}}}
         for node in nodes
     ]  # fmt: skip
@@ -201,8 +204,8 @@ def test_gpus_that_are_asked_for_by_claims_are_where_their_driver_says(bed, orch
         bed.apply(train_run("first", space, 2, options=options))
         assert {pod["spec"]["nodeName"] for pod in orch.bound("first", 2)} == {"sim-1", "sim-20"}
         bed.apply(train_run("second", space, 1, options=options))
-        why = lambda: status(bed, "second", space).get("reason", "")  # noqa: E731
-        until(bed, lambda: "21 x 0 GPUs for claims" in why(), PATIENCE_S, why)
+        pending_reason = lambda: status(bed, "second", space).get("reason", "")  # noqa: E731
+        until(bed, lambda: "21 x 0 GPUs for claims" in pending_reason(), PATIENCE_S, pending_reason)
         bed.kubectl("delete", "pod", "theirs", "-n", space, "--wait=false")
         assert {pod["spec"]["nodeName"] for pod in orch.bound("second", 1)} == {"sim-6"}
 
@@ -280,13 +283,17 @@ def competition(bed: Bed, names: list[str], round: int, count: int) -> None:
             pods = living(bed)
             shared.update(shared_nodes(pods))
             waiting = [
-                one
-                for one in controllers.runs(bed).values()
-                if one.get("status", {}).get("state") == "pending"
+                body
+                for body in controllers.runs(bed).values()
+                if body.get("status", {}).get("state") == "pending"
             ]
-            held = {node for one in controllers.ledger(bed).values() for node in one["nodes"]}
+            held = {
+                node
+                for allocation in controllers.ledger(bed).values()
+                for node in allocation["nodes"]
+            }
             least = min(
-                (4 if "cluster.nodes=4" in one["spec"]["words"] else 8 for one in waiting),
+                (4 if "cluster.nodes=4" in body["spec"]["words"] else 8 for body in waiting),
                 default=99,
             )
             since = (since or time.monotonic()) if NODES - len(held) >= least else None
@@ -300,9 +307,9 @@ def competition(bed: Bed, names: list[str], round: int, count: int) -> None:
 
         def ended():
             return [
-                one
-                for one in controllers.runs(bed).values()
-                if one.get("status", {}).get("state") == "done"
+                body
+                for body in controllers.runs(bed).values()
+                if body.get("status", {}).get("state") == "done"
             ]
 
         bed.wait(lambda: len(ended()) == count, 900, f"end of {count} runs")
@@ -335,11 +342,11 @@ def test_a_controller_killed_anywhere_leaves_one_run_or_none(bed, space, points)
     name = space("killed")
     seed = random.Random(21)
     for point in range(points):
-        one = Replica(bed, f"kill-{point}", lease_s=2.0)
+        replica = Replica(bed, f"kill-{point}", lease_s=2.0)
         bed.apply(train_run(f"k{point}", name, 8, options={"annotations": {}}))
-        wait(lambda one=one: one.leads, 60)
+        wait(lambda replica=replica: replica.leads, 60)
         time.sleep(seed.uniform(0.0, 2.0))
-        one.kill()
+        replica.kill()
         with controller(bed, f"next-{point}", 2.0):
             run = f"k{point}"
             until(
@@ -355,8 +362,10 @@ def test_a_controller_killed_anywhere_leaves_one_run_or_none(bed, space, points)
             assert sorted(pod["spec"]["nodeName"] for pod in pods) == sorted(held)
             bed.kubectl("delete", "trainrun", "-n", name, run)
             kinds = "jobs,pods,secrets,services"
-            left = lambda kinds=kinds: bed.kubectl("get", kinds, "-n", name, "-o", "name")  # noqa: E731
-            until(bed, lambda left=left: not left(), 60, left)
+            remaining = lambda kinds=kinds: bed.kubectl(  # noqa: E731
+                "get", kinds, "-n", name, "-o", "name"
+            )
+            until(bed, lambda remaining=remaining: not remaining(), 60, remaining)
             until(bed, lambda: not controllers.ledger(bed), 30)
 
 
@@ -366,10 +375,10 @@ def test_a_submitter_killed_anywhere_leaves_one_run_or_none(bed, orch, points):
     """SIGKILL at a random moment of `orch submit` with a secret to pass on: a whole run, a draft
     that goes, nothing."""
     seed = random.Random(22)
-    words = orch.submission()
+    submit_command = orch.submission()
     env = {"HF_TOKEN": "hush"}
     began = time.monotonic()
-    orch(*words, *MAIN, "--env", "HF_TOKEN", "run.name=warm", env=env)
+    orch(*submit_command, *MAIN, "--env", "HF_TOKEN", "run.name=warm", env=env)
     takes = time.monotonic() - began
     with controller(bed, "submitter"):
         for point in range(points):
@@ -377,7 +386,7 @@ def test_a_submitter_killed_anywhere_leaves_one_run_or_none(bed, orch, points):
                 sys.executable,
                 "-m",
                 "orchestrator.cli.main",
-                *words,
+                *submit_command,
                 *MAIN,
                 "--env",
                 "HF_TOKEN",
@@ -404,12 +413,12 @@ def test_a_submitter_killed_anywhere_leaves_one_run_or_none(bed, orch, points):
                 "--wait=false",
             )
         kinds = "trainruns,jobs,pods,secrets,services"
-        left = lambda: [  # noqa: E731
-            one
-            for one in bed.kubectl("get", kinds, "-n", orch.namespace, "-o", "name").split()
-            if "warm" not in one
+        remaining = lambda: [  # noqa: E731
+            object_name
+            for object_name in bed.kubectl("get", kinds, "-n", orch.namespace, "-o", "name").split()
+            if "warm" not in object_name
         ]
-        until(bed, lambda: not left(), 300, left)
+        until(bed, lambda: not remaining(), 300, remaining)
 
 
 @pytest.mark.full
@@ -417,7 +426,7 @@ def test_the_api_server_may_go_and_come_back(bed, space):
     """Killed while runs are being placed and started: nothing is done twice, and everything in the
     end."""
     name = space("api-server")
-    with controller(bed, "api", 15.0) as one:
+    with controller(bed, "api", 15.0) as replica:
         for round in range(3):
             bed.apply(
                 *(
@@ -431,7 +440,7 @@ def test_the_api_server_may_go_and_come_back(bed, space):
             bed.start_apiserver()
             ready = lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24  # noqa: E731
             bed.wait(ready, 240, "every pod", "api")
-            assert not shared_nodes(living(bed)) and one.alive
+            assert not shared_nodes(living(bed)) and replica.alive
             assert len(bed.get("jobs", "-n", name)["items"]) == 3
             bed.kubectl("delete", "trainruns", "-n", name, "--all")
             bed.wait(
@@ -479,12 +488,12 @@ def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
         orch("resume", run.id)
         assert len(orch.bound(run.id, 8)) == 8
         assert status(bed, run.id, orch.namespace)["generation"] == 1
-        other = Orch(bed, tmp_path / "other", orch.namespace, OPTIONS)
-        other.home.mkdir()
-        seen = json.loads(other("list", "--json", "--everyone").stdout)
-        assert run.id in {one["state"]["run_id"] for one in seen}
+        other_user = Orch(bed, tmp_path / "other", orch.namespace, OPTIONS)
+        other_user.home.mkdir()
+        seen = json.loads(other_user("list", "--json", "--everyone").stdout)
+        assert run.id in {listed_run["state"]["run_id"] for listed_run in seen}
         assert (
-            json.loads(other("status", "--json", run.id).stdout)["state"]["plan_hash"]
+            json.loads(other_user("status", "--json", run.id).stdout)["state"]["plan_hash"]
             == run.state().plan_hash
         )
         bed.kubectl("delete", "trainrun", "-n", orch.namespace, run.id)
@@ -535,20 +544,24 @@ def test_a_quota_gives_the_nodes_back(bed, space):
     """Pods that may not be made hold no nodes: others get them, and the run comes back when there
     is quota."""
     name = space("quota")
-    other = space("quota-other")
+    other_space = space("quota-other")
     bed.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": name},
                "spec": {"hard": {"pods": "0"}}})  # fmt: skip
     with controller(bed, "quota"):
         bed.apply(train_run("r", name, 8, options={"annotations": {}}))
-        said = lambda: status(bed, "r", name).get("reason", "")  # noqa: E731
-        until(bed, lambda: "exceeded quota" in said() and "tried again at" in said(), 120, said)
+        reason = lambda: status(bed, "r", name).get("reason", "")  # noqa: E731
+        until(
+            bed, lambda: "exceeded quota" in reason() and "tried again at" in reason(), 120, reason
+        )
         until(bed, lambda: not controllers.ledger(bed), 60)
-        bed.apply(*(train_run(f"s{i}", other, 8, options={"annotations": {}}) for i in range(3)))
+        bed.apply(
+            *(train_run(f"s{i}", other_space, 8, options={"annotations": {}}) for i in range(3))
+        )
         bed.wait(
             lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24,
             120,
             "the others' pods",
         )
-        bed.kubectl("delete", "trainruns", "-n", other, "--all")
+        bed.kubectl("delete", "trainruns", "-n", other_space, "--all")
         bed.kubectl("delete", "resourcequota", "-n", name, "q")
-        until(bed, lambda: status(bed, "r", name).get("nodes") == "8/8", 180, said)
+        until(bed, lambda: status(bed, "r", name).get("nodes") == "8/8", 180, reason)

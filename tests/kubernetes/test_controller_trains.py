@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pyt
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
-    with bring_up(Shape(nodes=2)) as found:
-        controllers.install(found)
-        yield found
+    with bring_up(Shape(nodes=2)) as started_bed:
+        controllers.install(started_bed)
+        yield started_bed
 
 
 @pytest.fixture
@@ -70,9 +70,17 @@ def test_a_run_says_how_it_is_and_goes_on_after_its_pod_its_controller_and_its_c
         orch("resume", run.id)
         run.wait("done")
         assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
-        found = status(run)
-        assert (found["state"], found["step"], found["exitCode"]) == ("done", 60, 0)
-        assert found["lostPods"] >= 1 and found["generation"] == 1 and 0 < found["ettr"] <= 1
+        final_status = status(run)
+        assert (final_status["state"], final_status["step"], final_status["exitCode"]) == (
+            "done",
+            60,
+            0,
+        )
+        assert (
+            final_status["lostPods"] >= 1
+            and final_status["generation"] == 1
+            and 0 < final_status["ettr"] <= 1
+        )
 
 
 def test_an_elastic_run_goes_on_with_the_pods_that_are_left(orch, undisturbed):
@@ -117,7 +125,7 @@ def test_an_elastic_run_goes_on_with_the_pods_that_are_left(orch, undisturbed):
 
 def test_an_upgrade_goes_on_from_the_checkpoints(orch, tmp_path: Path):
     """Other words of the same run: it saves, leaves, and goes on under the new plan."""
-    words = [
+    overrides = [
         "cluster=local",
         "cluster.nodes=4",
         "cluster.gpus_per_node=2",
@@ -128,13 +136,13 @@ def test_an_upgrade_goes_on_from_the_checkpoints(orch, tmp_path: Path):
         "apiVersion": "orch.dev/v1alpha1",
         "kind": "TrainRun",
         "metadata": {"name": "upgraded", "namespace": orch.namespace},
-        "spec": {"words": [*words, "parallel=tp2_pp2"], "options": {**orch.options}},
+        "spec": {"words": [*overrides, "parallel=tp2_pp2"], "options": {**orch.options}},
     }
     with controller(orch.bed, "upgrade"):
         orch.bed.apply(body)
         run = Run(orch, str(orch.home / "runs" / "upgraded"))
         run.step(5)
-        orch.bed.apply({**body, "spec": {**body["spec"], "words": [*words, "parallel=tp2"]}})
+        orch.bed.apply({**body, "spec": {**body["spec"], "words": [*overrides, "parallel=tp2"]}})
         run.until(
             "the new plan",
             lambda: status(run).get("generation") == 1 and status(run)["state"] == "running",

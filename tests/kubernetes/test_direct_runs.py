@@ -32,7 +32,7 @@ from .test_watching import job, pod, state, write_state
 
 
 class Api:
-    """Of an API server: one Job with two pods."""
+    """Stands for an API server: one Job with two pods."""
 
     namespace = "n"
 
@@ -81,7 +81,7 @@ def run_of(
     params=[errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO], ids=errno.errorcode.get
 )
 def full_disk(request, monkeypatch):
-    """From the call on, no file of this process takes its content."""
+    """A function: once it was called, no file of this process takes its content."""
 
     def refuse(*_: object) -> None:
         raise OSError(request.param, os.strerror(request.param))
@@ -200,8 +200,8 @@ def test_a_resize_that_was_cancelled_meanwhile_starts_nothing(elastic):
     folder, runs, plans = elastic
     delete = runs.api.delete
 
-    def cancelled(*given: object, **more: object) -> None:
-        delete(*given, **more)
+    def cancelled(*arguments: object, **keywords: object) -> None:
+        delete(*arguments, **keywords)
         if newest(folder).want != "end":
             ask(folder, "end")
 

@@ -15,13 +15,13 @@ FAULTS = "slow_worker,kill_worker,stop_worker,notice,kill_node"
 
 
 def test_faults_in_real_pods_and_the_run_goes_on(orch, ended):
-    words = (*TINY, *SHORT, "train.steps=100000", "backend.max_restarts=9")
-    run = ended(orch.submit(*words))
+    overrides = (*TINY, *SHORT, "train.steps=100000", "backend.max_restarts=9")
+    run = ended(orch.submit(*overrides))
     run.step(3)
     refused = orch("drill", run.id, code=78)
     assert "submit with backend.allow_drills=true" in refused.stderr
     orch("cancel", "--force", run.id)
-    run = ended(orch.submit(*words, "backend.allow_drills=true"))
+    run = ended(orch.submit(*overrides, "backend.allow_drills=true"))
     run.step(3)
     refused = orch("drill", run.id, "--faults", "stop_agent", code=64)
     assert (
@@ -29,8 +29,10 @@ def test_faults_in_real_pods_and_the_run_goes_on(orch, ended):
         in refused.stderr
     )
     drill = ("--faults", FAULTS, "--victim", "other", "--for-s", "3", "--limit-s", "600", "--json")
-    said = json.loads(orch("drill", run.id, *drill, timeout=3600).stdout)
-    assert [trial["fault"] for trial in said["trials"]] == FAULTS.split(",") and not said["stopped"]
-    assert all(trial["ok"] for trial in said["trials"]), said["trials"]
+    drill_report = json.loads(orch("drill", run.id, *drill, timeout=3600).stdout)
+    assert [trial["fault"] for trial in drill_report["trials"]] == FAULTS.split(
+        ","
+    ) and not drill_report["stopped"]
+    assert all(trial["ok"] for trial in drill_report["trials"]), drill_report["trials"]
     kinds = [epoch.cause.kind for epoch in run.state().epochs if epoch.cause]
     assert kinds[:2] == ["worker_exit", "worker_frozen"]

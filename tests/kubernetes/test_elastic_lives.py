@@ -58,21 +58,21 @@ class Together:
 
     def come(self, *indices: int) -> None:
         for index in indices:
-            own = Waiting(
+            waiting_pod = Waiting(
                 index=index, node=f"n{index}", address="a", pod=f"p{index}", together=self.together
             )
-            thread = threading.Thread(target=self._wait, args=(own,), daemon=True)
+            thread = threading.Thread(target=self._wait, args=(waiting_pod,), daemon=True)
             thread.start()
             self.threads.append(thread)
 
-    def _wait(self, own: Waiting) -> None:
+    def _wait(self, waiting_pod: Waiting) -> None:
         def begin(members: list[Join]) -> str:
             self.members.append([pod.index for pod in members])
             return "hash"
 
-        self.begun[own.index] = come_together(
+        self.begun[waiting_pod.index] = come_together(
             self.folder,
-            own,
+            waiting_pod,
             least=self.least,
             heartbeat_s=1.0,
             timeout_s=60.0,
@@ -89,9 +89,9 @@ class Together:
 def test_pods_that_are_all_there_begin_at_once_and_one_of_them_says_with_what(tmp_path):
     pods = Together(tmp_path / "run", 4)
     pods.come(3, 1, 0, 2)
-    found = pods.all()
+    starts = pods.all()
     assert pods.members == [[0, 1, 2, 3]]
-    assert {found[i].attempt.plan_hash for i in range(4)} == {"hash"}
+    assert {starts[i].attempt.plan_hash for i in range(4)} == {"hash"}
     assert not list((pods.folder.path / "kubernetes" / "waiting").iterdir())
 
 
@@ -106,11 +106,11 @@ def test_those_that_are_there_begin_without_those_that_do_not_come(tmp_path):
 def test_too_few_say_so(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    own = Waiting(index=0, node="n", address="a", pod="p", together=2)
+    waiting_pod = Waiting(index=0, node="n", address="a", pod="p", together=2)
     with refusal("at least 2 are needed", Exit.CAPACITY):
         come_together(
             folder,
-            own,
+            waiting_pod,
             least=2,
             heartbeat_s=0.1,
             timeout_s=1.0,
@@ -142,10 +142,10 @@ def test_a_pod_that_comes_while_somebody_coordinates_joins_that_run(tmp_path):
 def test_ranks_go_to_as_many_pods_as_make_a_legal_size():
     plans = {nodes: sized(nodes) for nodes in (4, 2, 1)}
     members = [Join(index, f"n{index}", "a", f"p{index}") for index in (0, 2, 3)]
-    found = map_elastic(plans, members, None, shared=True)
-    assert found.names == ["n0.pod-0", "n2.pod-2", "n3.pod-3"]
-    assert used_nodes(found.mapping.plan) == ["n0.pod-0", "n2.pod-2"]  # the third is a spare
-    assert set(found.names) <= set(found.plans[4].cluster.node_names)
+    placement = map_elastic(plans, members, None, shared=True)
+    assert placement.names == ["n0.pod-0", "n2.pod-2", "n3.pod-3"]
+    assert used_nodes(placement.mapping.plan) == ["n0.pod-0", "n2.pod-2"]  # the third is a spare
+    assert set(placement.names) <= set(placement.plans[4].cluster.node_names)
     with refusal("fewer than the smallest size", Exit.CAPACITY):
         map_elastic({2: plans[2]}, members[:1], None, shared=False)
 
@@ -157,17 +157,17 @@ def test_ranks_go_to_as_many_pods_as_make_a_legal_size():
 @pytest.fixture
 def pods(tmp_path):
     """A run of three pods of one worker, which two or one can go on with."""
-    made: list[Pods] = []
+    runs: list[Pods] = []
 
     def make(*sizes: int, **wishes: object) -> Pods:
         plans = {nodes: sized(nodes, tmp_path / "data") for nodes in sizes}
         does = {"STEPS": 100_000, "STEP_S": 0.05, "SAVE": 1, **wishes}
         largest = max(sizes)
-        made.append(Pods(tmp_path / "run", plans[largest], largest, plans, **does))
-        return made[-1]
+        runs.append(Pods(tmp_path / "run", plans[largest], largest, plans, **does))
+        return runs[-1]
 
     yield make
-    for run in made:
+    for run in runs:
         for process in run.processes.values():
             process.kill()
             process.wait()
@@ -218,10 +218,11 @@ def test_a_run_goes_on_with_the_pods_that_are_left_and_takes_in_those_that_come(
     state = run.state
     assert state["restarts"] == 0 and state["epoch"] == fourth
     assert not [epoch for epoch in state["epochs"] if epoch.get("counted")]
-    told = [index for index in range(3) if any(
-        found.state != b"null" for line in run.log(index).splitlines() if (found := parse_status_line(line))
+    telling_pods = [index for index in range(3) if any(
+        status_line.state != b"null" for line in run.log(index).splitlines()
+        if (status_line := parse_status_line(line))
     )]  # fmt: skip
-    assert told  # whoever coordinates says how the run is
+    assert telling_pods  # whoever coordinates says how the run is
     for index in range(3):
         run.processes[index].send_signal(signal.SIGTERM)
     assert set(run.codes()) == {Exit.RESTART}

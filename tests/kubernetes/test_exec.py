@@ -116,12 +116,12 @@ def test_why_a_command_could_not_be_run():
         assert "no such file exit code 127" in command.failure().message
     with closing(run(Server())) as command, pytest.raises(OrchError, match="no answer in time"):
         command.line(0.05)
-    why = (
+    forbidden = (
         'pods "p" is forbidden: User "u" cannot get resource "pods/exec" in API group "" in the'
         ' namespace "n"'
     )
     with refusal(r"the rule to add: .*pods/exec.*get", 78):
-        run(Server(refusal=why))
+        run(Server(refusal=forbidden))
 
 
 # ------------------------------------------------------------------------------------------ drills
@@ -152,8 +152,8 @@ class Pods:
 
 
 def targets(tmp_path, monkeypatch, **options) -> tuple[Targets, Pods]:
-    given = {"name": "kubernetes", "options": {"image": "orch:1", **options}}
-    request = make_bundle(make_plan(dp=2, nodes=2), tmp_path, backend=given).request
+    backend_spec = {"name": "kubernetes", "options": {"image": "orch:1", **options}}
+    request = make_bundle(make_plan(dp=2, nodes=2), tmp_path, backend=backend_spec).request
     pods = Pods()
     backend = get_backend("kubernetes")
     names = {"node-0.pod-0": "p0", "node-0.pod-1": "p1"}
@@ -180,13 +180,13 @@ def test_what_a_fault_becomes_on_kubernetes(tmp_path, monkeypatch):
 
 def test_what_kubernetes_cannot_have_is_refused(tmp_path, monkeypatch):
     drill, pods = targets(tmp_path, monkeypatch)
-    for fault, why in (
+    for fault, reason in (
         ("partition", "rights on the node"),
         ("stop_agent", "process 1"),
         ("kill_node", "options.claim"),
         ("bit_flip", "options.claim"),
     ):
-        with refusal(why, 64):
+        with refusal(reason, 64):
             drill.check(fault)
     drill.check("kill_worker")
     assert pods.calls == []

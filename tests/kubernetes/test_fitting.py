@@ -1,4 +1,5 @@
-"""Which nodes a run is given without a queue: those that the scheduler will take for its pods."""
+"""The nodes that a run is given without a queue: those that the scheduler will take for its
+pods."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ def cuda(plan: Plan, gpu: str = "H100-SXM") -> Plan:
 
 
 def node(name: str, labels: dict | None = None, **changes: dict) -> dict:
-    own = {
+    base_labels = {
         HOST: name,
         "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
         "topology.kubernetes.io/zone": "z",
     }
     body = {
-        "metadata": {"name": name, "labels": own | (labels or {})},
+        "metadata": {"name": name, "labels": base_labels | (labels or {})},
         "spec": {},
         "status": {"allocatable": dict(ROOM), "conditions": [{"type": "Ready", "status": "True"}]},
     }
@@ -62,7 +63,7 @@ def has(**amounts: str) -> dict:
 
 
 class Api:
-    """Of an API server: lists of what there is."""
+    """Stands for an API server: lists of what there is."""
 
     namespace = "llm"
 
@@ -81,9 +82,9 @@ class Api:
             "AllJobs": all_jobs,
         }
 
-    def read(self, kind, of, labels="", fields="", cached=False):
-        kept = [body for body in self.found[kind] if _selected(body, fields)]
-        return msgspec.json.decode(json.dumps(kept), type=list[of])
+    def read(self, kind, object_type, labels="", fields="", cached=False):
+        selected = [body for body in self.found[kind] if _selected(body, fields)]
+        return msgspec.json.decode(json.dumps(selected), type=list[object_type])
 
     def list(self, kind, labels="", fields="", absent_ok=False):
         if self.found[kind] is None and not absent_ok:
@@ -100,8 +101,8 @@ class Api:
 def _selected(body: dict, fields: str) -> bool:
     """A field selector: `status.phase!=Failed,spec.nodeName!=`."""
     for path, unlike, value in re.findall(r"([\w.]+)(!?)=([^,]*)", fields):
-        found = reduce(lambda at, name: at.get(name, {}), path.split("."), body) or ""
-        if (found == value) is bool(unlike):
+        actual = reduce(lambda at, name: at.get(name, {}), path.split("."), body) or ""
+        if (actual == value) is bool(unlike):
             return False
     return True
 
@@ -115,12 +116,12 @@ def pod(
 
 
 def reserve(api: Api, plan: Plan, **options: object) -> Reservation:
-    with reserve_nodes(api, plan, read_options({"image": "x", **options}), "run-1") as found:
-        return found
+    with reserve_nodes(api, plan, read_options({"image": "x", **options}), "run-1") as reservation:
+        return reservation
 
 
 @pytest.mark.parametrize(
-    ("options", "gpu", "changes", "why"),
+    ("options", "gpu", "changes", "reason"),
     [
         ({}, "H100-SXM", {}, ""),
         ({"rdma": {"rdma/ib": 2}}, "H100-SXM", {}, ""),
@@ -140,11 +141,11 @@ def reserve(api: Api, plan: Plan, **options: object) -> Reservation:
         ({}, "H100-SXM", {"spec": {"taints": [{"key": "team", "effect": "PreferNoSchedule"}]}}, ""),
     ],
 )  # fmt: skip
-def test_what_the_scheduler_will_check(options, gpu, changes, why):
+def test_what_the_scheduler_will_check(options, gpu, changes, reason):
     plan = cuda(make_plan(tp=2, dp=2, nodes=2), gpu)
     needs = pod_needs(plan, read_options({"image": "x", **options}))
-    found = why_not(msgspec.convert(node("n", **changes), Node), needs, {})
-    assert why in found and bool(why) == bool(found)
+    obstacle = why_not(msgspec.convert(node("n", **changes), Node), needs, {})
+    assert reason in obstacle and bool(reason) == bool(obstacle)
 
 
 def test_nodes_with_shared_gpus_are_not_given_and_the_refusal_says_so():
@@ -182,8 +183,8 @@ def test_a_taint_that_is_tolerated_does_not_matter_and_one_of_another_value_does
 def test_cpus_that_others_use_are_not_there():
     theirs = pod("p", "n1", cpu="60")
     plan = cuda(make_plan(tp=2, dp=2, nodes=2))
-    found = reserve(Api([node(f"n{i}") for i in range(3)], [theirs]), plan)
-    assert found.chosen.nodes == ("n0", "n2")
+    reservation = reserve(Api([node(f"n{i}") for i in range(3)], [theirs]), plan)
+    assert reservation.chosen.nodes == ("n0", "n2")
     with refusal("1 x too little cpu", Exit.CAPACITY):
         reserve(Api([node(f"n{i}") for i in range(2)], [theirs]), plan)
 
@@ -209,9 +210,9 @@ def test_a_node_without_a_free_slot_for_pods_is_not_given():
 class Asked(Cluster):
     """Answers lists out of what there is, and remembers what was asked."""
 
-    def __init__(self, found: dict[str, list[dict]]):
+    def __init__(self, bodies: dict[str, list[dict]]):
         super().__init__(None, "llm")
-        self.found = found
+        self.found = bodies
         self.queries = {}
 
     def _raw(self, method, path, query, body=None, kind=""):
@@ -219,10 +220,10 @@ class Asked(Cluster):
         if path not in self.found:
             missing = "/v1/" in path and path.replace("/v1/", "/v1beta1/") in self.found
             raise api_error(404 if missing else 403, "forbidden")
-        kept = [
+        selected = [
             body for body in self.found[path] if _selected(body, query.get("fieldSelector", ""))
         ]
-        return json.dumps({"items": kept}).encode()
+        return json.dumps({"items": selected}).encode()
 
     def create(self, body):
         return {**body, "metadata": {**body["metadata"], "uid": "u", "resourceVersion": "1"}}
@@ -283,8 +284,8 @@ def slices(
     return {"spec": {"driver": driver, "pool": {"name": name}, "nodeName": name, "devices": listed}}
 
 
-def claim(name: str, pool: str, **more: object) -> dict:
-    held = {"driver": "gpu.nvidia.com", "pool": pool, "device": "gpu-0", "request": "r"} | more
+def claim(name: str, pool: str, **fields: object) -> dict:
+    held = {"driver": "gpu.nvidia.com", "pool": pool, "device": "gpu-0", "request": "r"} | fields
     return {"metadata": {"name": name}, "status": {"allocation": {"devices": {"results": [held]}}}}
 
 
@@ -354,15 +355,17 @@ STAYS = {"restartPolicy": "Always"}
     ],
 )  # fmt: skip
 def test_a_pod_takes_what_the_scheduler_counts(spec, expected):
-    one = {"containers": [{"resources": {"requests": {"cpu": "1"}}}]} | spec
-    assert pod_requests(msgspec.convert(one, PodShape)) == expected | {"pods": 1}
+    pod_spec = {"containers": [{"resources": {"requests": {"cpu": "1"}}}]} | spec
+    assert pod_requests(msgspec.convert(pod_spec, PodShape)) == expected | {"pods": 1}
     plan = cuda(make_plan(tp=2, dp=1, nodes=1))
     needs = pod_needs(plan, read_options({"image": "x"})).requests
     room = {"cpu": f"{needs['cpu'] + expected['cpu']}", "memory": "2Ti"}
     at_their_side = [node("n0", status={"allocatable": ROOM | room})]
-    assert reserve(Api(at_their_side, [pod("theirs", "n0", one)]), plan).chosen.nodes == ("n0",)
+    assert reserve(Api(at_their_side, [pod("theirs", "n0", pod_spec)]), plan).chosen.nodes == (
+        "n0",
+    )
     with refusal("1 x too little cpu", Exit.CAPACITY):
-        reserve(Api(at_their_side, [pod("theirs", "n0", one), pod("small", "n0")]), plan)
+        reserve(Api(at_their_side, [pod("theirs", "n0", pod_spec), pod("small", "n0")]), plan)
 
 
 def test_other_makers_gpus_are_chosen():
@@ -379,11 +382,11 @@ def test_other_makers_gpus_are_chosen():
 
 def test_pods_ask_for_hostnames_and_not_for_node_names():
     nodes = [node(f"ip-{i}.internal", {HOST: f"ip-{i}"}) for i in range(2)]
-    found = reserve(Api(nodes), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen
-    terms = node_affinity(found)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+    chosen = reserve(Api(nodes), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen
+    terms = node_affinity(chosen)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
         "nodeSelectorTerms"
     ]
-    assert (terms[0]["matchExpressions"][0]["values"], found.nodes[0]) == (
+    assert (terms[0]["matchExpressions"][0]["values"], chosen.nodes[0]) == (
         ["ip-0", "ip-1"],
         "ip-0.internal",
     )
@@ -401,22 +404,24 @@ def test_labels_that_auto_finds_are_what_pods_ask_for():
     """Names of switches instead of names of nodes; and never one that is no label's value."""
     labels = lambda i: {LEAF: f"l{i // 2}", SPINE: f"s{i // 4}"}  # noqa: E731
     plan = cuda(make_plan(tp=2, dp=4, nodes=4))
-    found = reserve(
+    reservation = reserve(
         Api(
             [node(f"n{i}", labels(i)) for i in range(8)]
             + [node("cpu", status={"allocatable": {"cpu": "8"}})]
         ),
         plan,
     )
-    assert (found.chosen.label, found.chosen.values) == (SPINE, ("s0",))
+    assert (reservation.chosen.label, reservation.chosen.values) == (SPINE, ("s0",))
     twice = [
         node(f"n{i}", {LEAF: f"l{i // 2 % 2}", SPINE: f"s{i // 4}"}) for i in range(8)
     ]  # l0 and l1 under both
     chosen = reserve(Api(twice), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen
-    asked = node_affinity(chosen)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    affinity = node_affinity(chosen)["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
     values = [
         v
-        for term in asked["nodeSelectorTerms"]
+        for term in affinity["nodeSelectorTerms"]
         for e in term["matchExpressions"]
         for v in e["values"]
     ]
@@ -438,7 +443,7 @@ def test_a_layout_that_the_labels_cannot_support_warns_with_its_price():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("quantity_text", "value"),
     [
         ("64", 64),
         ("500m", 0.5),
@@ -450,5 +455,5 @@ def test_a_layout_that_the_labels_cannot_support_warns_with_its_price():
         ("x", 0),
     ],
 )
-def test_quantities(text, value):
-    assert quantity(text) == value
+def test_quantities(quantity_text, value):
+    assert quantity(quantity_text) == value

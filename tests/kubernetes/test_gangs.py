@@ -20,8 +20,8 @@ OPTIONS = {"image": "orch.test/none:1", "levels": LEVELS, "controller": "never"}
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
-    with bring_up(Shape(simulated=12, gangs=True)) as found:
-        yield found
+    with bring_up(Shape(simulated=12, gangs=True)) as started_bed:
+        yield started_bed
 
 
 @pytest.mark.parametrize("gang", ["workload", "auto"])
@@ -44,5 +44,5 @@ def test_a_run_waits_whole_until_all_of_it_finds_room(bed, tmp_path, gang):
         for index in range(6):
             bed.kubectl("uncordon", f"sim-{index}")
     orch("cancel", "--force", run.id)
-    left = ("get", "workloads.scheduling.k8s.io", "-o", "name")
-    bed.wait(lambda: not bed.kubectl(*left), 120, "end of its group")
+    group_query = ("get", "workloads.scheduling.k8s.io", "-o", "name")
+    bed.wait(lambda: not bed.kubectl(*group_query), 120, "end of its group")

@@ -26,7 +26,7 @@ KINDS = ("Secret", "ConfigMap", "Service")
 
 
 class Api:
-    """Of an API server: objects by kind and name."""
+    """Stands for an API server: objects by kind and name."""
 
     def __init__(self, submissions: dict[str, str], answers: bool = True):
         self.objects = {(kind, "r"): note for kind, note in submissions.items()}
@@ -65,11 +65,11 @@ def backend_with(api: Api, path: Path, monkeypatch, submission: str = "s", age_s
 def test_status_ends_it_and_deletes_what_it_left(tmp_path, monkeypatch):
     api = Api(dict.fromkeys(KINDS, "s"))
     folder, backend = backend_with(api, tmp_path, monkeypatch)
-    found = backend.state(folder)
-    assert (found.state, api.objects) == ("stopped", {})
+    run_state = backend.state(folder)
+    assert (run_state.state, api.objects) == ("stopped", {})
     assert (
         "broke off before the Job was sent; deleted what it left: Service r, ConfigMap r, Secret r"
-        in found.reason
+        in run_state.reason
     )
 
 
@@ -109,12 +109,12 @@ def test_a_submitter_that_only_stands_still_keeps_what_it_has_sent(tmp_path, mon
 
 
 def test_a_server_that_is_cut_off_is_waited_for_once():
-    """And not once more for each object that would be deleted; a refusal does clear up behind
-    itself."""
+    """It is not waited for once more for each object that would be deleted; a refusal does clear up
+    behind itself."""
     bodies = [
         {"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")
     ]
-    for silent, asked in ((True, ["Job"]), (False, ["Job", *reversed(KINDS)])):
+    for silent, expected_kinds in ((True, ["Job"]), (False, ["Job", *reversed(KINDS)])):
         api = Api({})
         seen = []
 
@@ -132,7 +132,7 @@ def test_a_server_that_is_cut_off_is_waited_for_once():
         api.apply = apply
         with refusal("no answer", Exit.CAPACITY):
             apply_all(api, bodies, "r", "s")
-        assert seen == asked
+        assert seen == expected_kinds
 
 
 def test_without_an_answer_nothing_is_known(tmp_path, monkeypatch):

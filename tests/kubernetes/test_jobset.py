@@ -98,8 +98,8 @@ def test_the_life_of_a_jobset_under_kueue(orch, ended):
     assert not bed.get("job", f"{run.id}-node-0")["status"].get("failed")
 
     orch("cancel", run.id)
-    mine = ("get", KINDS, "-l", f"orch.dev/run={run.id}", "-o", "name")
-    run.until("nothing of it left", lambda: not bed.kubectl(*mine).split(), 300)
+    object_query = ("get", KINDS, "-l", f"orch.dev/run={run.id}", "-o", "name")
+    run.until("nothing of it left", lambda: not bed.kubectl(*object_query).split(), 300)
     assert run.state().state == "cancelled"
 
     orch("resume", run.id)

@@ -161,18 +161,18 @@ class Pods:
 @pytest.fixture
 def pods(tmp_path, request):
     """A run of two pods of two workers."""
-    made: list[Pods] = []
+    runs: list[Pods] = []
 
     def make(**wishes: object) -> Pods:
         plan = make_plan(tp=2, dp=2, nodes=2)
         data = structs.replace(plan.job.data, cache_dir=str(tmp_path / "data"))
         job = structs.replace(plan.job, data=data)
         plan = seal(structs.replace(plan, job=job, hash=""))
-        made.append(Pods(tmp_path / f"run{len(made)}", plan, 2, **wishes))
-        return made[-1]
+        runs.append(Pods(tmp_path / f"run{len(runs)}", plan, 2, **wishes))
+        return runs[-1]
 
     yield make
-    for run in made:
+    for run in runs:
         for process in run.processes.values():
             process.kill()
             process.wait()
@@ -184,8 +184,10 @@ def test_a_run_from_the_first_pod_to_the_last(pods):
     assert run.codes() == [0, 0], run.log(0)
     assert run.state["state"] == "done"
     assert "[rank 0] rank 0 of 4 starts" in run.log(0)
-    said = [found for line in run.log(0).splitlines() if (found := parse_status_line(line))]
-    assert any(b'"done"' in bytes(s.state) for s in said)
+    status_lines = [
+        status_line for line in run.log(0).splitlines() if (status_line := parse_status_line(line))
+    ]
+    assert any(b'"done"' in bytes(s.state) for s in status_lines)
     placement = json.loads((run.run / "kubernetes" / "placement.json").read_text())
     assert (placement["pods"], placement["nodes"]) == (["tiny-0-x", "tiny-1-x"], ["n0", "n1"])
     run.start(1)  # a pod that comes back after the end has nothing to do
@@ -261,16 +263,16 @@ def test_pods_that_wait_in_vain_come_back_until_they_have_come_back_too_often(po
     run = pods(options={"rendezvous_timeout_s": 0.5, "max_pod_returns": 2})
     run.start(1, returns=returns)
     assert run.processes[1].wait(PATIENCE_S) == code, run.log(1)
-    word = json.loads((run.folder / "termination-message-1").read_text())
-    assert word["code"] == code and "did not complete the rendezvous" in word["text"]
-    assert ("max_pod_returns=2" in word["text"]) == (code == Exit.CAPACITY)
+    termination = json.loads((run.folder / "termination-message-1").read_text())
+    assert termination["code"] == code and "did not complete the rendezvous" in termination["text"]
+    assert ("max_pod_returns=2" in termination["text"]) == (code == Exit.CAPACITY)
 
 
 def test_a_program_that_fails_ends_the_run_with_its_code(pods):
     run = pods(STEPS=4, DIE="3:2:65")
     run.start()
     assert run.codes() == [Exit.CONFIG, Exit.CONFIG], run.log(0)
-    words = [
+    terminations = [
         json.loads(path.read_text()) for path in sorted(run.folder.glob("termination-message-*"))
     ]
-    assert [word["code"] for word in words] == [Exit.CONFIG, Exit.CONFIG]
+    assert [termination["code"] for termination in terminations] == [Exit.CONFIG, Exit.CONFIG]

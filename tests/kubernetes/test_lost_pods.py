@@ -29,8 +29,8 @@ MOST_S = 30.0
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
-    with bring_up(Shape(nodes=4)) as found:
-        yield found
+    with bring_up(Shape(nodes=4)) as started_bed:
+        yield started_bed
 
 
 @pytest.fixture
@@ -63,9 +63,11 @@ class Eight:
         """Waits until all ranks have made a step of one epoch, which is later than that one."""
 
         def all_have() -> bool:
-            later = [one for one in reports(self.run.inside / "metrics") if one["epoch"] > after]
-            newest = max((one["epoch"] for one in later), default=after)
-            return len({one["rank"] for one in later if one["epoch"] == newest}) == 8
+            later = [
+                report for report in reports(self.run.inside / "metrics") if report["epoch"] > after
+            ]
+            newest = max((report["epoch"] for report in later), default=after)
+            return len({report["rank"] for report in later if report["epoch"] == newest}) == 8
 
         self.run.until("a step of all eight", all_have, pause=0.1)
 
@@ -74,13 +76,13 @@ class Eight:
         anew."""
         before = self.pods
         epoch = self.epoch
-        asked = time.monotonic()
+        deleted_at = time.monotonic()
         lost = [before[index] for index in indices]
         self.run.orch.bed.kubectl(
             "delete", "pod", "-n", self.run.orch.namespace, *lost, "--wait=false"
         )
         self.work_again(after=epoch)
-        took = time.monotonic() - asked
+        took = time.monotonic() - deleted_at
         assert [index for index, name in enumerate(self.pods) if name != before[index]] == sorted(
             indices
         )
@@ -89,7 +91,7 @@ class Eight:
 
 
 def test_all_eight_work_again_within_half_a_minute_of_each_loss(orch):
-    """Where the Job counts all failures together, it is 16 s after the first pod, 88 s after the
+    """A Job that counts all failures together takes 16 s after the first pod, 88 s after the
     second, at last ten minutes. A machine that took long to start all eight may take as long for
     each of three: the end of the old pod, the new one's start, and the meeting of all."""
     eight = Eight(orch)
@@ -117,9 +119,9 @@ def test_pods_of_a_node_that_is_gone_work_again_on_the_others(orch):
             "words of what was done", lambda: "ended by force" in (eight.run.state().reason or "")
         )
         eight.work_again(after=epoch)
-        found = orch.pods(eight.run.id)
-        assert not dead & {pod["metadata"]["name"] for pod in found}
-        assert len(found) == 8 and "node-3" not in {pod["spec"]["nodeName"] for pod in found}
+        run_pods = orch.pods(eight.run.id)
+        assert not dead & {pod["metadata"]["name"] for pod in run_pods}
+        assert len(run_pods) == 8 and "node-3" not in {pod["spec"]["nodeName"] for pod in run_pods}
     finally:
         nodes.start(orch.bed, 3, again=True)
         nodes.wait_ready(orch.bed, "node-3")

@@ -49,8 +49,8 @@ LATER: dict[str, tuple[dict, tuple[str, ...], str, str]] = {
 
 @pytest.fixture(scope="module")
 def user(real_bed, tmp_path_factory) -> Iterator[Orch]:
-    """In a namespace under the restricted profile, with a queue that is too small for everything
-    here."""
+    """A user in a namespace under the restricted profile, with a queue that is too small for
+    everything here."""
     with Orch.in_new_namespace(real_bed, tmp_path_factory.mktemp("user")) as user:
         addons.queues(
             real_bed, {"cpu": "1", "memory": "8Gi"}, ("kubernetes.io/hostname",), {"orch.test/kind": "real"},
@@ -61,30 +61,30 @@ def user(real_bed, tmp_path_factory) -> Iterator[Orch]:
 
 
 def refusal(
-    user: Orch, *words: str, options: dict | None = None, env: dict | None = None
+    user: Orch, *overrides: str, options: dict | None = None, env: dict | None = None
 ) -> tuple[int, str]:
     """(exit code, what was said) of a submission."""
-    done = user(*user.submission(options), *words, code=None, env=env)
-    said = [line for line in done.stderr.splitlines() if "warning: " not in line]
-    assert len(said) == 1, done.stderr
-    return done.returncode, said[0]
+    done = user(*user.submission(options), *overrides, code=None, env=env)
+    error_lines = [line for line in done.stderr.splitlines() if "warning: " not in line]
+    assert len(error_lines) == 1, done.stderr
+    return done.returncode, error_lines[0]
 
 
 @pytest.mark.full
 def test_what_only_shows_later_is_the_reason_of_waiting(user):
     sent = {
-        name: user.submit(*words, options=options).id
-        for name, (options, words, *_) in LATER.items()
+        name: user.submit(*overrides, options=options).id
+        for name, (options, overrides, *_) in LATER.items()
     }
     reasons: dict[str, str] = {}
 
     def told() -> bool:
-        for found in json.loads(user("list", "--json", "--all").stdout):
-            reasons[found["state"]["run_id"]] = (
-                f"{found['state']['state']}: {found['state']['reason']}"
+        for listed_run in json.loads(user("list", "--json", "--all").stdout):
+            reasons[listed_run["state"]["run_id"]] = (
+                f"{listed_run['state']['state']}: {listed_run['state']['reason']}"
             )
         return all(
-            text in reasons[run_id] for name, run_id in sent.items() for text in LATER[name][2:]
+            phrase in reasons[run_id] for name, run_id in sent.items() for phrase in LATER[name][2:]
         )
 
     try:
@@ -99,9 +99,9 @@ def test_what_only_shows_later_is_the_reason_of_waiting(user):
 
 @pytest.mark.full
 def test_nodes_without_gpus_are_no_room(user):
-    code, said = refusal(user, *GPUS)
+    code, message = refusal(user, *GPUS)
     assert code == Exit.CAPACITY
-    assert "0 of 2 nodes are free with 8 GPUs" in said
+    assert "0 of 2 nodes are free with 8 GPUs" in message
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_nodes_without_gpus_are_no_room(user):
     ],
 )
 def test_names_that_are_not_there_are_refused(user, options, says):
-    code, said = refusal(user, *SMALL, options=options)
+    code, message = refusal(user, *SMALL, options=options)
     assert code == Exit.CONFIG
-    assert says.format(space=user.namespace) in said
+    assert says.format(space=user.namespace) in message
 
 
 @pytest.mark.full
@@ -137,10 +137,10 @@ def test_a_quota_on_jobs_and_one_on_pods(user):
 
     user.bed.apply(sized["jobs"])
     user.bed.wait(lambda: in_force("jobs"), 120, "quota")
-    code, said = refusal(user, *SMALL)
+    code, message = refusal(user, *SMALL)
     user.bed.kubectl("delete", "resourcequota", "jobs", "-n", user.namespace)
     assert code == Exit.CAPACITY
-    assert "exceeded quota: jobs" in said
+    assert "exceeded quota: jobs" in message
     user.bed.apply(sized["pods"])
     user.bed.wait(lambda: in_force("pods"), 120, "quota")
     run = user.submit(*SMALL)
@@ -167,8 +167,8 @@ def test_a_quota_on_jobs_and_one_on_pods(user):
 def test_whoever_may_not_or_cannot_reach_the_cluster(user, who, exit, says):
     path = user.home / "other.kubeconfig"
     path.write_text(conf.kubeconfig(**who) if who else "")
-    code, said = refusal(
+    code, message = refusal(
         user, *SMALL, env={"KUBECONFIG": str(path if who else user.home / "absent")}
     )
     assert code == exit
-    assert says in said
+    assert says in message

@@ -28,9 +28,9 @@ except OSError:
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
-    with bring_up(Shape(nodes=1), "kube-network-policies") as found:
-        addons.network_policies(found)
-        yield found
+    with bring_up(Shape(nodes=1), "kube-network-policies") as started_bed:
+        addons.network_policies(started_bed)
+        yield started_bed
 
 
 @pytest.fixture
@@ -44,10 +44,20 @@ def stranger(orch: Orch) -> str:
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {"name": "c", "image": image.NAME, "imagePullPolicy": "Never", "securityContext": security,
                  "command": ["python3", "-m", "http.server", str(PORT)]}  # fmt: skip
-    whole = {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}}
+    pod_security = {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
     about = {"name": "stranger", "namespace": orch.namespace}
-    orch.bed.apply({"apiVersion": "v1", "kind": "Pod", "metadata": about,
-                    "spec": {"containers": [container], "securityContext": whole}})  # fmt: skip
+    orch.bed.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": about,
+            "spec": {"containers": [container], "securityContext": pod_security},
+        }
+    )
     orch.bed.kubectl(
         "wait",
         "-n",
@@ -61,10 +71,10 @@ def stranger(orch: Orch) -> str:
 
 
 def reaches(orch: Orch, pod: str, host: str, port: int) -> bool:
-    said = orch.bed.kubectl(
+    probe_output = orch.bed.kubectl(
         "exec", "-n", orch.namespace, pod, "--", "python3", "-c", REACH, host, str(port)
     )
-    return said.strip() == "reached"
+    return probe_output.strip() == "reached"
 
 
 @pytest.mark.parametrize("egress", [None, [], [{"cidr": bed_conf.PODS, "ports": [PORT]}]])
@@ -77,11 +87,11 @@ def test_only_those_reach_each_other_who_may(orch, egress):
     first = orch.pods(run.id)[0]
     name = first["metadata"]["name"]
     address = first["status"]["podIP"]
-    other = stranger(orch)
-    theirs = orch.bed.get("pod", "-n", orch.namespace, other)["status"]["podIP"]
-    assert reaches(orch, other, theirs, PORT)
-    assert reaches(orch, other, address, 9401)
-    assert not reaches(orch, other, address, 9403)
+    stranger_pod = stranger(orch)
+    theirs = orch.bed.get("pod", "-n", orch.namespace, stranger_pod)["status"]["podIP"]
+    assert reaches(orch, stranger_pod, theirs, PORT)
+    assert reaches(orch, stranger_pod, address, 9401)
+    assert not reaches(orch, stranger_pod, address, 9403)
     assert reaches(orch, name, theirs, PORT) == (egress is None or bool(egress))
     run.step(max(run.steps()) + 2)
     orch("cancel", run.id)

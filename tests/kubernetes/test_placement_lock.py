@@ -24,7 +24,7 @@ NOW = module._now
 
 
 class Api:
-    """Of an API server: the Lease, with versions and preconditions."""
+    """Stands for an API server: the Lease, with versions and preconditions."""
 
     namespace = "n"
 
@@ -88,25 +88,25 @@ def test_a_holder_that_stood_still_is_overtaken_sends_nothing_and_leaves_the_oth
     api = Api()
     with placement_lock(api, "a", lease_s=1) as check:
         age(api, -3600.0)  # its clock is an hour ahead: that does not keep it alive
-        with placement_lock(api, "b") as other:
+        with placement_lock(api, "b") as check_other:
             monkeypatch.setattr(module, "_now", lambda: NOW() + 2.0)
             with refusal("suspended for .* s since its nodes were chosen", Exit.CAPACITY):
                 check()
-            other()
+            check_other()
     assert api.lease is None
 
 
 def test_of_many_waiters_on_a_dead_holder_s_lease_one_at_a_time_goes_on():
     api = Api()
     inside = []
-    most = []
+    holder_counts = []
     done = []
     api.create({"metadata": {}, "spec": {"holderIdentity": "dead", "leaseDurationSeconds": 1}})
 
     def take(name: str) -> None:
         with placement_lock(api, name, wait_s=PATIENCE_S) as check:
             inside.append(name)
-            most.append(len(inside))
+            holder_counts.append(len(inside))
             time.sleep(0.02)
             inside.remove(name)
             check()
@@ -116,7 +116,7 @@ def test_of_many_waiters_on_a_dead_holder_s_lease_one_at_a_time_goes_on():
     for thread in threads:
         thread.start()
     wait_for(lambda: len(done) == 8, PATIENCE_S, "all of them")
-    assert set(most) == {1}
+    assert set(holder_counts) == {1}
     assert api.lease is None
 
 
@@ -124,13 +124,13 @@ def test_of_many_waiters_on_a_dead_holder_s_lease_one_at_a_time_goes_on():
 def test_a_submission_that_came_too_late_leaves_nothing(calls):
     """It is asked before each part of the objects, and once more when the Job is there."""
     api = Objects({})
-    asked = itertools.count()
+    check_counter = itertools.count()
     bodies = [
         {"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")
     ]
 
     def check() -> None:
-        if next(asked) == calls:
+        if next(check_counter) == calls:
             raise module.OrchError("suspended", Exit.CAPACITY)
 
     def apply(body, manager):

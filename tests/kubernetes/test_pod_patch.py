@@ -27,9 +27,9 @@ def template(pod: dict | None = None) -> dict:
     return pod_template("run", PLAN, options, 60, {"a": "b"}, {}, None, subdomain=True)
 
 
-def agent(found: dict) -> dict:
-    (one,) = found["spec"]["containers"]
-    return one
+def agent(body: dict) -> dict:
+    (container,) = body["spec"]["containers"]
+    return container
 
 
 def test_mappings_merge_named_entries_merge_and_null_deletes():
@@ -48,28 +48,33 @@ def test_mappings_merge_named_entries_merge_and_null_deletes():
         ],
     }
     plain = template()
-    found = template({"spec": spec})
-    assert found["spec"]["securityContext"] == {
+    merged = template({"spec": spec})
+    assert merged["spec"]["securityContext"] == {
         name: value
         for name, value in (plain["spec"]["securityContext"] | {"fsGroup": 7}).items()
         if name != "runAsGroup"
     }
-    volumes = {one["name"]: one for one in found["spec"]["volumes"]}
+    volumes = {entry["name"]: entry for entry in merged["spec"]["volumes"]}
     assert (
         volumes["work"] == {"name": "work", "hostPath": {"path": "/nvme"}}
         and "emptyDir" in volumes["models"]
     )
-    assert [one["name"] for one in found["spec"]["volumes"]] == ["work", "shm", "input", "models"]
-    assert agent(found)["env"] == [*agent(plain)["env"], {"name": "X", "value": "1"}]
-    mounts = {one["mountPath"]: one["name"] for one in agent(found)["volumeMounts"]}
-    assert mounts == {one["mountPath"]: one["name"] for one in agent(plain)["volumeMounts"]} | {
-        "/tmp": "models"
-    }
-    assert agent(found)["command"] == agent(plain)["command"]
+    assert [entry["name"] for entry in merged["spec"]["volumes"]] == [
+        "work",
+        "shm",
+        "input",
+        "models",
+    ]
+    assert agent(merged)["env"] == [*agent(plain)["env"], {"name": "X", "value": "1"}]
+    mounts = {entry["mountPath"]: entry["name"] for entry in agent(merged)["volumeMounts"]}
+    assert mounts == {
+        entry["mountPath"]: entry["name"] for entry in agent(plain)["volumeMounts"]
+    } | {"/tmp": "models"}
+    assert agent(merged)["command"] == agent(plain)["command"]
 
 
 def test_an_entry_is_taken_out():
-    found = template(
+    merged = template(
         {
             "spec": {
                 "topologySpreadConstraints": [
@@ -80,7 +85,7 @@ def test_an_entry_is_taken_out():
     )
     assert (
         template()["spec"]["topologySpreadConstraints"]
-        and found["spec"]["topologySpreadConstraints"] == []
+        and merged["spec"]["topologySpreadConstraints"] == []
     )
 
 
@@ -88,12 +93,15 @@ def test_pods_on_the_host_network_still_find_pod_0_by_name():
     assert (
         template({"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
     )
-    own = {"spec": {"hostNetwork": True, "dnsPolicy": "None"}}
-    assert template(own)["spec"]["dnsPolicy"] == "None" and "dnsPolicy" not in template()["spec"]
+    own_policy = {"spec": {"hostNetwork": True, "dnsPolicy": "None"}}
+    assert (
+        template(own_policy)["spec"]["dnsPolicy"] == "None"
+        and "dnsPolicy" not in template()["spec"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("pod", "why"),
+    ("pod", "reason"),
     [
         ({"spce": {}}, "pod.spce is not a part of a pod template; did you mean 'spec'"),
         ({"metadata": {"name": "x"}}, "pod.metadata.name is not for a pod template"),
@@ -122,8 +130,8 @@ def test_pods_on_the_host_network_still_find_pod_0_by_name():
         ({"spec": {"containers": [{"name": "agent", "resources": {"limits": {"a/b": []}}}]}}, "limits.a/b must be str"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_its_place(pod, why):
-    with refusal(why, Exit.CONFIG):
+def test_what_cannot_be_is_refused_with_its_place(pod, reason):
+    with refusal(reason, Exit.CONFIG):
         template(pod)
 
 
@@ -131,16 +139,18 @@ RULE = {"key": "rack", "operator": "NotIn", "values": ["r7"]}
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
-def kept_off(*terms: object, **more: object) -> dict:
+def kept_off(*terms: object, **extra_rules: object) -> dict:
     return {
         "spec": {
-            "affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": list(terms)}} | more}
+            "affinity": {
+                "nodeAffinity": {REQUIRED: {"nodeSelectorTerms": list(terms)}} | extra_rules
+            }
         }
     }
 
 
-def in_queue(pod: dict, **more: object) -> dict:
-    options = read_options({"image": "x", "queue": "q", "pod": pod} | more)
+def in_queue(pod: dict, **extra_options: object) -> dict:
+    options = read_options({"image": "x", "queue": "q", "pod": pod} | extra_options)
     return pod_template("run", PLAN, options, 60, {}, {}, None, subdomain=True)["spec"].get(
         "affinity", {}
     )
@@ -150,12 +160,12 @@ def test_where_a_queue_places_the_run_a_site_may_leave_nodes_out():
     rack = {"matchExpressions": [RULE]}
     broken = {"key": "broken", "operator": "DoesNotExist"}
     assert in_queue(kept_off(rack)) == {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [rack]}}}
-    other = {"matchExpressions": [broken, RULE]}
+    not_broken = {"matchExpressions": [broken, RULE]}
     excluded = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1"]}
-    found = in_queue(kept_off(rack, other), exclude=["n1"])["nodeAffinity"][REQUIRED][
+    terms = in_queue(kept_off(rack, not_broken), exclude=["n1"])["nodeAffinity"][REQUIRED][
         "nodeSelectorTerms"
     ]
-    assert [term["matchExpressions"] for term in found] == [
+    assert [term["matchExpressions"] for term in terms] == [
         [excluded, RULE],
         [excluded, broken, RULE],
     ]
@@ -166,7 +176,7 @@ def test_where_a_queue_places_the_run_a_site_may_leave_nodes_out():
 
 
 @pytest.mark.parametrize(
-    ("pod", "why"),
+    ("pod", "reason"),
     [
         (
             kept_off({"matchExpressions": [RULE | {"operator": "In"}]}),
@@ -194,14 +204,14 @@ def test_where_a_queue_places_the_run_a_site_may_leave_nodes_out():
         ({"spec": {"affinity": {"nodeAffinity": [RULE]}}}, "nodeAffinity must be a mapping"),
     ],
 )
-def test_and_nothing_else_of_where_it_goes(pod, why):
-    with refusal(why, Exit.CONFIG):
+def test_and_nothing_else_of_where_it_goes(pod, reason):
+    with refusal(reason, Exit.CONFIG):
         in_queue(pod)
 
 
 def test_the_scheduler_counts_what_the_patch_asks_for():
-    more = {"containers": [{"name": "agent", "resources": {"limits": {"vendor/nic": 2}}}]}
-    more["initContainers"] = [
+    spec = {"containers": [{"name": "agent", "resources": {"limits": {"vendor/nic": 2}}}]}
+    spec["initContainers"] = [
         {
             "name": "logs",
             "image": "x",
@@ -211,11 +221,11 @@ def test_the_scheduler_counts_what_the_patch_asks_for():
         {"name": "once", "image": "x", "resources": {"requests": {"cpu": "64"}}},
     ]
     plain = pod_needs(PLAN, read_options({"image": "x"})).requests
-    found = pod_needs(PLAN, read_options({"image": "x", "pod": {"spec": more}})).requests
-    assert found == plain | {"vendor/nic": 2.0, "cpu": 64.5}  # `once` runs alone, beside `logs`
-    more["initContainers"].pop()
-    found = pod_needs(PLAN, read_options({"image": "x", "pod": {"spec": more}})).requests
-    assert found == plain | {"vendor/nic": 2.0, "cpu": plain["cpu"] + 0.5}
+    requests = pod_needs(PLAN, read_options({"image": "x", "pod": {"spec": spec}})).requests
+    assert requests == plain | {"vendor/nic": 2.0, "cpu": 64.5}  # `once` runs alone, beside `logs`
+    spec["initContainers"].pop()
+    requests = pod_needs(PLAN, read_options({"image": "x", "pod": {"spec": spec}})).requests
+    assert requests == plain | {"vendor/nic": 2.0, "cpu": plain["cpu"] + 0.5}
 
 
 WORDS = st.sampled_from(["name", "env", "volumes", "containers", "$patch", "hostNetwork"])
@@ -230,7 +240,7 @@ NESTED = st.recursive(
 def test_any_patch_is_merged_or_refused_and_changes_nothing_else(patch):
     plain = template()
     before = copy.deepcopy(plain)
-    given = copy.deepcopy(patch)
+    original = copy.deepcopy(patch)
     with contextlib.suppress(OrchError):
         patched(plain, patch)
-    assert (plain, patch) == (before, given)
+    assert (plain, patch) == (before, original)

@@ -122,12 +122,12 @@ def test_who_does_not_come_is_named_and_the_others_leave():
 def test_pod_0_is_looked_for_again_where_it_was_silent(monkeypatch):
     """Its name may show for a while the address that it had before: nobody answers there, and
     nobody refuses."""
-    gone = "127.0.3.2"
+    dead_host = "127.0.3.2"
     resolved = socket.getaddrinfo
-    answers = itertools.chain([gone, gone], itertools.repeat(HOST))
+    answers = itertools.chain([dead_host, dead_host], itertools.repeat(HOST))
 
-    def resolve(host: str, *more, **options):
-        return resolved(next(answers) if host == "run-0.run" else host, *more, **options)
+    def resolve(host: str, *arguments, **options):
+        return resolved(next(answers) if host == "run-0.run" else host, *arguments, **options)
 
     async def together(port: int) -> list[Start]:
         who = pods(2)
@@ -145,7 +145,7 @@ def test_pod_0_is_looked_for_again_where_it_was_silent(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(channel, "_REACH_S", 0.5)
-    with silent(gone, free_port()) as port:
+    with silent(dead_host, free_port()) as port:
         began = time.monotonic()
         assert asyncio.run(together(port))[1].members == pods(2)
         assert time.monotonic() - began >= 1.0 and next(answers) == HOST  # both tries were cut off
@@ -217,12 +217,12 @@ NETWORK = Topology(
 def test_ranks_follow_the_network_not_the_indices_of_the_pods():
     """A pipeline of two nodes must end up under one leaf, whatever indices its pods have."""
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
-    found = map_ranks(plan, pods(4), NETWORK)
-    assert check_ranks(found.plan) is None
+    mapping = map_ranks(plan, pods(4), NETWORK)
+    assert check_ranks(mapping.plan) is None
     leaf = {"n0": "l0", "n3": "l0", "n1": "l1", "n2": "l1"}
-    for group in found.plan.groups["model"]:
-        assert len({leaf[found.plan.ranks[rank].node] for rank in group}) == 1
-    assert found.names == ["n0", "n1", "n2", "n3"]
+    for group in mapping.plan.groups["model"]:
+        assert len({leaf[mapping.plan.ranks[rank].node] for rank in group}) == 1
+    assert mapping.names == ["n0", "n1", "n2", "n3"]
 
 
 def test_every_pod_makes_the_same_plan():
@@ -241,9 +241,9 @@ def test_pods_that_share_a_node_are_told_apart_and_kept_close():
     ]  # 0 and 2, 1 and 3 together
     expand(",".join(node_names(mixed)))  # what a report of moved ranks must be able to write
     assert node_names(mixed) == ["n0.pod-0", "n1.pod-1", "n0.pod-2", "n1.pod-3"]
-    found = map_ranks(plan, mixed, NETWORK)
-    for group in found.plan.groups["model"]:
-        assert len({found.plan.ranks[rank].node.split(".pod-")[0] for rank in group}) == 1
+    mapping = map_ranks(plan, mixed, NETWORK)
+    for group in mapping.plan.groups["model"]:
+        assert len({mapping.plan.ranks[rank].node.split(".pod-")[0] for rank in group}) == 1
 
 
 def test_damaged_topology_costs_the_network_not_the_run():
@@ -258,8 +258,8 @@ def test_damaged_topology_costs_the_network_not_the_run():
 
 @pytest.mark.parametrize("host", ["tiny-12", "gpu-node-7", "gpu-node-12", None])
 def test_a_pod_knows_where_index_0_is(host):
-    """And itself: from fields of its own and the run's request. On its node's network it has the
-    node's name."""
+    """It knows itself, too: from fields of its own and the run's request. On its node's network it
+    has the node's name."""
     environ = {"JOB_COMPLETION_INDEX": "12", "ORCH_POD": "tiny-12-x", "ORCH_POD_NODE": "n7"}
     environ |= {"ORCH_POD_ADDRESS": "fd00::7", "ORCH_POD_RETURNS": ""} | (
         {"HOSTNAME": host} if host else {}
@@ -268,7 +268,8 @@ def test_a_pod_knows_where_index_0_is(host):
     pod = task.read_pod(environ, request)
     assert (pod.host_of_first, pod.address, pod.node) == ("tiny-0.tiny", "fd00::7", "n7")
     assert [
-        task.read_pod(environ | {"ORCH_POD_RETURNS": text}, request).returns for text in ("", "3")
+        task.read_pod(environ | {"ORCH_POD_RETURNS": returns}, request).returns
+        for returns in ("", "3")
     ] == [0, 3]
     request.backend_options = {"kind": "jobset"}
     assert task.read_pod(environ, request).host_of_first == "tiny-node-0-0.tiny"
@@ -291,7 +292,7 @@ def test_attempts_that_come_to_nothing_one_after_the_other_are_few():
 
 
 def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
-    """As a pod that comes in the place of a lost one does, which would else be fenced by this one's
+    """So does a pod that comes in the place of a lost one, which would else be fenced by this one's
     later epochs."""
     begun = []
     monkeypatch.setattr(ProcessStart, "restart", lambda self, lost: begun.append(lost.reason))
@@ -300,16 +301,16 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
         raise PeersLost("node2 was lost", 100.0)
 
     monkeypatch.setattr(task, "_run_attempt", lose)
-    for options, left in (({}, False), ({"claim": "runs"}, True)):
+    for options, remains in (({}, False), ({"claim": "runs"}, True)):
         (tmp_path / "run").mkdir(exist_ok=True)
         copies = replica_dir(tmp_path / "run", "n1")
         copies.parent.parent.mkdir(mode=0o700, exist_ok=True)
         copies.mkdir(parents=True)
-        given = SimpleNamespace(
+        bundle = SimpleNamespace(
             request=SimpleNamespace(backend_options=options, run_dir=str(tmp_path / "run"))
         )
-        task._attempt(ProcessStart({}, "/"), SimpleNamespace(index=1, node="n1", returns=0), given)
-        assert ((tmp_path / "run").exists(), copies.exists()) == (left, left)
+        task._attempt(ProcessStart({}, "/"), SimpleNamespace(index=1, node="n1", returns=0), bundle)
+        assert ((tmp_path / "run").exists(), copies.exists()) == (remains, remains)
         shutil.rmtree(copies.parent, ignore_errors=True)
     assert begun == ["node2 was lost"] * 2
 
@@ -320,7 +321,7 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
 def test_a_user_without_a_name_has_one_in_a_pod(image, name):
-    """As libraries ask for it, with nothing but what process 1 has set."""
+    """Libraries ask for it with nothing but what process 1 has set."""
     script = """if True:
         import getpass, os, pwd
         from orchestrator.backends.kubernetes.pod.task import login_names
@@ -335,12 +336,12 @@ def test_a_user_without_a_name_has_one_in_a_pod(image, name):
     assert done.stdout.split() == ["12345", name, name], done.stderr
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_user_with_a_name_keeps_it(monkeypatch, known):
+@pytest.mark.parametrize("named", [True, False])
+def test_a_user_with_a_name_keeps_it(monkeypatch, named):
     monkeypatch.setattr(
-        task.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ada") if known else {}[uid]
+        task.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ada") if named else {}[uid]
     )
-    assert task.login_names({}) == dict.fromkeys(("USER", "LOGNAME"), "ada" if known else "orch")
+    assert task.login_names({}) == dict.fromkeys(("USER", "LOGNAME"), "ada" if named else "orch")
     assert task.login_names({"USER": "a", "LOGNAME": "b"}) == {"USER": "a", "LOGNAME": "b"}
 
 
@@ -366,8 +367,8 @@ def test_every_line_is_copied_once_and_the_state_of_the_run_is_in_status_lines(t
         "writer": "n0",
     }
     state = RunState(**fields, state="running", epoch=3, created_at=1, updated_at=2)
-    for part in ("logs", "metrics"):
-        (tmp_path / part).mkdir()
+    for folder_name in ("logs", "metrics"):
+        (tmp_path / folder_name).mkdir()
     folder.rank_log(3).write_text("of an earlier life\n")
     out = io.StringIO()
     ours = status_lines.StatusLineWriter(folder, "n0", [3, 4], is_leader=True, out=out)
@@ -381,14 +382,20 @@ def test_every_line_is_copied_once_and_the_state_of_the_run_is_in_status_lines(t
     folder.metrics("n0").write_text('{"step": 1}\n')
     ours.close()
     lines = out.getvalue().splitlines()
-    said = [found for line in lines if (found := status_lines.parse_status_line(line))]
-    ranks = [found for line in lines if (found := status_lines.parse_rank_line(line))]
-    assert [text for rank, text in ranks if rank == 3] == ["step 1", "step 2", "last words"]
-    assert [text for rank, text in ranks if rank == 4] == ["@orch {not ours}"]
-    assert state in [
-        msgspec.json.decode(s.state, type=RunState) for s in said if s.state != status_lines.NOTHING
+    statuses = [parsed for line in lines if (parsed := status_lines.parse_status_line(line))]
+    ranks = [parsed for line in lines if (parsed := status_lines.parse_rank_line(line))]
+    assert [rank_line for rank, rank_line in ranks if rank == 3] == [
+        "step 1",
+        "step 2",
+        "last words",
     ]
-    assert ("n0", {"step": 1}) in [(s.node, json.loads(bytes(s.step))) for s in said]
+    assert [rank_line for rank, rank_line in ranks if rank == 4] == ["@orch {not ours}"]
+    assert state in [
+        msgspec.json.decode(s.state, type=RunState)
+        for s in statuses
+        if s.state != status_lines.NOTHING
+    ]
+    assert ("n0", {"step": 1}) in [(s.node, json.loads(bytes(s.step))) for s in statuses]
     assert status_lines.parse_status_line("@orch {broken") is None
     assert status_lines.parse_rank_line("[rank x] y") is None
 

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pyt
 
 @pytest.fixture
 def queue(orch) -> str:
-    """In this namespace; there is room in it for one run of four pods. `later` is another door to
-    it, still closed."""
+    """A queue of this namespace; there is room in it for one run of four pods. `later` is another
+    door to it, still closed."""
     quota = {"cpu": "3.3", "memory": "14Gi"}
     levels = ("orch.test/rack", "kubernetes.io/hostname")
     addons.queues(orch.bed, quota, levels, {"orch.test/kind": "real"}, "one-run", orch.namespace)
@@ -62,9 +62,9 @@ def test_runs_that_make_room_come_back_and_their_losses_are_the_same(orch, queue
     assert (
         min(high.steps(since_epoch=1)) == before + 1
     )  # it had time to save, and went on from there
-    same = sorted(high.steps())[:60]
-    assert [high.steps()[step] for step in same] == pytest.approx(
-        [undisturbed[step] for step in same], abs=1e-9
+    compared_steps = sorted(high.steps())[:60]
+    assert [high.steps()[step] for step in compared_steps] == pytest.approx(
+        [undisturbed[step] for step in compared_steps], abs=1e-9
     )
 
     low.release()

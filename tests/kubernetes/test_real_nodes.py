@@ -39,15 +39,17 @@ def test_each_lost_pod_is_back_as_soon_as_the_first_one(orch, undisturbed):
         run.step(max(run.steps(), default=0) + 3)
         epoch = max(report["epoch"] for report in reports(run.inside / "metrics"))
         victim = orch.pods(run.id)[index]["metadata"]["name"]
-        asked = time.time()
+        deleted_at = time.time()
         orch.bed.kubectl("delete", "pod", "-n", orch.namespace, victim, "--wait=false")
         run.until(
             "steps of the next life", lambda epoch=epoch: len(run.steps(since_epoch=epoch + 1)) >= 3
         )
-        [made] = [pod for pod in orch.pods(run.id) if pod["metadata"]["uid"] not in before]
-        assert made["metadata"]["name"].startswith(f"{run.id}-{index}-")
+        [replacement] = [pod for pod in orch.pods(run.id) if pod["metadata"]["uid"] not in before]
+        assert replacement["metadata"]["name"].startswith(f"{run.id}-{index}-")
         assert (
-            datetime.fromisoformat(made["metadata"]["creationTimestamp"]).timestamp() - asked < 60
+            datetime.fromisoformat(replacement["metadata"]["creationTimestamp"]).timestamp()
+            - deleted_at
+            < 60
         )
     orch("cancel", run.id)
     losses = run.steps()
@@ -61,8 +63,10 @@ def test_pods_on_their_nodes_networks_train(orch, undisturbed):
     """There they bear the nodes' names and addresses, and a node has ports for one of them."""
     label = "pod-security.kubernetes.io/enforce=privileged"
     orch.bed.kubectl("label", "namespace", orch.namespace, label, "--overwrite")
-    two = [word for word in TINY if not word.startswith("cluster.nodes=")] + ["cluster.nodes=2"]
-    run = orch.submit(*two, *SHORT, options={"pod": {"spec": {"hostNetwork": True}}})
+    two_nodes = [override for override in TINY if not override.startswith("cluster.nodes=")] + [
+        "cluster.nodes=2"
+    ]
+    run = orch.submit(*two_nodes, *SHORT, options={"pod": {"spec": {"hostNetwork": True}}})
     run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, rel=1e-4)  # one replica sums in another order
 
@@ -124,11 +128,11 @@ def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
 
 
 def test_an_elastic_run_is_resized_there_and_back(orch, undisturbed):
-    """From four pods to two and to four again: the same global batch, each time from what the
-    others had saved.
+    """It goes from four pods to two and to four again: the same global batch, each time from what
+    the others had saved.
 
-    Without an end of its own, so that it is never over before it is resized; its rate of learning
-    is as long constant.
+    It has no end of its own, so that it is never over before it is resized; its rate of learning is
+    as long constant.
     """
     run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=100000")
     for epoch, pods in enumerate((4, 2, 4)):
@@ -147,7 +151,7 @@ def test_an_elastic_run_is_resized_there_and_back(orch, undisturbed):
     losses = run.steps()
     assert sorted(losses) == list(range(1, len(losses) + 1))
     assert losses[len(losses)] < losses[1] - 0.3
-    same = sorted(losses)[:60]
-    assert [losses[step] for step in same] == pytest.approx(
-        [undisturbed[step] for step in same], rel=1e-4
+    compared_steps = sorted(losses)[:60]
+    assert [losses[step] for step in compared_steps] == pytest.approx(
+        [undisturbed[step] for step in compared_steps], rel=1e-4
     )

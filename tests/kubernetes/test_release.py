@@ -24,8 +24,8 @@ OTHERS = {"events", "events.events.k8s.io", "leases.coordination.k8s.io", "compo
 
 class Release(Helm):
     def names(self, kind: str) -> list[str]:
-        found = self.bed.get(kind, "-n", SPACE, "-l", "app.kubernetes.io/instance=my-run")["items"]
-        return sorted(body["metadata"]["name"] for body in found)
+        bodies = self.bed.get(kind, "-n", SPACE, "-l", "app.kubernetes.io/instance=my-run")["items"]
+        return sorted(body["metadata"]["name"] for body in bodies)
 
     def everything(self) -> set[str]:
         """Every object of the cluster, of any kind."""
@@ -42,8 +42,8 @@ class Release(Helm):
 
 @pytest.fixture(scope="module")
 def control_plane(tmp_path_factory) -> Iterator[Bed]:
-    """With the kinds that the chart may be asked to make: Kueue's, and monitoring's as far as Helm
-    sees them."""
+    """A control plane with the kinds that the chart may be asked to make: Kueue's, and monitoring's
+    as far as Helm sees them."""
     with bring_up(Shape(), "helm") as bed:
         addons.kueue_kinds(bed)
         bed.apply(
@@ -93,8 +93,7 @@ def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
 
 
 def test_the_launcher_reads_and_writes_its_own_secret_alone(helm):
-    """As the API server judges it: server-side apply creates an object under a right that names
-    it."""
+    """The API server judges it: server-side apply creates an object under a right that names it."""
     helm("install", "my-run", CHART, values=FULL)
     try:
         run_id = next(
@@ -108,7 +107,7 @@ def test_the_launcher_reads_and_writes_its_own_secret_alone(helm):
                 "metadata": {"name": name},
                 "stringData": {"key": "x"},
             }
-            said = helm.bed.run(
+            applied = helm.bed.run(
                 str(program("kubectl")),
                 *who,
                 "apply",
@@ -118,9 +117,11 @@ def test_the_launcher_reads_and_writes_its_own_secret_alone(helm):
                 check=False,
                 input=json.dumps(body),
             )
-            assert ("forbidden" in said.stderr) == refused, said.stderr
-            got = helm.bed.run(str(program("kubectl")), *who, "get", "secret", name, check=False)
-            assert ("forbidden" in got.stderr) == refused, got.stderr
+            assert ("forbidden" in applied.stderr) == refused, applied.stderr
+            fetched = helm.bed.run(
+                str(program("kubectl")), *who, "get", "secret", name, check=False
+            )
+            assert ("forbidden" in fetched.stderr) == refused, fetched.stderr
     finally:
         helm("uninstall", "my-run", "--wait", "--timeout", "60s")
         helm.bed.kubectl("delete", "secret,pvc", "-n", SPACE, "--all", "--wait=false")

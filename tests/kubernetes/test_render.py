@@ -91,10 +91,10 @@ CASES: dict[str, dict] = {
 
 
 def request_of(
-    words: list[str], run_id: str, command: Sequence[str] = (), code: Code | None = None
+    overrides: list[str], run_id: str, command: Sequence[str] = (), code: Code | None = None
 ):
     """(bundle, plan) of `orch submit backend=kubernetes` with these words."""
-    config = load([*words, "backend=kubernetes", f"run.name={run_id.rpartition('-')[0]}"], None)
+    config = load([*overrides, "backend=kubernetes", f"run.name={run_id.rpartition('-')[0]}"], None)
     plan = build_plan(config)
     site = Site(run_id=run_id, home="/h", runs_dir="/h/runs", python="/py", environment_names=["NCCL_DEBUG", "HOME"],
                 cwd="/w", code=code or Code(kind="none"))  # fmt: skip
@@ -108,14 +108,17 @@ def main_line():
 
 def manifest(main_line, options: dict, **changes: object) -> Manifest:
     bundle, plan = main_line
-    given = read_options({**IMAGE, **options})
-    space = given.namespace or "default"
+    kubernetes_options = read_options({**IMAGE, **options})
+    space = kubernetes_options.namespace or "default"
     run = Manifest(
-        request=bundle.request, plan=plan, options=given, config=b"run: main\n", namespace=space
+        request=bundle.request,
+        plan=plan,
+        options=kubernetes_options,
+        config=b"run: main\n",
+        namespace=space,
     )
-    return structs.replace(
-        run, **{"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}, **changes}
-    )
+    secrets = {"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}}
+    return structs.replace(run, **(secrets | changes))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,14 +131,14 @@ def test_golden(main_line, name):
             body["binaryData"][key] = "(packed)"
         if "request.json" in body.get("data", {}):
             body["data"]["request.json"] = "(the request)"
-    text = to_yaml(objects)
+    rendered_yaml = to_yaml(objects)
     path = GOLDEN / f"{name}.yaml"
-    if "hash" in text:
-        text = text.replace(main_line[1].hash, "f" * 64)
+    if "hash" in rendered_yaml:
+        rendered_yaml = rendered_yaml.replace(main_line[1].hash, "f" * 64)
     if not path.exists():
-        path.write_text(text)
+        path.write_text(rendered_yaml)
         pytest.fail(f"{path.name} did not exist: written, look at it and run again")
-    assert text == path.read_text()
+    assert rendered_yaml == path.read_text()
 
 
 def test_what_is_printed_is_what_is_sent_with_the_job_last(main_line):
@@ -169,8 +172,8 @@ def test_metrics_are_read_from_anywhere_and_the_rest_by_the_run_s_pods_alone(mai
 
 
 def test_sixteen_thousand_ranks_fit():
-    """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a
-    second time."""
+    """They fit into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply`
+    writes a second time."""
     bundle, plan = request_of(["cluster=h100x16384", "model=llama3_405b"], "big-1")
     assert len(plan.ranks) == 16384
     objects = render(manifest((bundle, plan), {}))
@@ -192,10 +195,10 @@ def test_ranks_that_do_not_follow_from_the_order_are_kept():
     """A rank map of a user's own making travels as it is."""
     plan = make_plan(tp=2, dp=2, nodes=2)
     swapped = [structs.replace(plan.ranks[i], rank=j) for j, i in enumerate((1, 0, 3, 2))]
-    own = seal(
+    custom_plan = seal(
         structs.replace(plan, ranks=swapped, groups=all_groups([as_dict(r) for r in swapped], 1))
     )
-    assert unpack_plan(pack_plan(own)) == own
+    assert unpack_plan(pack_plan(custom_plan)) == custom_plan
 
 
 # ------------------------------------------------------------------------------------------ rules
@@ -336,10 +339,10 @@ def test_names_that_would_be_too_long_are_refused_early():
 
 
 def test_a_program_in_a_folder_is_refused():
-    words = ["cluster=h100x64", "model=llama3_8b"]
+    overrides = ["cluster=h100x64", "model=llama3_8b"]
     code = Code(kind="folder", root="/w")
     with pytest.raises(OrchError, match="--in-place"):
-        render(manifest(request_of(words, "own-1", ["python", "train.py"], code), {}))
+        render(manifest(request_of(overrides, "own-1", ["python", "train.py"], code), {}))
 
 
 @pytest.mark.parametrize("gang", ["workload", "volcano", "coscheduling", "kai"])
@@ -375,8 +378,8 @@ def test_a_gang_is_rendered_for_the_scheduler_that_places_it(main_line, gang):
 
 
 def test_a_gang_scheduler_is_found_or_its_absence_is_told():
-    def serves(*known: str):
-        return lambda group, plural: group.split("/")[0] in known
+    def serves(*groups: str):
+        return lambda group, plural: group.split("/")[0] in groups
 
     auto = read_options({"gang": "auto"})
     assert resolved(auto, serves("scheduling.volcano.sh", "scheduling.k8s.io")) == "volcano"
@@ -392,11 +395,11 @@ def test_an_elastic_job_is_done_when_its_run_is_and_its_gang_is_its_smallest_siz
     bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "elastic-1")
     bundle = structs.replace(bundle, request=structs.replace(bundle.request, sizes=[8, 4, 2]))
     sizes = {8: plan, 4: plan, 2: plan}
-    given = manifest((bundle, plan), {"claim": "runs", "gang": "volcano"}, sizes=sizes)
-    *others, group, job = render(given)
+    elastic_manifest = manifest((bundle, plan), {"claim": "runs", "gang": "volcano"}, sizes=sizes)
+    *first_objects, group, job = render(elastic_manifest)
     assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
     assert group["spec"]["minMember"] == 2
-    data = next(body for body in others if body["kind"] == "ConfigMap")
+    data = next(body for body in first_objects if body["kind"] == "ConfigMap")
     assert {"plan.nodes8.bin", "plan.nodes4.bin", "plan.nodes2.bin"} <= set(data["binaryData"])
     assert json.loads(data["data"]["request.json"])["sizes"] == [8, 4, 2]
     fixed = render(manifest((bundle, plan), {"gang": "volcano"}, sizes=sizes))

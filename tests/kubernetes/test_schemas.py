@@ -52,30 +52,39 @@ def check(tmp_path_factory) -> Check:
         folder = schemas.folder()
     except (RuntimeError, OSError) as error:
         pytest.skip(f"no schemas: {error}")
-    places = [
-        word for place in schemas.LOCATIONS for word in ("-schema-location", f"{folder}/{place}")
+    locations = [
+        argument
+        for location in schemas.LOCATIONS
+        for argument in ("-schema-location", f"{folder}/{location}")
     ]
 
     def run(bodies: list[dict]) -> dict[str, list[dict]]:
         path.write_text(yaml.safe_dump_all(bodies))
-        found = {}
+        resources = {}
         for version in schemas.KUBERNETES:
-            argv = [str(program("kubeconform")), "-strict", "-verbose", "-output", "json", *places]
+            argv = [
+                str(program("kubeconform")),
+                "-strict",
+                "-verbose",
+                "-output",
+                "json",
+                *locations,
+            ]
             argv += ["-kubernetes-version", version.removeprefix("v"), str(path)]
             done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
-            found[version] = json.loads(done.stdout)["resources"]
-            assert len(found[version]) == len(bodies), done.stdout + done.stderr
-        return found
+            resources[version] = json.loads(done.stdout)["resources"]
+            assert len(resources[version]) == len(bodies), done.stdout + done.stderr
+        return resources
 
     return run
 
 
-def wrong(found: dict[str, list[dict]]) -> list[tuple[str, str, str]]:
+def wrong(resources: dict[str, list[dict]]) -> list[tuple[str, str, str]]:
     return [
-        (v, one["kind"], one["msg"])
-        for v, all in found.items()
-        for one in all
-        if one["status"] != "statusValid"
+        (v, resource["kind"], resource["msg"])
+        for v, all in resources.items()
+        for resource in all
+        if resource["status"] != "statusValid"
     ]
 
 
@@ -100,8 +109,8 @@ def test_every_object_of_every_run(check, main_line):  # noqa: F811
 
 
 def test_every_option_is_in_some_rendering():
-    """But those that say where and how the run is sent, not what."""
-    given = set().union(*CASES.values(), *MORE.values()) | {"image"}
+    """Left out are those that say where and how the run is sent, not what."""
+    covered = set().union(*CASES.values(), *MORE.values()) | {"image"}
     elsewhere = {
         "context",
         "profile",
@@ -123,7 +132,7 @@ def test_every_option_is_in_some_rendering():
         "gang",
         "gang_queue",
     }  # gangs: kinds that no version of all these has
-    assert set(KubernetesOptions.__struct_fields__) - given - elsewhere == set()
+    assert set(KubernetesOptions.__struct_fields__) - covered - elsewhere == set()
 
 
 def test_every_template_of_the_chart(check):

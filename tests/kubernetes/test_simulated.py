@@ -41,7 +41,7 @@ levels:
 
 @pytest.fixture(params=[pytest.param("alone", marks=pytest.mark.full), "kueue"])
 def queue(request) -> str | None:
-    """Which of Kueue's queues, or that there is no Kueue."""
+    """The Kueue queue that runs go to, or that there is no Kueue."""
     return "large" if request.param == "kueue" else None
 
 
@@ -81,24 +81,24 @@ def split_pipelines(plan: Plan, topology: Topology) -> int:
 def split_slices(nodes: Sequence[str], topology: Topology, size: int = 4) -> int:
     """Runs of `size` neighbouring completion indices that lie under more than one leaf."""
     leaf = leaves(topology)
-    parts = [nodes[start : start + size] for start in range(0, len(nodes), size)]
-    return sum(len({leaf[node] for node in part}) > 1 for part in parts)
+    slices = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+    return sum(len({leaf[node] for node in pod_slice}) > 1 for pod_slice in slices)
 
 
 # ------------------------------------------------------------------------------------------ placed
 
 
 def test_every_pipeline_lies_under_one_leaf(orch, queue, ended, topology):
-    """With Kueue the pods' indices are in plan order, too; without it pod 0 maps the ranks to where
+    """Kueue keeps the pods' indices in plan order, too; without it pod 0 maps the ranks to where
     their pods are."""
     run = ended(orch.submit(*MAIN))
     nodes = bound(orch, run, 8)
     assert len(set(nodes)) == 8
-    found = seated(run, nodes, topology)
-    assert split_pipelines(found.plan, topology) == 0
+    seating = seated(run, nodes, topology)
+    assert split_pipelines(seating.plan, topology) == 0
     if queue:
         assert split_slices(nodes, topology) == 0
-        assert [rank.node for rank in found.plan.ranks] == [
+        assert [rank.node for rank in seating.plan.ranks] == [
             node for node in nodes for _ in range(8)
         ]
 
@@ -112,10 +112,10 @@ def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
     now = time.time()
     bad = {nodes[0], nodes[5]}
     for node in bad:
-        one = BadNode(
+        bad_node = BadNode(
             cluster="h100x64", node=node, why="ECC", run=before.id, at=now, until=now + 3600
         )
-        NodeMemory(orch.home).add(one)
+        NodeMemory(orch.home).add(bad_node)
     after = ended(orch.submit(*MAIN))
     assert bad.isdisjoint(bound(orch, after, 8))
     assert (
@@ -126,8 +126,8 @@ def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
 
 @pytest.mark.parametrize("aware", [True, False], ids=["aware of topology", "not aware"])
 def test_a_queue_puts_no_pod_on_a_node_that_is_left_out(queued_bed, tmp_path, aware):
-    """Of three leaves of four nodes; whoever keeps pipelines together has two of them left. The
-    node is named in full, its label is short. A run that needs more is held up by Kueue if that
+    """There are three leaves of four nodes; whoever keeps pipelines together has two of them left.
+    The node is named in full, its label is short. A run that needs more is held up by Kueue if that
     knows single nodes, else by the scheduler."""
     bed = queued_bed
     name = "twelve-aware" if aware else "twelve"
@@ -154,11 +154,11 @@ def test_a_queue_puts_no_pod_on_a_node_that_is_left_out(queued_bed, tmp_path, aw
     where = set(bound(orch, small, 8))
     assert where == {*twelve[:4], *twelve[8:]} if aware else where < {*twelve} - {out}
     taken_out(orch, small)
-    more = [out, *(f"sim-{index}" for index in (1, 6, 9, 10))]
-    large = orch.submit(*MAIN, options={"exclude": more})
+    excluded = [out, *(f"sim-{index}" for index in (1, 6, 9, 10))]
+    large = orch.submit(*MAIN, options={"exclude": excluded})
     says = "allow to fit any of 2 slice" if aware else "didn't match Pod's node affinity/selector"
     large.until(says, lambda: says in (large.state().reason or ""), 300)
-    assert {pod["spec"].get("nodeName") for pod in orch.pods(large.id)}.isdisjoint(more)
+    assert {pod["spec"].get("nodeName") for pod in orch.pods(large.id)}.isdisjoint(excluded)
     taken_out(orch, large)
     bed.kubectl("label", "node", out, f"kubernetes.io/hostname={out}", "--overwrite")
     bed.kubectl("label", "nodes", *twelve, "orch.test/pool=large", "--overwrite")
@@ -171,11 +171,11 @@ def taken_out(orch: Orch, run: Run) -> None:
 
 @pytest.mark.full
 def test_five_hundred_and_twelve_nodes_in_one_run(orch, queue, ended, topology):
-    words = orch.submission()
-    conf = Path(words[words.index("--config-dir") + 1], "cluster")
+    submit_command = orch.submission()
+    conf = Path(submit_command[submit_command.index("--config-dir") + 1], "cluster")
     conf.mkdir()
     (conf / "h100x4096.yaml").write_text(LARGE)
-    done = orch(*words, "+cluster=h100x4096", "parallel=tp8_pp4_zero1", timeout=1200)
+    done = orch(*submit_command, "+cluster=h100x4096", "parallel=tp8_pp4_zero1", timeout=1200)
     run = ended(Run(orch, json.loads(done.stdout)["run_dir"]))
     nodes = bound(orch, run, 512)
     assert len(set(nodes)) == 512
@@ -212,10 +212,10 @@ def test_ten_runs_compete_for_room_for_three_and_all_finish(orch, queue):
     over = threading.Event()
 
     def submit(index: int) -> int:
-        words = orch.submission(options)
+        submit_command = orch.submission(options)
         tries = 0
         while not over.is_set():
-            done = orch(*words, *MAIN, f"run.name=race-{index}", code=None, timeout=600)
+            done = orch(*submit_command, *MAIN, f"run.name=race-{index}", code=None, timeout=600)
             tries += 1
             if done.returncode == 0:
                 return tries
@@ -234,7 +234,7 @@ def test_ten_runs_compete_for_room_for_three_and_all_finish(orch, queue):
         watching = pool.submit(watch)
         try:
             tries = list(pool.map(submit, range(10)))
-            everyone = lambda: len(found := jobs(bed)) == 10 and all(map(finished, found))  # noqa: E731
+            everyone = lambda: len(ten := jobs(bed)) == 10 and all(map(finished, ten))  # noqa: E731
             bed.wait(everyone, 300, "end of ten runs")
         finally:
             over.set()

@@ -57,25 +57,25 @@ LONG_AGO = "2026-01-01T00:00:00Z"
 SCHEMA = yaml.safe_load(Path(ROOT, "charts/orch-controller/files/trainruns.yaml").read_text())
 
 
-def fields_of(part: str) -> dict[str, Any]:
+def fields_of(section: str) -> dict[str, Any]:
     [version] = SCHEMA["spec"]["versions"]
-    return version["schema"]["openAPIV3Schema"]["properties"][part]["properties"]
+    return version["schema"]["openAPIV3Schema"]["properties"][section]["properties"]
 
 
-@pytest.mark.parametrize(("part", "kind"), [("spec", Spec), ("status", Status)])
-def test_the_schema_has_the_fields_of_the_values(part, kind):
+@pytest.mark.parametrize(("section", "kind"), [("spec", Spec), ("status", Status)])
+def test_the_schema_has_the_fields_of_the_values(section, kind):
     """Else the API server would drop what the controller writes, without a word."""
-    assert set(fields_of(part)) == {one.encode_name for one in structs.fields(kind)}
+    assert set(fields_of(section)) == {field.encode_name for field in structs.fields(kind)}
 
 
 def test_every_column_is_a_field():
     [version] = SCHEMA["spec"]["versions"]
-    columns = {one["jsonPath"] for one in version["additionalPrinterColumns"]}
+    columns = {column["jsonPath"] for column in version["additionalPrinterColumns"]}
     assert columns <= {f".status.{name}" for name in fields_of("status")} | {
         ".metadata.creationTimestamp"
     }
     assert {"State", "Step", "Loss", "Nodes", "ETTR", "Reason"} <= {
-        one["name"] for one in version["additionalPrinterColumns"]
+        column["name"] for column in version["additionalPrinterColumns"]
     }
 
 
@@ -92,20 +92,20 @@ def merged(old: Any, patch: Any) -> Any:
     """RFC 7386, as it reads."""
     if not isinstance(patch, dict):
         return patch
-    found = dict(old) if isinstance(old, dict) else {}
+    document = dict(old) if isinstance(old, dict) else {}
     for key, value in patch.items():
         if value is None:
-            found.pop(key, None)
+            document.pop(key, None)
         else:
-            found[key] = merged(found.get(key), value)
-    return found
+            document[key] = merged(document.get(key), value)
+    return document
 
 
 @given(statuses, statuses)
 def test_a_patch_makes_one_status_of_another(before, after):
     stored = msgspec.to_builtins(before)
-    found = msgspec.convert(merged(stored, changed_fields(before, after)), Status)
-    assert found == after
+    patched_status = msgspec.convert(merged(stored, changed_fields(before, after)), Status)
+    assert patched_status == after
     assert changed_fields(after, after) in ({}, {"state": after.state})
 
 
@@ -126,20 +126,23 @@ def test_a_run_whose_new_words_have_another_size_can_ask_for_its_end():
         size=8,
         inputs="old",
     )
-    parts = ("store", "ledger", "decisions", "planner", "reports", "again", "leads")
-    reconciler = Reconciler(None, **dict.fromkeys(parts))
+    collaborators = ("store", "ledger", "decisions", "planner", "reports", "again", "leads")
+    reconciler = Reconciler(None, **dict.fromkeys(collaborators))
     wish = reconciler._node_request(
         TrainRun(Meta(name="r-1", uid="u")), held, bundle, read_options({"image": "x"})
     )
-    assert [(size, one.hash) for size, one in wish.sizes] == [(4, plan.hash)]
+    assert [(size, sized_plan.hash) for size, sized_plan in wish.sizes] == [(4, plan.hash)]
 
 
 def test_what_was_planned_comes_back_whole():
     from tests.kubernetes.test_render import request_of
 
     bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "r-1")
-    found = unpacked(planned(bundle, [plan]))
-    assert (found.request, found.plans) == (bundle.request, {len(bundle.request.agents): plan})
+    unpacked_bundle = unpacked(planned(bundle, [plan]))
+    assert (unpacked_bundle.request, unpacked_bundle.plans) == (
+        bundle.request,
+        {len(bundle.request.agents): plan},
+    )
     with refusal("spec.planned", Exit.CONFIG):
         unpacked(structs.replace(planned(bundle, [plan]), plans=["no plan"]))
 
@@ -153,8 +156,9 @@ def run(**spec: Any) -> TrainRun:
     return TrainRun(about, Spec(words=["cluster=local"], **spec))
 
 
-def with_status(one: TrainRun, **status: Any) -> TrainRun:
-    return structs.replace(one, status=Status(**{"inputs": one.inputs, "generation": 0, **status}))
+def with_status(train_run: TrainRun, **status: Any) -> TrainRun:
+    defaults = {"inputs": train_run.inputs, "generation": 0}
+    return structs.replace(train_run, status=Status(**(defaults | status)))
 
 
 def job(generation: int = 0, count: int = 2, **status: Any) -> Job:
@@ -166,7 +170,7 @@ def job(generation: int = 0, count: int = 2, **status: Any) -> Job:
 
 
 def pod(
-    index: int, where: str = "", phase: str = "Pending", gated: bool = False, **more: Any
+    index: int, where: str = "", phase: str = "Pending", gated: bool = False, **fields: Any
 ) -> Pod:
     labels = {RUN: "r", INDEX: str(index), GENERATION: "0"}
     about = {
@@ -176,36 +180,36 @@ def pod(
         "resourceVersion": "1",
         "labels": labels,
     }
-    about |= {"creationTimestamp": more.pop("created", LONG_AGO), **more.pop("about", {})}
+    about |= {"creationTimestamp": fields.pop("created", LONG_AGO), **fields.pop("about", {})}
     spec = {"nodeName": where, "schedulingGates": [{"name": GATE}] if gated else []}
     return msgspec.convert(
-        {"metadata": about, "spec": spec, "status": {"phase": phase, **more}}, Pod
+        {"metadata": about, "spec": spec, "status": {"phase": phase, **fields}}, Pod
     )
 
 
-def held(*nodes: str, **more: Any) -> Allocation:
-    return Allocation(
-        **{
-            "uid": "u",
-            "number": 1,
-            "generation": 0,
-            "nodes": list(nodes),
-            "size": len(nodes),
-            **more,
-        }
-    )
+def held(*nodes: str, **fields: Any) -> Allocation:
+    defaults = {
+        "uid": "u",
+        "number": 1,
+        "generation": 0,
+        "nodes": list(nodes),
+        "size": len(nodes),
+    }
+    return Allocation(**(defaults | fields))
 
 
-def seen(one: TrainRun | None = None, job: Job | None = None, pods: Any = (), **more: Any) -> Seen:
+def seen(
+    train_run: TrainRun | None = None, job: Job | None = None, pods: Any = (), **changes: Any
+) -> Seen:
     fields = {
         "fits": {"a", "b"},
         "ready": {"a", "b"},
         "least": 2,
         "now": NOW,
         "allocation": None,
-        **more,
+        **changes,
     }
-    return Seen(run=one or with_status(run()), job=job, pods=pods, **fields)
+    return Seen(run=train_run or with_status(run()), job=job, pods=pods, **fields)
 
 
 ENDED = {"containerStatuses": [{"name": "agent", "state": {"terminated": {"exitCode": 75}}}]}
@@ -213,7 +217,7 @@ RUNNING = [pod(0, "a", "Running"), pod(1, "b", "Running")]
 
 
 @pytest.mark.parametrize(
-    ("what", "expected"),
+    ("observation", "expected"),
     [
         (seen(planned=False), [steps.Plan()]),
         (seen(), [steps.Wait()]),
@@ -264,8 +268,8 @@ RUNNING = [pod(0, "a", "Running"), pod(1, "b", "Running")]
         (seen(job=job(), queued=True, changed=True), [steps.Remove()]),
     ],
 )  # fmt: skip
-def test_what_is_done_for_a_run(what, expected):
-    assert decide(what) == expected
+def test_what_is_done_for_a_run(observation, expected):
+    assert decide(observation) == expected
 
 
 def waits(index: int, where: str, reason: str) -> Pod:
@@ -307,17 +311,21 @@ def test_a_run_that_misses_nodes_does_not_keep_the_others_for_ever():
     }
     assert decide(seen(**lost)) == [steps.Replace([1])]
     assert isinstance(decide(seen(crowded=True, **lost))[0], steps.Yield)
-    assert isinstance(decide(seen(**{**lost, "hold_s": 90.0}))[0], steps.Yield)
-    assert decide(seen(crowded=True, **{**lost, "least": 1})) == [
+    assert isinstance(decide(seen(**(lost | {"hold_s": 90.0})))[0], steps.Yield)
+    assert decide(seen(crowded=True, least=1, **lost)) == [
         steps.Replace([1])
     ]  # it goes on with what is left
 
 
 def test_pods_of_a_dead_node_are_ended_and_those_of_a_slow_one_are_not():
-    gone = pod(1, "c", "Running", about={"deletionTimestamp": LONG_AGO})
-    there = {"job": job(), "allocation": held("a", "c"), "pods": [pod(0, "a", "Running"), gone]}
+    dying_pod = pod(1, "c", "Running", about={"deletionTimestamp": LONG_AGO})
+    there = {
+        "job": job(),
+        "allocation": held("a", "c"),
+        "pods": [pod(0, "a", "Running"), dying_pod],
+    }
     assert decide(seen(**there)) == [steps.ForceDelete("r-1", "c")]
-    assert decide(seen(**{**there, "ready": {"a", "c"}})) == []
+    assert decide(seen(ready={"a", "c"}, **there)) == []
     alone = {
         "job": job(count=1),
         "allocation": held("c"),
@@ -338,10 +346,12 @@ def test_a_sick_node_is_left_out():
 
 
 def test_status_of_a_run_from_its_objects():
-    said = Report(0, structs.replace(state("running", epoch=2), reason=None))
+    report = Report(0, structs.replace(state("running", epoch=2), reason=None))
 
-    def status(one: TrainRun, **more: Any) -> Status:
-        return next_status(seen(one, **more), None, said, "waiting for room: needs 2 nodes")
+    def status(train_run: TrainRun, **observed: Any) -> Status:
+        return next_status(
+            seen(train_run, **observed), None, report, "waiting for room: needs 2 nodes"
+        )
 
     new = status(structs.replace(run(), status=Status()))
     assert (new.state, new.reason, new.observed_generation) == (
@@ -367,17 +377,22 @@ def test_status_of_a_run_from_its_objects():
     assert status(with_status(run(stopped=True))).state == "cancelled"
     degraded = status(began, pods=RUNNING[:1], job=job(count=2), allocation=held("a", ""))
     assert degraded.nodes == "1/2"
-    assert {one.type: one.status for one in done.conditions}["Ended"] == "True"
+    assert {condition.type: condition.status for condition in done.conditions}["Ended"] == "True"
 
 
 def test_another_attempt_begins_afresh_and_keeps_its_counters():
     ended = with_status(
         run(attempt=1), state="failed", exit_code=1, restarts=3, lost_pods=2, step=7, fails=2
     )
-    found = begun(ended)
-    assert (found.state, found.exit_code, found.attempt, found.fails) == ("pending", None, 1, 0)
-    assert (found.restarts, found.lost_pods, found.step) == (3, 2, 7)
-    assert not structs.replace(ended, status=found).is_over
+    fresh_status = begun(ended)
+    assert (
+        fresh_status.state,
+        fresh_status.exit_code,
+        fresh_status.attempt,
+        fresh_status.fails,
+    ) == ("pending", None, 1, 0)
+    assert (fresh_status.restarts, fresh_status.lost_pods, fresh_status.step) == (3, 2, 7)
+    assert not structs.replace(ended, status=fresh_status).is_over
     cancelled = with_status(run(), state="cancelled")
     assert not cancelled.is_over  # nobody wants it to be stopped any more
     assert with_status(run(stopped=True), state="cancelled").is_over
@@ -388,8 +403,8 @@ def test_another_attempt_begins_afresh_and_keeps_its_counters():
 
 
 def nodes(count: int, **labels: str) -> dict[str, Node]:
-    found = msgspec.convert([node(f"n{i}", labels) for i in range(count)], list[Node])
-    return {one.metadata.name: one for one in found}
+    listed = msgspec.convert([node(f"n{i}", labels) for i in range(count)], list[Node])
+    return {api_node.metadata.name: api_node for api_node in listed}
 
 
 @pytest.fixture(scope="module")
@@ -405,9 +420,9 @@ def cpus() -> Plan:
 OPTIONS = read_options({"image": "x", "cpus": 4, "memory_gib": 8, "shm_gib": 1})
 
 
-def wish(key: str, plan: Plan, count: int = 2, **more: Any) -> NodeRequest:
+def wish(key: str, plan: Plan, count: int = 2, **changes: Any) -> NodeRequest:
     return structs.replace(
-        node_request(key, {count: plan}, OPTIONS, pod_needs(plan, OPTIONS), None), **more
+        node_request(key, {count: plan}, OPTIONS, pod_needs(plan, OPTIONS), None), **changes
     )
 
 
@@ -423,10 +438,12 @@ def test_nodes_with_gpus_belong_to_one_run_each(gpus):
 def test_gpus_that_are_asked_for_by_a_claim_are_counted_by_their_labels(gpus):
     options = structs.replace(OPTIONS, pod=BY_CLAIM)
     labels = [{"nvidia.com/gpu.count": "2"}, {"nvidia.com/gpu.count": "2"}, {}]
-    there = msgspec.convert([bare(f"n{i}", more) for i, more in enumerate(labels)], list[Node])
-    room = Room(Fits({one.metadata.name: one for one in there}), [], {})
-    found = room.place(node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
-    assert isinstance(found, Placed) and found.nodes == ["n0", "n1"]
+    there = msgspec.convert(
+        [bare(f"n{i}", node_labels) for i, node_labels in enumerate(labels)], list[Node]
+    )
+    room = Room(Fits({api_node.metadata.name: api_node for api_node in there}), [], {})
+    placement = room.place(node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
+    assert isinstance(placement, Placed) and placement.nodes == ["n0", "n1"]
 
 
 def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
@@ -439,25 +456,25 @@ def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
         f"n{i}": NodeGpus(count) for i, count in enumerate((2, 1, 2, 2))
     }  # and n4 has none, whatever it says
     unnamed = {name: msgspec.convert(bare(name), Node) for name in there}
-    for one in unnamed.values():
-        del one.metadata.labels[PRODUCT]
-    wanted = node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
-    found = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs"})), [], {}).place(wanted)
-    assert isinstance(found, Placed) and found.nodes == ["n2", "n3"]
+    for api_node in unnamed.values():
+        del api_node.metadata.labels[PRODUCT]
+    request = node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
+    placement = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs"})), [], {}).place(request)
+    assert isinstance(placement, Placed) and placement.nodes == ["n2", "n3"]
     room = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs", "n3": "theirs"})), [], {})
     short = (
         "waiting for room: needs 2 nodes, 1 are free (1 x 1 GPUs for claims, 1 x 0 GPUs for claims)"
     )
-    assert room.place(wanted) == short
-    assert room.more(wanted, [], 2) == ["n2"]
+    assert room.place(request) == short
+    assert room.more(request, [], 2) == ["n2"]
     by_node = {
         name: NodeGpus(gpus.count, "NVIDIA A100-SXM4-80GB") for name, gpus in by_node.items()
     }
     assert "4 x NVIDIA A100-SXM4-80GB instead of h100" in Room(
         Fits(unnamed, GpuDevices(by_node)), [], {}
-    ).place(wanted)
-    others = structs.replace(OPTIONS, pod={})  # whose GPUs are no claims
-    plain = node_request("n/p", {2: gpus}, others, pod_needs(gpus, others), None)
+    ).place(request)
+    plain_options = structs.replace(OPTIONS, pod={})  # whose GPUs are no claims
+    plain = node_request("n/p", {2: gpus}, plain_options, pod_needs(gpus, plain_options), None)
     assert "5 x no nvidia.com/gpu" in str(room.place(plain))
 
 
@@ -471,11 +488,11 @@ def test_where_devices_cannot_be_read_a_run_that_waits_for_claims_says_so(gpus):
         {"metadata": {"name": "x", "namespace": "y", "uid": "z", "resourceVersion": "1"},
          "spec": {"nodeName": "n0", "resourceClaims": [{"name": "gpus"}]}, "status": {"phase": "Running"}}, Pod,
     )  # fmt: skip
-    found = Room(Fits(there), [theirs], {}).place(
+    waiting_reason = Room(Fits(there), [theirs], {}).place(
         node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
     )
-    assert found.startswith("waiting for room: needs 2 nodes, 1 are free")
-    assert found.endswith(
+    assert waiting_reason.startswith("waiting for room: needs 2 nodes, 1 are free")
+    assert waiting_reason.endswith(
         "; resourceslices may not be read, so GPUs are counted by the label nvidia.com/gpu.count"
     )
 
@@ -493,17 +510,17 @@ def make_large() -> Plan:
 
 def test_the_largest_size_that_finds_room(gpus):
     sizes = structs.replace(wish("n/r", gpus), sizes=[(8, make_large()), (2, gpus)])
-    found = Room(Fits(nodes(3)), [], {}).place(sizes)
-    assert isinstance(found, Placed) and (found.size, len(found.nodes)) == (2, 2)
+    placement = Room(Fits(nodes(3)), [], {}).place(sizes)
+    assert isinstance(placement, Placed) and (placement.size, len(placement.nodes)) == (2, 2)
     with refusal("legal are 2, 8", Exit.CONFIG):
         node_request("n/r", {8: gpus, 2: gpus}, OPTIONS, pod_needs(gpus, OPTIONS), 5)
 
 
 def test_nodes_without_gpus_are_shared_as_far_as_they_hold(cpus):
     room = Room(Fits(nodes(2)), [], {})
-    found = room.place(wish("n/r", cpus, 4))
-    assert isinstance(found, Placed) and sorted(found.nodes) == ["n0", "n0", "n1", "n1"]
-    assert found.needs["cpu"] == 4
+    placement = room.place(wish("n/r", cpus, 4))
+    assert isinstance(placement, Placed) and sorted(placement.nodes) == ["n0", "n0", "n1", "n1"]
+    assert placement.needs["cpu"] == 4
     for index in range(7):  # 64 CPUs hold sixteen pods
         assert isinstance(room.place(wish(f"n/{index}", cpus, 4)), Placed)
     assert "needs 4 places for pods, 0 are free" in room.place(wish("n/last", cpus, 4))
@@ -515,22 +532,22 @@ def test_what_others_have_on_a_node_counts_and_what_an_allocation_promises_count
          "spec": {"nodeName": "n0", "containers": [{"resources": {"requests": {"cpu": "62"}}}]},
          "status": {"phase": "Running"}}, Pod,
     )  # fmt: skip
-    found = Room(Fits(nodes(2)), [theirs], {}).place(wish("n/r", cpus, 4))
-    assert isinstance(found, Placed) and set(found.nodes) == {"n1"}
+    placement = Room(Fits(nodes(2)), [theirs], {}).place(wish("n/r", cpus, 4))
+    assert isinstance(placement, Placed) and set(placement.nodes) == {"n1"}
     there = nodes(2)
     there["n1"].status.allocatable[PODS] = "2"
     assert "needs 4 places for pods, 2 are free" in Room(Fits(there), [theirs], {}).place(
         wish("n/r", cpus, 4)
     )
-    mine = pod(0, "n0", "Running")
-    room = Room(Fits(nodes(2)), [mine], {"n/r": held("n0", "n0", needs={"cpu": 60.0})})
+    own_pod = pod(0, "n0", "Running")
+    room = Room(Fits(nodes(2)), [own_pod], {"n/r": held("n0", "n0", needs={"cpu": 60.0})})
     assert isinstance(room.place(wish("n/other", cpus, 4)), Placed)
 
 
 def test_a_lost_node_is_replaced_by_one_near_the_others(gpus):
     labels = [{"network.topology.nvidia.com/leaf": f"leaf{i // 3}"} for i in range(6)]
     listed = msgspec.convert([node(f"n{i}", labels[i]) for i in range(6)], list[Node])
-    there = {one.metadata.name: one for one in listed}
+    there = {api_node.metadata.name: api_node for api_node in listed}
     room = Room(Fits(there), [], {"n/r": held("n3", "n4")})
     assert room.more(wish("n/r", gpus), ["n3"], 1) == ["n5"]
     assert room.more(wish("n/r", gpus, excluded=frozenset({"n0", "n1"})), ["n3"], 3) == ["n2"]
@@ -541,16 +558,16 @@ def test_an_elastic_run_grows_by_whole_sizes(gpus):
     sizes = {8: make_large(), 4: make_large(), 2: gpus}
     elastic = node_request("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), None, elastic=True)
     room = Room(Fits(nodes(6)), [], {})
-    found = room.place(elastic)
-    assert isinstance(found, Placed) and (found.size, elastic.pods) == (
+    placement = room.place(elastic)
+    assert isinstance(placement, Placed) and (placement.size, elastic.pods) == (
         2,
         8,
     )  # eight GPU nodes of make_large
-    assert room.more(elastic, found.nodes, 6) != []
+    assert room.more(elastic, placement.nodes, 6) != []
     small = Room(Fits(nodes(3)), [], {})
-    found = small.place(elastic)
+    placement = small.place(elastic)
     assert (
-        isinstance(found, Placed) and small.more(elastic, found.nodes, 6) == []
+        isinstance(placement, Placed) and small.more(elastic, placement.nodes, 6) == []
     )  # one more is no size
     assert node_request("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), 4, elastic=True).pods == 4
 
@@ -561,16 +578,18 @@ def test_a_run_that_is_rendered_for_the_controller_is_gated_and_owned():
     from tests.kubernetes.test_render import request_of
 
     bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "r-1")
-    whole = Bundle(bundle.request, b"", {len(bundle.request.agents): plan})
-    one = structs.replace(run(environment_secret="s"), spec=Spec(environment_secret="s"))
+    plan_bundle = Bundle(bundle.request, b"", {len(bundle.request.agents): plan})
+    train_run = structs.replace(run(environment_secret="s"), spec=Spec(environment_secret="s"))
     options = read_options({"image": "x"})
-    found = render(manifest(one, whole, plan, options, generation=3, topology=None, gated=True))
-    owners = {json.dumps(body["metadata"]["ownerReferences"]) for body in found}
+    objects = render(
+        manifest(train_run, plan_bundle, plan, options, generation=3, topology=None, gated=True)
+    )
+    owners = {json.dumps(body["metadata"]["ownerReferences"]) for body in objects}
     assert len(owners) == 1 and '"uid": "u"' in owners.pop()
-    spec = found[-1]["spec"]["template"]["spec"]
+    spec = objects[-1]["spec"]["template"]["spec"]
     assert spec["schedulingGates"] == [{"name": GATE}] and "affinity" not in spec
     assert spec["containers"][0]["envFrom"] == [{"secretRef": {"name": "s"}}]
-    assert found[-1]["metadata"]["labels"][GENERATION] == "3"
+    assert objects[-1]["metadata"]["labels"][GENERATION] == "3"
 
 
 def test_types_that_threads_of_the_controller_decode_are_worked_out_before():
@@ -584,7 +603,10 @@ def test_types_that_threads_of_the_controller_decode_are_worked_out_before():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "msgspec.json.decode"
     ]
     named = {
-        ast.unparse(word.value) for call in calls for word in call.keywords if word.arg == "type"
+        ast.unparse(keyword.value)
+        for call in calls
+        for keyword in call.keywords
+        if keyword.arg == "type"
     }
     assert named
     assert named <= {kind.__name__ for kind in controller_main.DECODED}

@@ -38,15 +38,17 @@ def job(**status: Any) -> dict[str, Any]:
     return {"metadata": {"name": "r", "uid": "u"}, "spec": {"completions": 2}, "status": status}
 
 
-def condition(kind: str, **more: str) -> dict[str, str]:
-    return {"type": kind, "status": "True", **more}
+def condition(kind: str, **fields: str) -> dict[str, str]:
+    return {"type": kind, "status": "True", **fields}
 
 
 def pod(
-    index: int, phase: str = "Running", code: int | None = None, word: str = "", **metadata: Any
+    index: int, phase: str = "Running", code: int | None = None, message: str = "", **metadata: Any
 ) -> dict[str, Any]:
     ended = (
-        {"terminated": {"exitCode": code, "message": word}} if code is not None else {"running": {}}
+        {"terminated": {"exitCode": code, "message": message}}
+        if code is not None
+        else {"running": {}}
     )
     notes = {"batch.kubernetes.io/job-completion-index": str(index)}
     return {
@@ -56,8 +58,8 @@ def pod(
     }
 
 
-def seen(main: dict | None = None, pods: list[dict] | None = None, **more: Any) -> ObservedRun:
-    return ObservedRun(main=main, job=main, pods=pods or [], **more)
+def seen(main: dict | None = None, pods: list[dict] | None = None, **observed: Any) -> ObservedRun:
+    return ObservedRun(main=main, job=main, pods=pods or [], **observed)
 
 
 def state(phase: str = "running", epoch: int = 0) -> RunState:
@@ -72,8 +74,8 @@ def state(phase: str = "running", epoch: int = 0) -> RunState:
 
 
 def test_a_running_job_is_running_and_its_nodes_are_named_by_index():
-    found = status_of(seen(job(), [pod(1), pod(0)]), NOW)
-    assert (found.phase, found.over) == ("running", False)
+    run_status = status_of(seen(job(), [pod(1), pod(0)]), NOW)
+    assert (run_status.phase, run_status.over) == ("running", False)
     assert nodes_of([pod(1), pod(0), pod(2, "Failed")]) == ("n0", "n1")
 
 
@@ -82,21 +84,21 @@ def test_an_elastic_run_is_at_work_with_fewer_pods():
     main = job()
     assert status_of(seen(main, [pod(0)]), NOW).phase == "starting"
     main["spec"]["successPolicy"] = {"rules": [{"succeededCount": 1}]}
-    found = status_of(seen(main, [pod(0)]), NOW)
-    assert (found.phase, found.reason) == ("running", "1 of 2 pods run")
-    assert verdict(state("running"), found, False).state == "running"
+    run_status = status_of(seen(main, [pod(0)]), NOW)
+    assert (run_status.phase, run_status.reason) == ("running", "1 of 2 pods run")
+    assert verdict(state("running"), run_status, False).state == "running"
     assert status_of(seen(main, []), NOW).phase == "starting"
 
 
 def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
-    why = condition(
+    failure = condition(
         "Failed",
         reason="PodFailurePolicy",
         message="Container agent for pod x failed with exit code 65",
     )
     pods = [pod(0, "Failed", 75), pod(1, "Failed", 65, '{"code": 65, "text": "plan: not ours"}')]
-    found = status_of(seen(job(conditions=[why]), pods), NOW)
-    assert (found.phase, found.exit, found.over, found.reason) == (
+    run_status = status_of(seen(job(conditions=[failure]), pods), NOW)
+    assert (run_status.phase, run_status.exit, run_status.over, run_status.reason) == (
         "failed",
         Exit.CONFIG,
         True,
@@ -108,20 +110,20 @@ def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
         reason="BackoffLimitExceeded",
         message="Job has reached the specified backoff limit",
     )
-    found = status_of(seen(job(conditions=[spent]), [pod(0, "Failed", 137)]), NOW)
-    assert found.exit == Exit.USER
-    assert "backoff limit" in found.reason
+    run_status = status_of(seen(job(conditions=[spent]), [pod(0, "Failed", 137)]), NOW)
+    assert run_status.exit == Exit.USER
+    assert "backoff limit" in run_status.reason
 
 
 def test_a_job_that_ends_is_not_over_before_its_pods_are():
-    told = condition("FailureTarget", message="")
-    found = status_of(seen(job(conditions=[told])), NOW)
-    assert (found.phase, found.over) == ("stopping", False)
+    failure_target = condition("FailureTarget", message="")
+    run_status = status_of(seen(job(conditions=[failure_target])), NOW)
+    assert (run_status.phase, run_status.over) == ("stopping", False)
     failed = condition("Failed", message="Container agent for pod x failed with exit code 65")
-    found = status_of(
-        seen(job(conditions=[told, failed])), NOW
+    run_status = status_of(
+        seen(job(conditions=[failure_target, failed])), NOW
     )  # in the order in which the Job's controller adds them
-    assert (found.phase, found.over, found.exit) == ("failed", True, Exit.CONFIG)
+    assert (run_status.phase, run_status.over, run_status.exit) == ("failed", True, Exit.CONFIG)
     deleting = {
         **job(),
         "metadata": {"name": "r", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"},
@@ -153,40 +155,47 @@ def test_why_it_does_not_start_is_said(pods, events, says):
     waiting = [pod(index, "Pending") for index in range(len(pods))]
     for body, reason in zip(waiting, pods, strict=True):
         body["status"]["containerStatuses"][0]["state"] = {"waiting": reason}
-    found = status_of(seen(job(), waiting, events=events), NOW)
-    assert found.phase == "pending"
-    assert says in found.reason
+    run_status = status_of(seen(job(), waiting, events=events), NOW)
+    assert run_status.phase == "pending"
+    assert says in run_status.reason
 
 
 def test_no_room_and_the_queue_s_own_words_are_said():
     body = pod(1, "Pending")
     message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
-    why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
-    body["status"]["conditions"] = [why]
-    told = status_of(seen(job(), [pod(0), body]), NOW).reason
-    assert "Insufficient nvidia.com/gpu" in told
-    assert told.endswith(
+    unschedulable = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": message,
+    }
+    body["status"]["conditions"] = [unschedulable]
+    explanation = status_of(seen(job(), [pod(0), body]), NOW).reason
+    assert "Insufficient nvidia.com/gpu" in explanation
+    assert explanation.endswith(
         "wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)"
     )
     queued = job()
     queued["spec"]["suspend"] = True
-    told = (
+    explanation = (
         'couldn\'t assign flavors to pod set main: topology "ib" allows to fit only 4 out of 8'
         " pod(s)"
     )
     workload = {
-        "status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": told}]}
+        "status": {
+            "conditions": [{"type": "QuotaReserved", "status": "False", "message": explanation}]
+        }
     }
-    found = status_of(seen(queued, workload=workload), NOW)
-    assert found.phase == "pending"
-    assert "fit only 4 out of 8" in found.reason
+    run_status = status_of(seen(queued, workload=workload), NOW)
+    assert run_status.phase == "pending"
+    assert "fit only 4 out of 8" in run_status.reason
 
 
 def test_a_pod_that_hangs_on_a_dead_node_is_recognised_with_the_remedy():
     hanging = pod(1, deletionTimestamp="2026-11-21T10:00:00Z")
-    found = status_of(seen(job(), [pod(0), hanging]), NOW)
-    assert "pod r-1-x hangs on node n1" in found.reason
-    assert "out-of-service" in found.reason
+    run_status = status_of(seen(job(), [pod(0), hanging]), NOW)
+    assert "pod r-1-x hangs on node n1" in run_status.reason
+    assert "out-of-service" in run_status.reason
     just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")  # NOW
     assert "hangs" not in status_of(seen(job(), [pod(0), just_now]), NOW).reason
 
@@ -252,19 +261,19 @@ def test_cluster_and_pods_words_are_put_together():
     assert verdict(state("pending", epoch=-1), running, False).state == "starting"
     assert verdict(state("done"), running, False).state == "stopping"
     assert verdict(state("stopped"), running, False).state == "restarting"
-    gone = status_of(seen(None), NOW)
-    assert verdict(state("done"), gone, False).state == "done"
-    assert verdict(state("running"), gone, True).state == "cancelled"
-    lost = verdict(state("running"), gone, False)
+    absent = status_of(seen(None), NOW)
+    assert verdict(state("done"), absent, False).state == "done"
+    assert verdict(state("running"), absent, True).state == "cancelled"
+    lost = verdict(state("running"), absent, False)
     assert (lost.state, lost.exit_code) == ("stopped", Exit.RESTART)
-    assert verdict(state("pending"), gone, False, sent=False).state == "pending"
+    assert verdict(state("pending"), absent, False, sent=False).state == "pending"
     done = status_of(seen(job(conditions=[condition("Complete")])), NOW)
     ended = verdict(state("running"), done, True)
     assert (ended.state, ended.exit_code, ended.cause) == ("done", Exit.DONE, None)
 
 
 def test_a_run_whose_job_is_gone_is_stopped(tmp_path, monkeypatch):
-    """From the run folder to the API server and back, through the backend."""
+    """It is asked about from the run folder to the API server and back, through the backend."""
     folder = RunFolder(tmp_path / "r")
     backend = KubernetesBackend()
     folder.create()
@@ -302,11 +311,11 @@ def test_a_refusal_is_one_line_with_what_to_do(status, message, says, exit):
 
 
 def test_no_answer_is_one_line():
-    text = (
+    pool_error = (
         "HTTPSConnectionPool(host='10.0.0.1', port=1): Max retries (Caused by <urllib3.Connection"
         " 0x7f>: refused)"
     )
-    error = unreachable("https://10.0.0.1:6443", RuntimeError(text))
+    error = unreachable("https://10.0.0.1:6443", RuntimeError(pool_error))
     assert error.exit == Exit.CAPACITY
     assert "0x7f" not in error.message
 
@@ -368,13 +377,16 @@ def test_switches_that_are_chosen_whole_are_named_instead_of_their_nodes():
 
 
 def wished(affinity: dict, nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes that one of the preferences is for, as the scheduler understands it."""
-    has = {"In": lambda of, values: of in values, "NotIn": lambda of, values: of not in values}
+    """The nodes that one of the preferences is for, as the scheduler understands it."""
+    has = {
+        "In": lambda label, values: label in values,
+        "NotIn": lambda label, values: label not in values,
+    }
 
-    def meets(node: str, said: dict) -> bool:
+    def meets(node: str, expression: dict) -> bool:
         leaf = next((name for name, members in LEAVES.items() if node in members), None)
-        return has[said["operator"]](
-            {"kubernetes.io/hostname": node}.get(said["key"], leaf), said["values"]
+        return has[expression["operator"]](
+            {"kubernetes.io/hostname": node}.get(expression["key"], leaf), expression["values"]
         )
 
     terms = [
@@ -382,7 +394,9 @@ def wished(affinity: dict, nodes: Sequence[str]) -> list[str]:
         for wish in affinity["preferredDuringSchedulingIgnoredDuringExecution"]
     ]
     return [
-        node for node in nodes if any(all(meets(node, said) for said in term) for term in terms)
+        node
+        for node in nodes
+        if any(all(meets(node, expression) for expression in term) for term in terms)
     ]
 
 
@@ -427,7 +441,8 @@ def test_all_nodes_or_none():
 
 
 class Queues:
-    """Of an API server: one LocalQueue of Kueue before 0.15, priorities that may not be listed."""
+    """Stands for an API server: one LocalQueue of Kueue before 0.15, priorities that may not be
+    listed."""
 
     namespace = "llm"
 

@@ -145,8 +145,8 @@ def _(patch):
     gradients = engine.Engine.gradients
 
     def mean(self, batches, tokens):
-        mine = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        return gradients(self, batches, max(1, mine) * self.mesh.size("dp"))
+        own_tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        return gradients(self, batches, max(1, own_tokens) * self.mesh.size("dp"))
 
     patch.setattr(engine.Engine, "gradients", mean)
 
@@ -157,7 +157,7 @@ def _(patch):
 
     def shifted(counts, replica):
         return [
-            place + (replica > 0 and turn > 0) for turn, place in enumerate(original(counts, 0))
+            index + (replica > 0 and turn > 0) for turn, index in enumerate(original(counts, 0))
         ][: counts[replica]]
 
     patch.setattr(order, "firsts", shifted)
@@ -244,13 +244,13 @@ def _(patch):
 def _(patch):
     original = apply.shard
     patch.setattr(
-        apply, "shard", lambda *args, **more: replace(original(*args, **more), decay=True)
+        apply, "shard", lambda *args, **options: replace(original(*args, **options), decay=True)
     )
 
 
 @DATA("gradients are not clipped", clip_grad_norm=0.05)
 def _(patch):
-    patch.setattr(engine, "clip_coefficient", lambda norm, most: torch.ones_like(norm))
+    patch.setattr(engine, "clip_coefficient", lambda norm, limit: torch.ones_like(norm))
 
 
 @DATA("recomputation cuts the graph: no gradient flows to the layers before", recompute="full")
@@ -258,7 +258,7 @@ def _(patch):
     original = recompute._checkpointed
 
     def again(function, contexts=None):
-        whole = original(function, contexts)
-        return lambda x, *rest: whole(x.detach().requires_grad_(), *rest)
+        checkpointed = original(function, contexts)
+        return lambda x, *rest: checkpointed(x.detach().requires_grad_(), *rest)
 
     patch.setattr(recompute, "_checkpointed", again)

@@ -30,7 +30,7 @@ MIXED = tiny_model(**MIXTURE)
 SHARED = tiny_model(**DEEPSEEK)
 BOUNDED = tiny_model(**CAPPED)
 BOUNDED_SHARED = tiny_model(**CAPPED_DEEPSEEK)
-BALANCED = tiny_model(**{**MIXTURE, "moe": structs.replace(MIXTURE["moe"], balance_over="batch")})
+BALANCED = tiny_model(**(MIXTURE | {"moe": structs.replace(MIXTURE["moe"], balance_over="batch")}))
 
 
 def _alone():
@@ -57,8 +57,8 @@ def _routing(patch, change):
     patch.setattr(
         ExpertDispatch,
         "__call__",
-        lambda self, x, r, experts, more: original(
-            self, x, change(r, experts.count), experts, more
+        lambda self, x, r, experts, extra_weights: original(
+            self, x, change(r, experts.count), experts, extra_weights
         ),
     )
 
@@ -92,10 +92,12 @@ def _backward(patch, change):
 
 
 def _changed(original, change, ctx, grad):
-    found = list(original(ctx, grad))
-    first = next(index for index, one in enumerate(found) if one is not None)  # of the rows
-    found[first] = change(found[first])
-    return tuple(found)
+    gradients = list(original(ctx, grad))
+    first = next(
+        index for index, gradient in enumerate(gradients) if gradient is not None
+    )  # of the rows
+    gradients[first] = change(gradients[first])
+    return tuple(gradients)
 
 
 @EXPERTS("experts: gradients are divided by ep", ep=2, model=MIXED)
@@ -161,9 +163,9 @@ def _(patch):
 @EXPERTS("experts: the last token's copies are dropped", ep=2, model=MIXED)
 def _(patch):
     def change(routing, count):
-        kept = torch.ones_like(routing.weights)
-        kept[-1] = 0
-        return routing._replace(weights=routing.weights * kept)
+        keep_mask = torch.ones_like(routing.weights)
+        keep_mask[-1] = 0
+        return routing._replace(weights=routing.weights * keep_mask)
 
     _routing(patch, change)
 
@@ -190,7 +192,7 @@ def _(patch):
 
 @EXPERTS("experts: slices' results are not summed over tp", ep=2, tp=2, model=MIXED)
 def _(patch):
-    def own(rows, sizes, group, *more):
+    def own(rows, sizes, group, *rest):
         return rows.split(sizes)[group.rank()].contiguous()
 
     patch.setattr(exchange, "reduce_scatter_uneven", own)
@@ -290,12 +292,12 @@ def _counts(patch, change):
 @EXPERTS("experts: biases are moved by a rank's own counts", ep=2, model=SHARED)
 @EXPERTS("experts: biases are moved by the counts of a part of the sequence", tp=2, model=SHARED)
 def _(patch):
-    _counts(patch, lambda counts, own: own)
+    _counts(patch, lambda counts, own_counts: own_counts)
 
 
 @EXPERTS("experts: the load is that of a rank's own choices", ep=2, model=BALANCED)
 def _(patch):
-    _counts(patch, lambda counts, own: own)
+    _counts(patch, lambda counts, own_counts: own_counts)
 
 
 @EXPERTS("experts: the load stays that of the beginning", ep=2, model=BALANCED)
@@ -351,15 +353,15 @@ def _taken(patch, change):
     original = layer.first_choices
 
     def other(chosen, experts, capacity):
-        found = original(chosen, experts, capacity)
-        return found if _alone() else change(chosen, experts, capacity, found)
+        taken_choices = original(chosen, experts, capacity)
+        return taken_choices if _alone() else change(chosen, experts, capacity, taken_choices)
 
     patch.setattr(layer, "first_choices", other)
 
 
 @EXPERTS("experts: the mask of dropped choices is shifted by a token", ep=2, model=BOUNDED)
 def _(patch):
-    _taken(patch, lambda chosen, experts, capacity, found: found.roll(1, 1))
+    _taken(patch, lambda chosen, experts, capacity, taken_choices: taken_choices.roll(1, 1))
 
 
 @EXPERTS("experts: the last tokens of a sequence are taken, not the first", ep=2, model=BOUNDED)
@@ -371,12 +373,15 @@ def _(patch):
 @EXPERTS("experts: the bound is one token too high", ep=2, model=BOUNDED)
 def _(patch):
     original = layer.first_choices
-    _taken(patch, lambda chosen, experts, capacity, found: original(chosen, experts, capacity + 1))
+    _taken(
+        patch,
+        lambda chosen, experts, capacity, taken_choices: original(chosen, experts, capacity + 1),
+    )
 
 
 @EXPERTS("experts: nothing is dropped", ep=2, model=BOUNDED)
 def _(patch):
-    _taken(patch, lambda chosen, experts, capacity, found: torch.ones_like(found))
+    _taken(patch, lambda chosen, experts, capacity, taken_choices: torch.ones_like(taken_choices))
 
 
 @EXPERTS(
@@ -388,8 +393,10 @@ def _(patch):
 def _(patch):
     original = layer.first_choices
 
-    def whole(chosen, experts, capacity, found):
-        return original(chosen.flatten(0, 1)[None], experts, len(chosen) * capacity).view_as(found)
+    def whole(chosen, experts, capacity, taken_choices):
+        return original(chosen.flatten(0, 1)[None], experts, len(chosen) * capacity).view_as(
+            taken_choices
+        )
 
     _taken(patch, whole)
 
@@ -402,7 +409,7 @@ def _(patch):
 
 @EXPERTS("experts: sequences are put together in the order of ranks (zig-zag)", cp=2, model=BOUNDED)
 def _(patch):
-    patch.setattr(bounded, "natural_order", lambda method, parts, size: list(range(parts)))
+    patch.setattr(bounded, "natural_order", lambda method, seq_len, size: list(range(seq_len)))
 
 
 @EXPERTS("experts: weights of taken choices are normalised anew", ep=2, model=BOUNDED)

@@ -126,7 +126,7 @@ class Judge:
         return Result(site, killed, by, time.monotonic() - start)
 
     def green(self, tests: Sequence[str], paths: Sequence[str]) -> set[str]:
-        """Those of `tests` that pass without a mutant, in files written from their trees as a
+        """The tests of `tests` that pass without a mutant, in files written from their trees as a
         mutant's is."""
         if not tests:  # pytest would run all there are
             return set()
@@ -143,19 +143,19 @@ class Judge:
     def _asked_in_turn(self, seconds: dict[str, float]) -> tuple[str, str]:
         """First the quick ones, then the others; then all of the same files, since what a fixture
         runs is recorded for the first test that asks for it."""
-        asked: set[str] = set()
+        run_tests: set[str] = set()
         for candidates, budget_s in (
             (seconds, BUDGET_S),
             (seconds, MORE_S),
             (self._reach.beside(seconds), MORE_S),
         ):
-            left = {test: took for test, took in candidates.items() if test not in asked}
-            if left:
-                tests = chosen(left, budget_s)
-                killed, by = self._asked(tests, left)
+            untried = {test: took for test, took in candidates.items() if test not in run_tests}
+            if untried:
+                tests = chosen(untried, budget_s)
+                killed, by = self._asked(tests, untried)
                 if killed != LIVES:
                     return killed, by
-                asked.update(tests)
+                run_tests.update(tests)
         return LIVES, ""
 
     def _asked(self, tests: Sequence[str], seconds: dict[str, float]) -> tuple[str, str]:
@@ -177,11 +177,11 @@ class Judge:
                 _child(self._copy.root, Path(folder), tests, stop)
             ended = _ends(pid, time.monotonic() + limit_s)
             _end_the_rest()
-            said = Path(folder) / "said"
+            report_path = Path(folder) / "said"
             if not ended:
                 return None
             silent = {"code": -1, "failed": [], "unread": []}
-            return json.loads(said.read_text()) if said.exists() else silent
+            return json.loads(report_path.read_text()) if report_path.exists() else silent
 
 
 def _warm() -> None:
@@ -195,7 +195,7 @@ def _warm() -> None:
 
 
 def _load() -> float:
-    """By how much a busy machine makes everything slower: never below 1."""
+    """The factor by which a busy machine makes everything slower: never below 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -241,8 +241,8 @@ def _child(root: Path, folder: Path, tests: Sequence[str], stop: bool) -> None:
             *(["-x"] if stop else []),
         ]
         code = pytest.main([*options, *tests], plugins=[witness])
-        said = {"code": int(code), "failed": witness.failed, "unread": witness.unread}
-        (folder / "said").write_text(json.dumps(said))
+        report = {"code": int(code), "failed": witness.failed, "unread": witness.unread}
+        (folder / "said").write_text(json.dumps(report))
     finally:
         os._exit(0)
 
@@ -257,8 +257,8 @@ def _ends(pid: int, deadline: float) -> bool:
 
 def _end_the_rest() -> None:
     """Kills what a mutant's tests have left behind, until nothing is left."""
-    while left := psutil.Process().children(recursive=True):
-        for process in left:
+    while children := psutil.Process().children(recursive=True):
+        for process in children:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         with contextlib.suppress(ChildProcessError):

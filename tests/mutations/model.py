@@ -31,7 +31,7 @@ GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 def _registry(patch, change):
     """`change(info)` -> what the registry says of a parameter instead."""
     original = apply.shard
-    patch.setattr(apply, "shard", lambda *args, **more: change(original(*args, **more)))
+    patch.setattr(apply, "shard", lambda *args, **options: change(original(*args, **options)))
 
 
 @MODEL("sequence parallel: norm weights are not summed over tp", tp=2)
@@ -102,7 +102,7 @@ def _(patch):
 
 @MODEL("each tp rank's softmax is over its own columns", tp=2)
 def _(patch):
-    patch.setattr(vocab, "all_gather", lambda mine, *args: mine)
+    patch.setattr(vocab, "all_gather", lambda local_shard, *args: local_shard)
 
 
 @MODEL("the embedding's shard begins one row late", tp=2)
@@ -134,8 +134,8 @@ def _(patch):
     original = engine.shard_batch
 
     def local(batch, *cp):
-        mine = original(batch, *cp)
-        return replace(mine, positions=torch.arange(mine.tokens.shape[1]).expand_as(mine.tokens))
+        shard = original(batch, *cp)
+        return replace(shard, positions=torch.arange(shard.tokens.shape[1]).expand_as(shard.tokens))
 
     patch.setattr(engine, "shard_batch", local)
 
@@ -171,10 +171,10 @@ def _(patch):
 def _(patch):
     original = block.join
 
-    def join(out, lse, more, more_lse):
-        joined = original(out, lse, more, more_lse)
+    def join(out, lse, block_out, block_lse):
+        joined = original(out, lse, block_out, block_lse)
         seen = ~torch.isinf(lse)[..., None]
-        return torch.where(seen, (out + more) / 2, joined[0]), joined[1]
+        return torch.where(seen, (out + block_out) / 2, joined[0]), joined[1]
 
     patch.setattr(block, "join", join)
 
@@ -215,8 +215,8 @@ def _(patch):
     original = engine.shard_batch
 
     def local(batch, *cp):
-        mine = original(batch, *cp)
-        return replace(mine, serial=batch.serial[:, : mine.tokens.shape[1]])
+        shard = original(batch, *cp)
+        return replace(shard, serial=batch.serial[:, : shard.tokens.shape[1]])
 
     patch.setattr(engine, "shard_batch", local)
 

@@ -81,15 +81,16 @@ def bug(name: str, check: Callable[[Path], None], by: str) -> Callable[[Patch], 
 
 
 def rope_turns_by_its_own_base(tmp_path: Path) -> None:
-    """At positions of long contexts, to fp32's accuracy, also where the model is bf16."""
-    places = torch.tensor([[0, 1, 255, 4097, 8191]])
+    """RoPE is right at positions of long contexts, to fp32's accuracy, also where the model is
+    bf16."""
+    token_positions = torch.tensor([[0, 1, 255, 4097, 8191]])
     for theta in (1e4, 5e5):
         cos, sin = rope.rope_tables(
-            places, samples.small(rope_theta=theta, head_dim=64), torch.bfloat16
+            token_positions, samples.small(rope_theta=theta, head_dim=64), torch.bfloat16
         )
         assert cos.dtype == sin.dtype == torch.float32
-        for at, place in enumerate(places[0].tolist()):
-            angles = [place * theta ** (-2 * pair / 64) for pair in range(32)]
+        for at, position in enumerate(token_positions[0].tolist()):
+            angles = [position * theta ** (-2 * pair / 64) for pair in range(32)]
             assert (cos[0, at, 0] - torch.tensor([math.cos(a) for a in angles])).abs().max() < 2e-3
             assert (sin[0, at, 0] - torch.tensor([math.sin(a) for a in angles])).abs().max() < 2e-3
     tables = []
@@ -118,15 +119,15 @@ def _(patch):
     original = rope.rope_tables
     plain = {"rope_theta": 1e4}
 
-    def tables(places, model, *rest):
-        return original(places, structs.replace(model, **plain), *rest)
+    def tables(token_positions, model, *rest):
+        return original(token_positions, structs.replace(model, **plain), *rest)
 
     patch.setattr(model_stage, "rope_tables", tables)
 
 
 @bug("RoPE's angles are computed in bf16", rope_turns_by_its_own_base, by="torch.float32")
 def _(patch):
-    patch.setattr(rope.torch, "promote_types", lambda dtype, other: dtype)
+    patch.setattr(rope.torch, "promote_types", lambda dtype, other_dtype: dtype)
 
 
 def every_dropout_draws_its_own(tmp_path: Path) -> None:
@@ -146,8 +147,8 @@ def every_dropout_draws_its_own(tmp_path: Path) -> None:
 def _(patch):
     original = dropout.hashlib.blake2b
 
-    def digest(text, **options):
-        seed, kind, name = text.decode().split("/")
+    def digest(key, **options):
+        seed, kind, name = key.decode().split("/")
         return original(f"{seed}/{kind}/{name.split('.')[-1]}".encode(), **options)
 
     patch.setattr(dropout, "hashlib", SimpleNamespace(blake2b=digest))
@@ -159,7 +160,7 @@ def _(patch):
     patch.setattr(
         dropout,
         "hashlib",
-        SimpleNamespace(blake2b=lambda text, **options: original(b"", **options)),
+        SimpleNamespace(blake2b=lambda key, **options: original(b"", **options)),
     )
 
 
@@ -176,33 +177,33 @@ def a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path) -> None:
     size = vocab.CHUNK
     vocab.CHUNK = 40
     try:
-        found = vocab.VocabParallelLoss(0, 15, None, CommCounter())(
+        loss = vocab.VocabParallelLoss(0, 15, None, CommCounter())(
             logits, targets
         )  # two columns of padding
-        found.backward()
+        loss.backward()
     finally:
         vocab.CHUNK = size
     expected = torch.nn.functional.cross_entropy(
         plain[..., :15].flatten(0, 1), targets.flatten(), reduction="sum"
     )
     expected.backward()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-10, atol=1e-14)
 
 
 @bug(
     "the chunked loss takes the first chunk's log-sums for all",
     a_loss_in_chunks_is_that_of_the_whole,
-    by="assert_close(found, expected",
+    by="assert_close(loss, expected",
 )
 def _(patch):
     original = torch.log_softmax
     first: list[torch.Tensor] = []
 
-    def log_softmax(part, **options):
-        found = original(part, **options)
-        first.append(found)
-        return first[0][: len(found)] if len(first[0]) >= len(found) else found
+    def log_softmax(chunk, **options):
+        log_probs = original(chunk, **options)
+        first.append(log_probs)
+        return first[0][: len(log_probs)] if len(first[0]) >= len(log_probs) else log_probs
 
     patch.setattr(vocab.torch, "log_softmax", log_softmax)
 
@@ -216,35 +217,39 @@ def blocks_are_joined_in_fp32(tmp_path: Path) -> None:
     make = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 64, 4, 16, generator=make, dtype=torch.float64) for _ in range(3))
     truth = attention(q, k, v, None)
-    narrow = [part.bfloat16() for part in (q, k, v)]
-    whole = SDPA(causal=True)(*narrow, None, None)
+    narrow = [tensor.bfloat16() for tensor in (q, k, v)]
+    one_block = SDPA(causal=True)(*narrow, None, None)
 
-    def far(found: torch.Tensor, place: slice | list[int] = slice(None)) -> float:
-        return float((found.double() - truth[:, place]).square().mean().sqrt())
+    def far(output: torch.Tensor, columns: slice | list[int] = slice(None)) -> float:
+        return float((output.double() - truth[:, columns]).square().mean().sqrt())
 
     def work(rank: int) -> dict[str, float]:
         group = torch.distributed.group.WORLD
-        found = {}
+        errors = {}
         for method in ("ring", "zigzag", "allgather"):
-            mine = positions(method, 64, 4, rank)
+            own_positions = positions(method, 64, 4, rank)
             if method == "allgather":
                 core = allgather.AllGatherAttention(group, 4, rank, CommCounter())
             else:
                 core = ring.RingAttention(method, group, (0, 1, 2, 3), rank, CommCounter())
-            out = core(*(part[:, mine] for part in narrow), torch.tensor(mine).expand(2, -1), None)
-            found[method] = far(out, mine) ** 2
-        return found
+            out = core(
+                *(tensor[:, own_positions] for tensor in narrow),
+                torch.tensor(own_positions).expand(2, -1),
+                None,
+            )
+            errors[method] = far(out, own_positions) ** 2
+        return errors
 
     answers = run_ranks(work, 4)
     for method in ("ring", "zigzag", "allgather"):
         error = math.sqrt(sum(answer[method] for answer in answers) / 4)
-        assert error < 1.1 * far(whole), (method, error, far(whole))
+        assert error < 1.1 * far(one_block), (method, error, far(one_block))
 
 
 @bug(
     "context parallelism joins its blocks in bf16",
     blocks_are_joined_in_fp32,
-    by="error < 1.1 * far(whole)",
+    by="error < 1.1 * far(one_block)",
 )
 def _(patch):
     original = block.forward
@@ -286,8 +291,8 @@ def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
             )
     for piece in run.state_pieces(to_write=False):
         if piece.kind == "master":
-            wanted = expected[piece.info.name].flatten()
-            torch.testing.assert_close(piece.data, wanted, rtol=1e-5, atol=1e-6)
+            naive_weight = expected[piece.info.name].flatten()
+            torch.testing.assert_close(piece.data, naive_weight, rtol=1e-5, atol=1e-6)
     assert run.scalars()["optimizer_steps"] == 2
     run.resumed(9, {"optimizer_steps": 5.0})
     assert run.optimizer.step_count == 5, "a resumed run corrects its bias by updates, not by steps"
@@ -296,7 +301,7 @@ def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
 @bug(
     "fp16: gradients are never unscaled",
     fp16_weights_follow_the_unscaled_gradient,
-    by="assert_close(piece.data, wanted",
+    by="assert_close(piece.data, naive_weight",
 )
 def _(patch):
     original = sharded.ShardedOptimizer.step
@@ -320,7 +325,7 @@ def _(patch):
 @bug(
     "fp16: bias correction counts skipped steps",
     fp16_weights_follow_the_unscaled_gradient,
-    by="assert_close(piece.data, wanted",
+    by="assert_close(piece.data, naive_weight",
 )
 def _(patch):
     original = sharded.ShardedOptimizer.step
@@ -421,9 +426,9 @@ def the_loop_trains_what_one_process_trains(tmp_path: Path) -> None:
     floor = plan.job.optim.lr * plan.job.optim.min_lr_ratio
     rates = [peak / 2, peak, (peak + floor) / 2, floor]
     assert [step["lr"] for step in reporter.steps] == pytest.approx(rates, rel=1e-12)
-    for found, expected in zip(reporter.steps, twin, strict=True):
-        assert found["loss"] == pytest.approx(expected.loss, rel=1e-11)
-        assert found["grad_norm"] == pytest.approx(expected.norm, rel=1e-9)
+    for reported, expected in zip(reporter.steps, twin, strict=True):
+        assert reported["loss"] == pytest.approx(expected.loss, rel=1e-11)
+        assert reported["grad_norm"] == pytest.approx(expected.norm, rel=1e-9)
     for info, weight in run.engine.buckets.full_params():
         torch.testing.assert_close(weight, twin[-1].weights[info.name], rtol=0, atol=1e-10)
 
@@ -441,7 +446,7 @@ def _(patch):
 @bug(
     "the learning rate is applied one step late and reported in time",
     the_loop_trains_what_one_process_trains,
-    by='found["loss"]',
+    by='reported["loss"]',
 )
 def _(patch):
     original = Engine.update
@@ -457,7 +462,7 @@ def _(patch):
 @bug(
     "every step reads the samples of the first",
     the_loop_trains_what_one_process_trains,
-    by='found["loss"]',
+    by='reported["loss"]',
 )
 def _(patch):
     original = Places.step
@@ -467,11 +472,11 @@ def _(patch):
 @bug(
     "the loop clips what is clipped already",
     the_loop_trains_what_one_process_trains,
-    by='found["loss"]',
+    by='reported["loss"]',
 )
 def _(patch):
     original = engine.clip_coefficient
-    patch.setattr(engine, "clip_coefficient", lambda norm, most: original(norm, most) ** 2)
+    patch.setattr(engine, "clip_coefficient", lambda norm, limit: original(norm, limit) ** 2)
 
 
 def every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
@@ -549,22 +554,22 @@ def hybrid_shards_stay_near(tmp_path: Path) -> None:
         for rank in range(8):
             shard = members_of(plan, "shard", rank)
             replica = members_of(plan, "replica", rank)
-            assert {plan.ranks[other].node for other in shard} == {plan.ranks[rank].node} and len(
+            assert {plan.ranks[peer].node for peer in shard} == {plan.ranks[rank].node} and len(
                 shard
             ) == group
-            assert len({plan.ranks[other].node for other in replica}) == len(replica) == 8 // group
+            assert len({plan.ranks[peer].node for peer in replica}) == len(replica) == 8 // group
 
 
 @bug(
     "hybrid sharding: far ranks shard, near ones replicate",
     hybrid_shards_stay_near,
-    by="for other in shard",
+    by="for peer in shard",
 )
 def _(patch):
     original = mesh._hybrid
-    other = {"shard": "replica", "replica": "shard"}
+    swapped = {"shard": "replica", "replica": "shard"}
     patch.setattr(
-        mesh, "_hybrid", lambda ranks, size, name, rank: original(ranks, size, other[name], rank)
+        mesh, "_hybrid", lambda ranks, size, name, rank: original(ranks, size, swapped[name], rank)
     )
 
 
@@ -605,9 +610,9 @@ def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
         start_rotate = ring.start_rotate
         forward = block.forward
 
-        def noting_rotate(*args, **more):
+        def noting_rotate(*args, **options):
             seen.append("send")
-            arrived = start_rotate(*args, **more)
+            arrived = start_rotate(*args, **options)
 
             def wait():
                 seen.append("wait")
@@ -617,8 +622,8 @@ def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
 
         ring.start_rotate = noting_rotate
         block.forward = lambda *args, **options: seen.append("block") or forward(*args, **options)
-        part = torch.randn(1, 8, 2, 8)
-        core(part, part, part, torch.arange(8)[None], None)
+        tensor = torch.randn(1, 8, 2, 8)
+        core(tensor, tensor, tensor, torch.arange(8)[None], None)
         return seen
 
     for seen in run_ranks(work, 2):
@@ -643,7 +648,7 @@ def _(patch):
 @bug(
     "the model begins as another one in every run",
     the_loop_trains_what_one_process_trains,
-    by='found["loss"]',
+    by='reported["loss"]',
 )
 def _(patch):
     original = apply.init_stage

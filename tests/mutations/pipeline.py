@@ -24,7 +24,7 @@ def _(patch):
     patch.setattr(
         buckets,
         "all_reduce",
-        lambda x, group, axis, *more: x if axis == "pp" else original(x, group, axis, *more),
+        lambda x, group, axis, *rest: x if axis == "pp" else original(x, group, axis, *rest),
     )
 
 

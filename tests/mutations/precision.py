@@ -21,7 +21,9 @@ MUON = {"optim_kind": "muon"}
 @mutations("whole matrices: each rank orthogonalises its own rows", dp=2, zero=3, **MUON)
 def rows_alone(patch):
     patch.setattr(
-        muon, "map_whole_matrices", lambda parts, cuts, counter, of: [of(part) for part in parts]
+        muon,
+        "map_whole_matrices",
+        lambda shards, cuts, counter, function: [function(shard) for shard in shards],
     )
 
 
@@ -30,7 +32,7 @@ def first_rows(patch):
     patch.setattr(
         owners.Cut,
         "slice_of",
-        lambda self, whole, rank: whole.narrow(self.dim, 0, self.length(rank)),
+        lambda self, matrix, rank: matrix.narrow(self.dim, 0, self.length(rank)),
     )
 
 
@@ -51,16 +53,16 @@ def copies_twice(patch):
     **MUON,
 )
 def local_shape(patch):
-    found = owners.map_whole_matrices
+    original = owners.map_whole_matrices
 
-    def scaled(parts, cuts, counter, of):
-        whole = found(parts, cuts, counter, of)
+    def scaled(shards, cuts, counter, function):
+        directions = original(shards, cuts, counter, function)
         shapes = [
-            cut[-1].shape if cut else part.shape for cut, part in zip(cuts, parts, strict=True)
+            cut[-1].shape if cut else shard.shape for cut, shard in zip(cuts, shards, strict=True)
         ]
         return [
-            one * (max(one.shape) / max(shape)) ** 0.5
-            for one, shape in zip(whole, shapes, strict=True)
+            direction * (max(direction.shape) / max(shape)) ** 0.5
+            for direction, shape in zip(directions, shapes, strict=True)
         ]
 
     patch.setattr(muon, "map_whole_matrices", scaled)
@@ -71,24 +73,24 @@ WIDE = {"model": tiny_model(layers=2, hidden=64, head_dim=32, ffn_hidden=128)}
 
 @mutations("narrow state: random bits are those of the slice", tp=2, optim_state="bf16", **WIDE)
 def bits_of_the_slice(patch):
-    found = narrow.random_bits
+    original = narrow.random_bits
 
     def local(info, *rest):
-        return found(replace(info, global_shape=info.local_shape, shards=()), *rest)
+        return original(replace(info, global_shape=info.local_shape, shards=()), *rest)
 
     patch.setattr(narrow, "random_bits", local)
 
 
 @mutations("narrow state: every update has the same random bits", optim_state="bf16", **WIDE)
 def same_bits(patch):
-    found = narrow.random_bits
-    patch.setattr(narrow, "random_bits", lambda *args: found(*args[:-1], torch.tensor(5.0)))
+    original = narrow.random_bits
+    patch.setattr(narrow, "random_bits", lambda *args: original(*args[:-1], torch.tensor(5.0)))
 
 
 @mutations("narrow state: a block has the scale of the one before", optim_state="8bit", **WIDE)
 def scale_before(patch):
-    def store(self, start, value, update, found=narrow.Eight.store):
-        found(self, start, value, update)
+    def store(self, start, value, update, original=narrow.Eight.store):
+        original(self, start, value, update)
         self.largest.copy_(self.largest.roll(1))
 
     patch.setattr(narrow.Eight, "store", store)

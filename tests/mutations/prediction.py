@@ -69,8 +69,8 @@ def _(patch):
     original = engine.look_ahead
 
     def whole(batch, depth):
-        found = original(replace(batch, documents=None), depth)
-        return replace(found, documents=batch.documents)
+        ahead = original(replace(batch, documents=None), depth)
+        return replace(ahead, documents=batch.documents)
 
     patch.setattr(engine, "look_ahead", whole)
 
@@ -133,8 +133,8 @@ def _(patch):
 def _(patch):
     original = apply.shard
 
-    def alike(name, *args, **more):
-        info = original(name, *args, **more)
+    def alike(name, *args, **options):
+        info = original(name, *args, **options)
         return replace(info, sums=()) if "norm_token" in name else info
 
     patch.setattr(apply, "shard", alike)

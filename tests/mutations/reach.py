@@ -1,5 +1,5 @@
-"""Which tests run which lines: recorded once by coverage.py, in forked ranks and started processes
-too.
+"""Finds which tests run which lines: recorded once by coverage.py, in forked ranks and started
+processes too.
 
 `record` runs tests with this module as a plugin of pytest, which names the test to every process
 that it brings into being. `Reach` reads what they wrote.
@@ -50,9 +50,9 @@ def record(folder: Path, sources: Sequence[str], tests: Sequence[str], workers: 
         _FOLDER: str(folder),
         _TEST: "",
     }
-    words = [sys.executable, "-m", "pytest", "-p", __name__, "-m", _QUICK]
+    pytest_command = [sys.executable, "-m", "pytest", "-p", __name__, "-m", _QUICK]
     spread = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
-    subprocess.run([*words, *spread, *tests], cwd=ROOT, env=environment)
+    subprocess.run([*pytest_command, *spread, *tests], cwd=ROOT, env=environment)
     combine = [
         sys.executable,
         "-m",
@@ -77,8 +77,8 @@ def digests(sources: Sequence[str]) -> dict[str, str]:
 
 def changed(folder: Path, sources: Sequence[str]) -> list[str]:
     """The files that are not as they were recorded."""
-    kept = folder / "digests.json"
-    then = json.loads(kept.read_text()) if kept.exists() else {}
+    digest_path = folder / "digests.json"
+    then = json.loads(digest_path.read_text()) if digest_path.exists() else {}
     return [path for path, digest in digests(sources).items() if then.get(path) != digest]
 
 
@@ -92,7 +92,7 @@ def _forget(folder: Path, paths: Sequence[str]) -> None:
 def collected(tests: Sequence[str]) -> set[str]:
     """The names of the quick tests that there are now: what was recorded may have another name
     since."""
-    words = [
+    pytest_command = [
         sys.executable,
         "-m",
         "pytest",
@@ -105,7 +105,9 @@ def collected(tests: Sequence[str]) -> set[str]:
         "-m",
         _QUICK,
     ]
-    done = subprocess.run([*words, *tests], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [*pytest_command, *tests], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 

@@ -97,7 +97,7 @@ class Kept:
 
 
 def judge_all(
-    chosen: Sequence[Site], reach: Reach, kept: Kept, workers: int, minutes: float
+    chosen: Sequence[Site], reach: Reach, store: Kept, workers: int, minutes: float
 ) -> None:
     """Judges in forked processes, which share the sites; no new mutant after `minutes`."""
     deadline = time.monotonic() + 60 * minutes
@@ -107,7 +107,7 @@ def judge_all(
         if pid == 0:
             code = 1
             try:
-                _judge_some(chosen[worker::workers], reach, kept, deadline)
+                _judge_some(chosen[worker::workers], reach, store, deadline)
                 code = 0
             finally:
                 os._exit(code)
@@ -116,17 +116,17 @@ def judge_all(
         os.waitpid(pid, 0)
 
 
-def _judge_some(chosen: Sequence[Site], reach: Reach, kept: Kept, deadline: float) -> None:
+def _judge_some(chosen: Sequence[Site], reach: Reach, store: Kept, deadline: float) -> None:
     judge = Judge(reach)
     try:
         for site in chosen:
             if time.monotonic() > deadline:
                 return
             result = judge.judged(site)
-            kept.add(result)
-            word = f"by {result.killed}" if result.killed else "LIVES"
+            store.add(result)
+            outcome = f"by {result.killed}" if result.killed else "LIVES"
             print(
-                f"{result.seconds:6.1f} s  {word:<14} {site.path}:{site.line} {site.what}",
+                f"{result.seconds:6.1f} s  {outcome:<14} {site.path}:{site.line} {site.what}",
                 flush=True,
             )
     finally:
@@ -156,7 +156,9 @@ def proven(results: Sequence[Result], reach: Reach) -> list[Result]:
 #     docs/mutations.md
 
 
-def page(found: dict[str, Sequence[Result]], whole: dict[str, int], seed: int) -> str:
+def page(
+    results_by_subject: dict[str, Sequence[Result]], site_counts: dict[str, int], seed: int
+) -> str:
     """The published page: `found` and the number of all sites, by subject."""
     lines = [
         "# Mutations: which small changes of the source are noticed\n",
@@ -168,12 +170,12 @@ def page(found: dict[str, Sequence[Result]], whole: dict[str, int], seed: int) -
             " Written by `make mutations`; do not edit.\n"
         ),
     ]
-    for name, results in found.items():
-        lines += _section(name, results, whole[name])
+    for name, results in results_by_subject.items():
+        lines += _section(name, results, site_counts[name])
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, drawn: Sequence[Result], whole: int) -> list[str]:
+def _section(name: str, drawn: Sequence[Result], site_count: int) -> list[str]:
     uncounted = [r for r in drawn if r.killed in (*UNCOUNTED, UNPROVEN)]
     results = [r for r in drawn if r not in uncounted]
     equivalent = [r for r in results if r.killed == LIVES and r.site.key in REASONS]
@@ -186,8 +188,9 @@ def _section(name: str, drawn: Sequence[Result], whole: int) -> list[str]:
     return [
         f"## {name}\n",
         (
-            f"**{len(noticed)} of {counted} noticed ({share:.1f} %)**; {len(drawn)} of {whole:,}"
-            f" sites were drawn. Of all sites at least {100 * at_least(len(noticed), counted):.0f}"
+            f"**{len(noticed)} of {counted} noticed ({share:.1f} %)**; {len(drawn)} of"
+            f" {site_count:,} sites were drawn. Of all sites at least"
+            f" {100 * at_least(len(noticed), counted):.0f}"
             f" % are noticed, at 95 % confidence. {len(equivalent)} more change nothing that a run"
             f" could show, and {len(uncounted)} are not counted: they hang, end oddly, or are"
             " noticed by a test that fails without them too.\n"
@@ -208,20 +211,20 @@ def _item(result: Result, rest: str) -> str:
     return f"- {result.site.path}:{result.site.line}: {result.site.what}{rest}"
 
 
-def at_least(hits: int, of: int) -> float:
+def at_least(hits: int, drawn: int) -> float:
     """The share of all that a drawn sample speaks for, with 95 % confidence: Wilson's lower bound
     (JASA 22, 1927)."""
-    if not of:
+    if not drawn:
         return 0.0
-    share = hits / of
+    share = hits / drawn
     z = 1.645
-    spread = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return (share + z * z / (2 * of) - spread) / (1 + z * z / of)
+    spread = z * math.sqrt(share * (1 - share) / drawn + z * z / (4 * drawn * drawn))
+    return (share + z * z / (2 * drawn) - spread) / (1 + z * z / drawn)
 
 
 def _room(site: Site) -> str:
-    parts = site.path.split("/")
-    return "/".join(parts[:2]).removesuffix(".py")
+    folders = site.path.split("/")
+    return "/".join(folders[:2]).removesuffix(".py")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -246,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    found = {}
-    whole = {}
+    results_by_subject = {}
+    site_counts = {}
     for name in args.subjects or SUBJECTS:
         subject = SUBJECTS[name]
         folder = args.build / name
@@ -259,17 +262,21 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{error}: run it with --record", file=sys.stderr)
             return 2
         chosen = sample(subject, args.count, args.seed, args.only)
-        kept = Kept(folder / "results.jsonl", reach.digests)
-        known = {r.site for r in kept.of(chosen) if not (args.again and r.killed == LIVES)}
+        store = Kept(folder / "results.jsonl", reach.digests)
+        judged = {r.site for r in store.of(chosen) if not (args.again and r.killed == LIVES)}
         judge_all(
-            [site for site in chosen if site not in known], reach, kept, args.workers, args.minutes
+            [site for site in chosen if site not in judged],
+            reach,
+            store,
+            args.workers,
+            args.minutes,
         )
-        found[name] = kept.of(chosen)
-        whole[name] = len(every_site(subject))
+        results_by_subject[name] = store.of(chosen)
+        site_counts[name] = len(every_site(subject))
         if args.out:
-            found[name] = proven(found[name], reach)
+            results_by_subject[name] = proven(results_by_subject[name], reach)
     if args.out:
-        args.out.write_text(page(found, whole, args.seed))
+        args.out.write_text(page(results_by_subject, site_counts, args.seed))
     return 0
 
 

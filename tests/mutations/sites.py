@@ -1,4 +1,5 @@
-"""Where a source file can be made wrong, and how: one small change of its syntax tree each. Pure.
+"""Finds where a source file can be made wrong, and how: one small change of its syntax tree each.
+Pure.
 
 Operators, comparisons, constants, names of groups, orders of arguments and of lists, removed
 statements, negated conditions. Left alone is what no run can see: annotations, messages of errors,
@@ -53,19 +54,21 @@ class Site(NamedTuple):
 
 def sites(path: str, source: str) -> list[Site]:
     """All sites of a file, in its order."""
-    found = []
+    file_sites = []
     lines = source.splitlines()
     tree = ast.parse(source)
     statements = _statements(tree)
-    for number, (node, what, _) in enumerate(_changes(tree)):
-        text = lines[node.lineno - 1].strip()
+    for number, (node, change, _) in enumerate(_changes(tree)):
+        statement = lines[node.lineno - 1].strip()
         first, last = statements.get(node.lineno, (node.lineno, node.lineno))
-        found.append(Site(path, number, node.lineno, f"{what} in `{text}`", first, last))
-    return found
+        file_sites.append(
+            Site(path, number, node.lineno, f"{change} in `{statement}`", first, last)
+        )
+    return file_sites
 
 
 def _statements(tree: ast.Module) -> dict[int, tuple[int, int]]:
-    """By line: the first and the last line of the innermost statement there, without statements
+    """The first and the last line, by line, of the innermost statement there, without statements
     inside it."""
     spans = {}
     for node in ast.walk(tree):  # those inside come later
@@ -129,8 +132,8 @@ def _constant(node: ast.Constant) -> Iterator[Change]:
     elif isinstance(value, float) and value == value and value:
         yield node, f"constant {value}", _setter(node, "value", value * 2)
     elif value in GROUPS:
-        other = GROUPS[(GROUPS.index(value) + 1) % len(GROUPS)]
-        yield node, f"group {value!r}", _setter(node, "value", other)
+        next_group = GROUPS[(GROUPS.index(value) + 1) % len(GROUPS)]
+        yield node, f"group {value!r}", _setter(node, "value", next_group)
 
 
 def _call(node: ast.Call) -> Iterator[Change]:
@@ -180,5 +183,5 @@ def _seen(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _elsewhere(test: ast.expr) -> bool:
-    text = ast.unparse(test)
-    return any(word in text for word in ("TYPE_CHECKING", "is_compiling"))
+    condition = ast.unparse(test)
+    return any(marker in condition for marker in ("TYPE_CHECKING", "is_compiling"))

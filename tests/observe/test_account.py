@@ -23,7 +23,7 @@ times = st.floats(0, 100)
 def tiles_exactly(intervals: list[Interval], start: float, end: float) -> None:
     assert intervals[0].start == start and intervals[-1].end == end
     assert all(a.end == b.start for a, b in itertools.pairwise(intervals))
-    assert all(one.start < one.end for one in intervals)
+    assert all(interval.start < interval.end for interval in intervals)
     assert all(a.state != b.state for a, b in itertools.pairwise(intervals)), (
         "neighbours are joined"
     )
@@ -37,15 +37,21 @@ def tiles_exactly(intervals: list[Interval], start: float, end: float) -> None:
 )
 def test_any_moments_and_pieces_tile_the_time(span, moments, pieces):
     start, end = span
-    found = partition(start, end, moments, pieces)
+    intervals = partition(start, end, moments, pieces)
     if start == end:
-        assert found == []
+        assert intervals == []
         return
-    tiles_exactly(found, start, end)
-    for left, right, state in found:  # what is shown at a time is what somebody said of it
-        middle = (left + right) / 2
-        said = {state for at, state in moments if at <= middle} | {"waiting"}
-        assert state in said | {one.state for one in pieces if one.start <= middle <= one.end}
+    tiles_exactly(intervals, start, end)
+    for (
+        interval_start,
+        interval_end,
+        state,
+    ) in intervals:  # what is shown at a time is what somebody said of it
+        middle = (interval_start + interval_end) / 2
+        possible_states = {state for at, state in moments if at <= middle} | {"waiting"}
+        assert state in possible_states | {
+            piece.state for piece in pieces if piece.start <= middle <= piece.end
+        }
 
 
 def a_run(seed: int, faults: int) -> tuple[RunTimeline, dict[str, float]]:
@@ -114,12 +120,12 @@ def a_run(seed: int, faults: int) -> tuple[RunTimeline, dict[str, float]]:
 @given(st.integers(0, 10**6), st.integers(0, 6))
 def test_seconds_of_each_state_are_those_that_were_spent(seed, faults):
     run, want = a_run(seed, faults)
-    found = account(run, now=0.0)
-    tiles_exactly(found.intervals, run.created, run.ended)
+    accounted = account(run, now=0.0)
+    tiles_exactly(accounted.intervals, run.created, run.ended)
     for state in STATES:
-        assert found.seconds[state] == pytest.approx(want[state], abs=1e-6), state
-    assert found.ettr == pytest.approx(want["productive"] / (run.ended - run.created))
-    assert math.isclose(sum(found.seconds.values()), found.wall_s, rel_tol=1e-9)
+        assert accounted.seconds[state] == pytest.approx(want[state], abs=1e-6), state
+    assert accounted.ettr == pytest.approx(want["productive"] / (run.ended - run.created))
+    assert math.isclose(sum(accounted.seconds.values()), accounted.wall_s, rel_tol=1e-9)
 
 
 STEPS = st.builds(
@@ -135,9 +141,9 @@ def test_damaged_records_still_count_each_second_once(seed, strange):
     epochs = run.epochs[: seed % 3]
     for ended in (run.ended, None):
         odd = RunTimeline(run.created, ended, epochs, steps, run.pauses, run.arrivals, run.saves)
-        found = account(odd, now=run.ended + 7)
-        tiles_exactly(found.intervals, odd.created, run.ended if ended else run.ended + 7)
-        assert len(found.faults) == sum(
+        accounted = account(odd, now=run.ended + 7)
+        tiles_exactly(accounted.intervals, odd.created, run.ended if ended else run.ended + 7)
+        assert len(accounted.faults) == sum(
             1 for span in epochs if span.cause or span.outcome == "restart"
         )
 
@@ -159,8 +165,8 @@ def test_a_fault_says_what_it_has_cost():
     ]
     steps = [Step(0, n, 3.0 + n, 1.0, 0.0, n) for n in (1, 2, 3)]  # the last one ends at 6
     steps += [Step(1, n, 10.0 + n, 1.0, 0.0, n) for n in (2, 3, 4)]  # from 11 on
-    found = account(RunTimeline(0.0, None, epochs, steps, [], [0.5]), now=14.2)
-    (fault,) = found.faults
+    accounted = account(RunTimeline(0.0, None, epochs, steps, [], [0.5]), now=14.2)
+    (fault,) = accounted.faults
     assert (fault.epoch, fault.kind, fault.node, fault.rank, fault.code) == (
         0,
         "worker_exit",
@@ -171,8 +177,10 @@ def test_a_fault_says_what_it_has_cost():
     assert (fault.at, fault.noticed_s, fault.back_s, fault.lost_steps) == (6.0, 3.0, 2.0, 2)
     # a step broken off and 2 s of hang, 1 s to begin again, 1 s of start-up, 2 steps once more
     assert fault.lost_s == pytest.approx(1 + 2 + 1 + 1 + 2)
-    assert found.seconds["productive"] == pytest.approx(3 + 1 + 0.2), "and a step is under way"
-    assert found.seconds["hang"] == pytest.approx(2) and found.seconds["replay"] == pytest.approx(3)
+    assert accounted.seconds["productive"] == pytest.approx(3 + 1 + 0.2), "and a step is under way"
+    assert accounted.seconds["hang"] == pytest.approx(2) and accounted.seconds[
+        "replay"
+    ] == pytest.approx(3)
 
 
 def test_an_epoch_that_only_saves_is_a_stall_and_no_fault():
@@ -184,11 +192,11 @@ def test_an_epoch_that_only_saves_is_a_stall_and_no_fault():
         EpochSpan(epoch=1, began=4.0, ended=9.0, outcome="saved"),
     ]
     steps = [Step(0, n, float(n), 1.0) for n in (1, 2, 3)]
-    found = account(RunTimeline(0.0, 10.0, epochs, steps, saves=[(8.0, 3.0, 1)]), now=10.0)
-    assert found.seconds["checkpoint_stall"] == pytest.approx(3) and found.seconds[
+    accounted = account(RunTimeline(0.0, 10.0, epochs, steps, saves=[(8.0, 3.0, 1)]), now=10.0)
+    assert accounted.seconds["checkpoint_stall"] == pytest.approx(3) and accounted.seconds[
         "productive"
     ] == pytest.approx(3)
-    assert [fault.epoch for fault in found.faults] == [0]
+    assert [fault.epoch for fault in accounted.faults] == [0]
 
 
 def test_a_step_that_takes_far_longer_than_usual_hangs():
@@ -199,8 +207,8 @@ def test_a_step_that_takes_far_longer_than_usual_hangs():
         Step(0, 3, 3.0, 1.0),
         Step(0, 4, 33.0, 30.0),
     ]
-    found = account(RunTimeline(0.0, None, [span], steps), now=34.0)
-    assert found.seconds["hang"] == pytest.approx(29) and found.seconds[
+    accounted = account(RunTimeline(0.0, None, [span], steps), now=34.0)
+    assert accounted.seconds["hang"] == pytest.approx(29) and accounted.seconds[
         "productive"
     ] == pytest.approx(5)
     silent = account(RunTimeline(0.0, None, [span], steps), now=60.0)
@@ -223,7 +231,7 @@ def test_a_run_that_was_killed_with_all_it_had_waits_until_somebody_resumes_it()
     run = RunTimeline(
         0.0, 105.0, epochs, steps, [(2.5, 100.0)], [0.0, 100.5]
     )  # its state was last written at 2.5
-    found = account(run, 0.0)
-    assert found.seconds["waiting"] == pytest.approx(96.5) and found.seconds[
+    accounted = account(run, 0.0)
+    assert accounted.seconds["waiting"] == pytest.approx(96.5) and accounted.seconds[
         "replay"
     ] == pytest.approx(1)

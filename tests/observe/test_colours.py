@@ -58,7 +58,7 @@ def test_no_other_colour_fills_an_area():
     for path in sorted((ROOT / "orchestrator" / "observe" / "plots").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                neutral |= {word for word in re.findall(r"#[0-9a-f]{6}\b", node.value)}
+                neutral |= {hex_colour for hex_colour in re.findall(r"#[0-9a-f]{6}\b", node.value)}
     for colour in neutral:
         _, a, b = lab(colour)
         assert abs(a) < 6 and abs(b) < 16, f"{colour} is no grey"

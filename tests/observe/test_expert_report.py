@@ -97,9 +97,9 @@ def test_the_verb_reads_what_agents_wrote(run, tmp_path, capsys):
         and "to experts of other ranks: nvlink 64 B in 500 ms" in out
     )
     assert main(["report", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["experts"]["1"]["balance"] == {"first": 1.0, "last": 0.0}
-    assert found["experts"]["1"]["bias"] == [-1.0, 2.0] and found["expert_bytes_per_step"] == {
+    report = json.loads(capsys.readouterr().out)
+    assert report["experts"]["1"]["balance"] == {"first": 1.0, "last": 0.0}
+    assert report["experts"]["1"]["bias"] == [-1.0, 2.0] and report["expert_bytes_per_step"] == {
         "nvlink": 64
     }
     assert main(["report", "--experts", "e.gif"]) == Exit.USAGE

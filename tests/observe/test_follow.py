@@ -28,24 +28,24 @@ def folder(tmp_path, monkeypatch) -> RunFolder:
     return folder
 
 
-def epoch(number: int, text: str = "") -> EpochState:
-    cause = Cause(kind="worker_exit", text=text, epoch=number) if text else None
+def epoch(number: int, fault_text: str = "") -> EpochState:
+    cause = Cause(kind="worker_exit", text=fault_text, epoch=number) if fault_text else None
     return EpochState(epoch=number, started_at=1.0, cause=cause)
 
 
 def watched(watch, folder: RunFolder, looks: Sequence[RunState | Exception]) -> str:
     """What is said of these looks, after which the run is done."""
-    left = [*looks, finish(read_state(folder), "done", 0, "done")]
+    pending_looks = [*looks, finish(read_state(folder), "done", 0, "done")]
 
     def look(_: RunFolder) -> RunState:
-        found = left.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        observed = pending_looks.pop(0)
+        if isinstance(observed, Exception):
+            raise observed
+        return observed
 
     out = io.StringIO()
     watch(folder, look, out, Style())
-    assert not left
+    assert not pending_looks
     return out.getvalue()
 
 
@@ -58,8 +58,8 @@ def test_each_fault_is_told_once_and_none_is_left_out(folder, again):
         state, epoch=2, epochs=[epoch(0, "rank 1 fell over"), epoch(1, again), epoch(2)]
     )
     resized = replace(later, epoch=4, epochs=[*later.epochs[1:], epoch(3), epoch(4)])
-    said = watched(follow_program, folder, [before, later, later, resized])
-    faults = [line for line in said.splitlines() if "restarting" in line]
+    output = watched(follow_program, folder, [before, later, later, resized])
+    faults = [line for line in output.splitlines() if "restarting" in line]
     assert faults == [
         "orch: rank 1 fell over; restarting as epoch 1",
         f"orch: {again}; restarting as epoch 2",
@@ -68,12 +68,12 @@ def test_each_fault_is_told_once_and_none_is_left_out(folder, again):
 
 def test_faults_of_an_earlier_attempt_are_not_told_again(folder):
     state = replace(read_state(folder), first_epoch=1, epoch=2)
-    said = watched(
+    output = watched(
         follow_program,
         folder,
         [replace(state, epochs=[epoch(0, "old"), epoch(1, "new"), epoch(2)])],
     )
-    assert "orch: new; restarting as epoch 2" in said and "old" not in said
+    assert "orch: new; restarting as epoch 2" in output and "old" not in output
 
 
 @pytest.mark.parametrize("watch", [follow, follow_program])

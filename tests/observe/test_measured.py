@@ -102,10 +102,10 @@ def test_formulas_say_the_numbers_that_they_use():
 
 def test_a_timeline_reads_back_as_it_was_written(tmp_path):
     trace(tmp_path, 3)
-    found = read_timeline(trace_file(tmp_path, 3), 3)
-    assert found.steps == [Span("step 1", 0.0, 3e-3), Span("step 2", 3e-3, 6e-3)]
-    assert found.peak(found.steps[0]) == HELD | {"activations": 3 * MIB, "buffers": MIB}
-    assert [span.name for span in found.actions] == ["F", "B"] * 2
+    timeline = read_timeline(trace_file(tmp_path, 3), 3)
+    assert timeline.steps == [Span("step 1", 0.0, 3e-3), Span("step 2", 3e-3, 6e-3)]
+    assert timeline.peak(timeline.steps[0]) == HELD | {"activations": 3 * MIB, "buffers": MIB}
+    assert [span.name for span in timeline.actions] == ["F", "B"] * 2
     assert recorded_ranks(trace_file(tmp_path, 0).parent) == [3]
 
 
@@ -119,10 +119,11 @@ def test_a_damaged_timeline_is_told_in_one_line(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1536, "1.50 KiB"), (3 * MIB, "3.00 MiB"), (1 << 31, "2.00 GiB")]
+    ("size", "size_text"),
+    [(0, "0 B"), (1536, "1.50 KiB"), (3 * MIB, "3.00 MiB"), (1 << 31, "2.00 GiB")],
 )
-def test_bytes(size, text):
-    assert binary(size) == text
+def test_bytes(size, size_text):
+    assert binary(size) == size_text
 
 
 # ------------------------------------------------------------------------------------------- the
@@ -156,20 +157,20 @@ def test_report_draws_the_memory_of_the_rank_that_is_asked_for(run, tmp_path, ca
 
 def test_report_as_json(run, capsys):
     assert main(["report", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["timeline"]["rank"] == 1 and len(found["timeline"]["memory"]) == 5
-    assert found["timeline"]["steps"][1]["peak"]["activations"] == 5 * MIB
-    assert found["schema"] == "orch.report/1" and len(found["formulas"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["timeline"]["rank"] == 1 and len(report["timeline"]["memory"]) == 5
+    assert report["timeline"]["steps"][1]["peak"]["activations"] == 5 * MIB
+    assert report["schema"] == "orch.report/1" and len(report["formulas"]) == 3
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "message"),
     [
         (["--rank", "0"], "rank 0 recorded no timeline"),
         (["--rank", "7"], "has no rank 7: 0 to 1"),
         (["--plot", "memory.gif"], "must end in .png"),
     ],
 )
-def test_report_refuses_in_one_line(run, capsys, words, text):
-    assert main(["report", *words]) == Exit.USAGE
-    assert text in capsys.readouterr().err
+def test_report_refuses_in_one_line(run, capsys, arguments, message):
+    assert main(["report", *arguments]) == Exit.USAGE
+    assert message in capsys.readouterr().err

@@ -26,9 +26,9 @@ def test_seconds_sum_to_the_time_and_only_grow(happened):
 
     now = 7.0
     meter = WallMeter(7.0, spent)
-    for (what, *with_what), after in happened:
+    for (doing, *arguments), after in happened:
         now += after
-        getattr(meter, what)(*with_what, now)
+        getattr(meter, doing)(*arguments, now)
     meter.enter("rendezvous", now)  # nothing is pending then
     assert sum(meter.seconds.values()) == pytest.approx(now - 7.0, abs=1e-6)
     assert heard == pytest.approx(meter.seconds)

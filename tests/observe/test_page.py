@@ -64,10 +64,10 @@ def test_small_plans_and_ascii():
 
 
 @pytest.mark.parametrize(
-    ("got", "want"),
+    ("formatted", "want"),
     [(si(1_234_567, "B"), "1.23 MB"), (si(999.7), "1.00 k"), (si(12), "12.0"), (seconds(0), "0 s"),
      (seconds(0.00123), "1.23 ms"), (seconds(4e-6), "4.00 us"), (seconds(3.2), "3.20 s"), (percent(0), "0%"),
      (seconds(4000), "1 h 07 min"), (percent(0.001), "<1%"), (three(1234.5), "1,234")],
 )  # fmt: skip
-def test_numbers(got, want):
-    assert got == want
+def test_numbers(formatted, want):
+    assert formatted == want

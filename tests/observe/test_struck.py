@@ -45,13 +45,13 @@ def crosses(box, start, end) -> bool:
     """Whether a segment enters a box (Liang and Barsky)."""
     low = 0.0
     high = 1.0
-    for axis, (least, most) in enumerate(((box.x0, box.x1), (box.y0, box.y1))):
+    for axis, (lower, upper) in enumerate(((box.x0, box.x1), (box.y0, box.y1))):
         run = end[axis] - start[axis]
         if abs(run) < 1e-9:
-            if not least < start[axis] < most:
+            if not lower < start[axis] < upper:
                 return False
             continue
-        ends = sorted(((least - start[axis]) / run, (most - start[axis]) / run))
+        ends = sorted(((lower - start[axis]) / run, (upper - start[axis]) / run))
         low = max(low, ends[0])
         high = min(high, ends[1])
     return low < high
@@ -60,7 +60,7 @@ def crosses(box, start, end) -> bool:
 def test_no_line_strikes_a_text(drawn):
     _, result = drawn
     for ax in result.axes:
-        texts = [text for text in ax.texts if text.get_text().strip()]
+        texts = [label for label in ax.texts if label.get_text().strip()]
         segments = []
         for line in ax.lines:
             points = (
@@ -76,12 +76,12 @@ def test_no_line_strikes_a_text(drawn):
                 for segment in lines.get_segments():
                     points = ax.transData.transform(segment)
                     segments += [(lines, a, b) for a, b in itertools.pairwise(points)]
-        for text in texts:
-            box = text.get_window_extent()
+        for label in texts:
+            box = label.get_window_extent()
             for line, start, end in segments:
                 assert not crosses(box, start, end), (
                     ax.get_title(loc="left"),
-                    text.get_text(),
+                    label.get_text(),
                     line,
                 )
 
@@ -90,12 +90,12 @@ def test_texts_on_a_pattern_have_a_plain_ground(drawn):
     _, result = drawn
     for ax in result.axes:
         patterned = [patch.get_window_extent() for patch in ax.patches if patch.get_hatch()]
-        for text in ax.texts:
-            box = text.get_window_extent()
+        for label in ax.texts:
+            box = label.get_window_extent()
             x = (box.x0 + box.x1) / 2
             y = (box.y0 + box.y1) / 2
             if any(area.x0 < x < area.x1 and area.y0 < y < area.y1 for area in patterned):
-                ground = text.get_bbox_patch()
+                ground = label.get_bbox_patch()
                 assert ground is not None and ground.get_facecolor()[3] == 1.0
 
 
@@ -123,21 +123,21 @@ def test_replicas_beyond_eight_have_patterns_and_labels():
     cells = [patch for patch in result.axes[0].patches if type(patch).__name__ == "Rectangle"]
     assert {patch.get_hatch() or "" for patch in cells} == {"", "////"}
     assert "colour and pattern: replica (dp)" in result.axes[0].get_title(loc="left")
-    shown = {text.get_text() for text in result.axes[0].texts}
+    shown = {label.get_text() for label in result.axes[0].texts}
     assert f"{plan.parallel.dp - 1}.1.1" in shown
 
 
 def test_of_thousands_of_nodes_each_image_says_its_replicas():
     plan = configs.largest()
     result = figure(plan)
-    written = " ".join(text.get_text() for text in result.axes[0].texts)
+    written = " ".join(label.get_text() for label in result.axes[0].texts)
     assert "replica 0.." in written and f"..{plan.parallel.dp * plan.parallel.ep - 1}" in written
     assert any(patch.get_hatch() for patch in result.axes[0].patches)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"),
+    ("numbers", "range_text"),
     [([3], "3"), ([0, 1, 2], "0..2"), ([0, 1, 4], "0..1, 4"), ([0, 2, 4, 6], "4 of 0..6")],
 )
-def test_ranges(numbers, text):
-    assert panels.ranges(numbers) == text
+def test_ranges(numbers, range_text):
+    assert panels.ranges(numbers) == range_text

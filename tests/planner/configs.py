@@ -38,7 +38,7 @@ def cluster(
     gpus: int = 8,
     levels: list[tuple[str, int | list[int], float]] | None = None,
     domain_nodes: int = 1,
-    **more: Any,
+    **fields: Any,
 ) -> ClusterSpec:
     """DGX H100 nodes. levels: (name, nodes per switch, oversubscription), innermost first; default
     as h100x64."""
@@ -73,7 +73,7 @@ def cluster(
                 | {"latency_us": 9.6 + 0.5 * index, "source": SOURCE}
                 for index, (name, per_switch, over) in enumerate(levels)
             ],
-            **more,
+            **fields,
         },
         ClusterSpec,
     )
@@ -112,7 +112,8 @@ def config(
 
 
 def build_plan(config: Config) -> Plan:
-    """On the cluster as its entry or file describes it, without measured figures."""
+    """Builds the plan on the cluster as its entry or file describes it, without measured
+    figures."""
     return build.build_plan(config, resolve(config.cluster))
 
 
@@ -130,7 +131,7 @@ def main_line() -> Plan:
 
 @cache
 def largest() -> Plan:
-    """On the largest cluster of the catalogue, with a ragged last pod."""
+    """A plan on the largest cluster of the catalogue, with a ragged last pod."""
     spec = cluster(
         2048, 8, [("rack", 2, 1.0), ("pod", [384] * 5 + [128], 7.0), ("core", 2048, 1.0)]
     )

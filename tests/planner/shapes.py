@@ -34,7 +34,7 @@ def model(
     kv_heads: int,
     ffn: int,
     vocab: int,
-    **more: Any,
+    **fields: Any,
 ) -> Model:
     values = dict(
         name=name,
@@ -47,8 +47,8 @@ def model(
     values |= dict(
         ffn_hidden=ffn, vocab=vocab, max_seq_len=8192, norm_eps=1e-5, rope_theta=5e5, causal=True
     )
-    style = LLAMA if more.pop("style", "llama") == "llama" else GPT
-    return Model(**{**values, "parameters": 0, "source": "test", **style, **more})
+    style = LLAMA if fields.pop("style", "llama") == "llama" else GPT
+    return Model(**(values | {"parameters": 0, "source": "test"} | style | fields))
 
 
 def published(name: str) -> Model:

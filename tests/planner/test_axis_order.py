@@ -26,12 +26,12 @@ small = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
 @given(small, st.permutations(AXES), st.sampled_from([*((a,) for a in AXES), *COMPOSITE.values()]))
 @settings(max_examples=60, deadline=None)
 def test_groups_agree_with_the_rank_algebra_and_with_all_pairs(degrees, order, varying):
-    places = coords(order, degrees)
+    coordinates = coords(order, degrees)
     members = group_members(order, degrees, varying).tolist()
     assert sorted(members) == sorted(
-        groups(places, varying)
+        groups(coordinates, varying)
     )  # members in the same order, groups in any
-    assert {frozenset(group) for group in members} == groups_by_pairs(places, varying)
+    assert {frozenset(group) for group in members} == groups_by_pairs(coordinates, varying)
     world = math.prod(degrees.values())
     assert sorted(itertools.chain(*members)) == list(range(world))  # a partition
 
@@ -45,27 +45,27 @@ def test_groups_from_strides_are_those_read_off_the_coordinates(degrees, order):
 @given(small)
 @settings(max_examples=30, deadline=None)
 def test_every_order_gives_every_coordinate_once(degrees):
-    found = list(orders(degrees))
-    assert found[0] == AXES
+    axis_orders = list(orders(degrees))
+    assert axis_orders[0] == AXES
     assert (
-        len(found)
-        == len(set(found))
+        len(axis_orders)
+        == len(set(axis_orders))
         == math.factorial(sum(degree > 1 for degree in degrees.values()))
     )
-    for order in found:
+    for order in axis_orders:
         assert sorted(order) == sorted(AXES)
-        assert len({tuple(place.values()) for place in coords(order, degrees)}) == math.prod(
-            degrees.values()
-        )
+        assert len(
+            {tuple(coordinate.values()) for coordinate in coords(order, degrees)}
+        ) == math.prod(degrees.values())
 
 
 def test_seats_fill_node_by_node_with_the_nearest_nic():
     spec = configs.cluster(2, 8, [("leaf", 2, 1.0)])
     cluster = build_cluster(spec)
-    places = coords(AXES, {"tp": 8, "cp": 1, "ep": 1, "pp": 2, "dp": 1})
-    ranks = assign_ranks(cluster, places)
-    wanted = [("node-0", 6, 6), ("node-0", 7, 7), ("node-1", 0, 0), ("node-1", 1, 1)]
-    assert [(r.node, r.gpu, r.nic) for r in ranks[6:10]] == wanted
+    coordinates = coords(AXES, {"tp": 8, "cp": 1, "ep": 1, "pp": 2, "dp": 1})
+    ranks = assign_ranks(cluster, coordinates)
+    expected_seats = [("node-0", 6, 6), ("node-0", 7, 7), ("node-1", 0, 0), ("node-1", 1, 1)]
+    assert [(r.node, r.gpu, r.nic) for r in ranks[6:10]] == expected_seats
 
 
 def test_stages_are_even_where_that_is_nearly_as_fast_and_else_the_published_ones():

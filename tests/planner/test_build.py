@@ -46,15 +46,15 @@ def test_every_pipeline_is_under_one_leaf():
 
 
 def test_memory_adds_up_and_zero_one_shards_only_the_optimizer():
-    whole = planned(shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 0}).memory
+    unsharded = planned(shapes.llama3_70b(), {"tp": 8, "pp": 4, "zero": 0}).memory
     sharded = main_line().memory
-    for m in (whole, sharded):
+    for m in (unsharded, sharded):
         assert m.total == m.params + m.grads + m.optimizer + m.activations + m.buffers
-    assert whole.optimizer == 2 * sharded.optimizer and whole.params == sharded.params
+    assert unsharded.optimizer == 2 * sharded.optimizer and unsharded.params == sharded.params
 
 
 @pytest.mark.parametrize(
-    ("gpu", "mfu", "matmul", "said"),
+    ("gpu", "mfu", "matmul", "warned"),
     [
         ("H100-80GB", 0.57, "", True),
         ("H100-80GB", 0.55, "", False),
@@ -67,23 +67,23 @@ def test_memory_adds_up_and_zero_one_shards_only_the_optimizer():
         ("nobody-measured", 0.63, "", True),
     ],
 )
-def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(gpu, mfu, matmul, said):
+def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(gpu, mfu, matmul, warned):
     plan = main_line()
     cluster = structs.replace(plan.cluster, gpu=structs.replace(plan.cluster.gpu, name=gpu))
     plan = structs.replace(
         plan, mfu=mfu, cluster=cluster, job=structs.replace(plan.job, matmul=matmul)
     )
-    assert any("best ever measured" in line for line in warnings(plan)) == said
+    assert any("best ever measured" in line for line in warnings(plan)) == warned
 
 
 @pytest.mark.parametrize(
-    ("precision", "said"), [("fp64", False), ("fp32", False), ("bf16", True), ("fp16", True)]
+    ("precision", "warned"), [("fp64", False), ("fp32", False), ("bf16", True), ("fp16", True)]
 )
-def test_only_a_16_bit_plan_is_compared_with_it(precision, said):
+def test_only_a_16_bit_plan_is_compared_with_it(precision, warned):
     plan = structs.replace(main_line(), mfu=0.9)
     train = structs.replace(plan.job.train, precision=precision)
     plan = structs.replace(plan, job=structs.replace(plan.job, train=train))
-    assert any("best ever measured" in line for line in warnings(plan)) == said
+    assert any("best ever measured" in line for line in warnings(plan)) == warned
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,11 @@ def table(truth: dict[str, float]) -> list[dict[str, str]]:
         for source, recompute in (("one", "full"), ("two", "none"))
         for at, layout in enumerate(LAYOUTS)
     ]
-    found = observations(rows)
-    assert len(found) == len(rows)
+    observed_rows = observations(rows)
+    assert len(observed_rows) == len(rows)
     return [
-        row | {"step_time_s": repr(float(one.step_s(truth)))}
-        for row, one in zip(rows, found, strict=True)
+        row | {"step_time_s": repr(float(observed.step_s(truth)))}
+        for row, observed in zip(rows, observed_rows, strict=True)
     ]  # type: ignore[arg-type]
 
 
@@ -103,9 +103,9 @@ def test_a_fit_is_repeatable_bit_for_bit_and_explains_what_made_the_rows():
         "no row says anything of it"
     )
     assert first.fitted_on.rows == {"one": 6, "two": 6} and {
-        one.source for one in first.left_out
+        left_out_fit.source for left_out_fit in first.left_out
     } == {"one", "two"}
-    assert all(one.fitted < one.prior for one in first.left_out)
+    assert all(left_out_fit.fitted < left_out_fit.prior for left_out_fit in first.left_out)
 
 
 def test_what_a_source_is_predicted_by_has_not_seen_it():
@@ -117,10 +117,13 @@ def test_what_a_source_is_predicted_by_has_not_seen_it():
         row | {"step_time_s": repr(odd[row["id"].split("-")[0]] * float(row["step_time_s"]))}
         for row in table(truth)
     ]
-    found = observations(rows)
+    observed_rows = observations(rows)
     seen, blind = (
-        {left.source: left.residuals for left in leave_one_source_out(found, start)}
-        for start in (fit(found).values, PRIOR.values)
+        {
+            left_out_fit.source: left_out_fit.residuals
+            for left_out_fit in leave_one_source_out(observed_rows, start)
+        }
+        for start in (fit(observed_rows).values, PRIOR.values)
     )
     assert all(seen[source] == pytest.approx(blind[source], abs=2e-3) for source in odd)
 
@@ -128,8 +131,8 @@ def test_what_a_source_is_predicted_by_has_not_seen_it():
 def test_one_odd_row_does_not_turn_a_fit_around():
     rows = table(PRIOR.values)
     rows[0] = rows[0] | {"step_time_s": repr(3 * float(rows[0]["step_time_s"]))}
-    found = fit(observations(rows))
-    assert np.abs(found.residuals[1:]).max() < 0.05
+    robust_fit = fit(observations(rows))
+    assert np.abs(robust_fit.residuals[1:]).max() < 0.05
 
 
 def test_a_source_counts_as_so_many_rows_at_most():
@@ -151,11 +154,12 @@ def test_an_update_moves_what_was_wrong_and_is_never_worse_than_a_factor():
     before = misses(PRIOR, rows)
     for at, row in enumerate(rows):
         after = misses(after_row(PRIOR, row), rows)
-        others = [index for index in range(len(rows)) if index != at]
-        factor = np.abs(before[others] - before[at]).mean()
-        assert np.abs(after[others]).mean() <= max(factor, np.abs(before[others]).mean()) + 1e-6, (
-            row["id"]
-        )
+        other_indices = [index for index in range(len(rows)) if index != at]
+        factor = np.abs(before[other_indices] - before[at]).mean()
+        assert (
+            np.abs(after[other_indices]).mean()
+            <= max(factor, np.abs(before[other_indices]).mean()) + 1e-6
+        ), row["id"]
     wide = next(row for row in rows if row["tp"] == "8")
     profile = after_row(PRIOR, wide)
     moved = {name: abs(np.log(profile.values[name] / PRIOR.values[name])) for name in INDEX}
@@ -166,8 +170,8 @@ def test_an_update_moves_what_was_wrong_and_is_never_worse_than_a_factor():
 def test_an_update_leaves_less_uncertainty_and_says_what_it_is_made_of():
     rows = table(PRIOR.values)
     residuals, jacobian = linearised(observations(rows), PRIOR.values)
-    found = update(PRIOR, residuals, jacobian)
-    profile = site_profile(PRIOR, found, "run", "a-run", "2026-01-01", "site")
+    change = update(PRIOR, residuals, jacobian)
+    profile = site_profile(PRIOR, change, "run", "a-run", "2026-01-01", "site")
     assert np.all(np.diag(profile.uncertainty) <= np.diag(PRIOR.uncertainty) + 1e-9)
     assert (
         profile.uncertainty[INDEX["gemm.a100.16"], INDEX["gemm.a100.16"]]
@@ -182,19 +186,34 @@ def test_an_update_leaves_less_uncertainty_and_says_what_it_is_made_of():
 def test_what_bench_measures_is_what_the_parameters_become():
     spec = configs.cluster()
     cluster = resolve(spec)
-    own = Measured(source="t", matmul_flops={"bf16": 0.6 * 989e12}, attention_flops={"bf16": 0.4 * 989e12},
-                   memory_bytes_per_s=0.9 * 3350e9, launch_s=1e-6)  # fmt: skip
+    measured = Measured(
+        source="t",
+        matmul_flops={"bf16": 0.6 * 989e12},
+        attention_flops={"bf16": 0.4 * 989e12},
+        memory_bytes_per_s=0.9 * 3350e9,
+        launch_s=1e-6,
+    )
     links = {"leaf": Fit(0.5 * cluster.levels[0].bytes_per_s, cluster.levels[0].latency_s, {}, 0.0)}
-    record = Record(schema="orch.bench/1", cluster=spec.name, key="", at="now", run="r", links=links, measured=own,
-                    rows=[], compute=[], load=0.0)  # fmt: skip
+    record = Record(
+        schema="orch.bench/1",
+        cluster=spec.name,
+        key="",
+        at="now",
+        run="r",
+        links=links,
+        measured=measured,
+        rows=[],
+        compute=[],
+        load=0.0,
+    )
     values = update_with_bench(PRIOR, cluster, record).values(PRIOR)
-    for name, found in (
+    for name, ratio in (
         ("gemm.hopper.16", 0.6),
         ("hbm", 0.9),
         ("attention.flash.hopper", 0.4),
         ("nic", 0.5),
     ):
-        assert abs(np.log(values[name] / found)) < 0.6 * abs(np.log(PRIOR.values[name] / found)), (
+        assert abs(np.log(values[name] / ratio)) < 0.6 * abs(np.log(PRIOR.values[name] / ratio)), (
             name
         )
     assert values["gemm.a100.16"] == PRIOR.values["gemm.a100.16"]
@@ -203,10 +222,14 @@ def test_what_bench_measures_is_what_the_parameters_become():
 def test_a_measured_step_far_off_is_taken_over_and_the_blame_sums_to_it():
     plan = configs.main_line()
     measured = 2.5 * plan.time.step_s
-    found = drift(plan, measured)
-    assert found.z > 1.96 and not found.inside and found.attribution[0].text.endswith("was assumed")
-    assert [one.share for one in found.attribution] == sorted(
-        (one.share for one in found.attribution), reverse=True
+    step_drift = drift(plan, measured)
+    assert (
+        step_drift.z > 1.96
+        and not step_drift.inside
+        and step_drift.attribution[0].text.endswith("was assumed")
+    )
+    assert [cause.share for cause in step_drift.attribution] == sorted(
+        (cause.share for cause in step_drift.attribution), reverse=True
     )
     change, _ = update_with_step(shipped(), step_of(plan), measured)
     assert float(step_of(plan)(change.values(shipped()))) == pytest.approx(measured, rel=0.1)  # type: ignore[arg-type]
@@ -250,20 +273,20 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 
 
 def damaged(name: str) -> bytes:
-    whole = json.loads(msgspec.json.encode(PRIOR))
+    document = json.loads(msgspec.json.encode(PRIOR))
     if name == "cut":
         return msgspec.json.encode(PRIOR)[:1000]
     if name == "schema":
-        whole["schema"] = "orch.profile/9"
+        document["schema"] = "orch.profile/9"
     if name == "negative":
-        whole["parameters"][3]["value"] = -1.0
+        document["parameters"][3]["value"] = -1.0
     if name == "triangle":
-        whole["covariance"].pop()
+        document["covariance"].pop()
     if name == "variance":
-        whole["covariance"][2][2] = 0.0
+        document["covariance"][2][2] = 0.0
     if name == "word":
-        whole["parameters"][0]["sd"] = "wide"
-    return json.dumps(whole).encode() if name != "empty" else b""
+        document["parameters"][0]["sd"] = "wide"
+    return json.dumps(document).encode() if name != "empty" else b""
 
 
 @pytest.mark.parametrize(
@@ -293,22 +316,29 @@ def test_the_site_s_profile_is_the_plan_s_and_that_of_its_replans(tmp_path):
     path.write_bytes(msgspec.json.encode(slow()))
     profile = resolver.profile(config)
     assert profile is not None and profile.label == slow().label
-    usual, own = (
-        build.build_plan(config, resolve(config.cluster), profile=one) for one in (None, profile)
+    usual, site_plan = (
+        build.build_plan(config, resolve(config.cluster), profile=plan_profile)
+        for plan_profile in (None, profile)
     )
     assert (
-        own.time.step_s == pytest.approx(1.5 * usual.time.step_s)
-        and own.time.profile == slow().label
+        site_plan.time.step_s == pytest.approx(1.5 * usual.time.step_s)
+        and site_plan.time.profile == slow().label
     )
-    assert usual.time.parameters == {} and own.time.parameters == {
+    assert usual.time.parameters == {} and site_plan.time.parameters == {
         "family.orch": slow().values["family.orch"]
     }
-    again = replan(own, own.cluster)
-    assert again.time.step_s == pytest.approx(own.time.step_s) and again.time.sd == own.time.sd
-    assert again.time.profile == own.time.profile and again.time.parameters == own.time.parameters
-    given = tmp_path / "given.json"
-    given.write_bytes(msgspec.json.encode(PRIOR))
-    config = structs.replace(config, cost=structs.replace(config.cost, profile=str(given)))
+    again = replan(site_plan, site_plan.cluster)
+    assert (
+        again.time.step_s == pytest.approx(site_plan.time.step_s)
+        and again.time.sd == site_plan.time.sd
+    )
+    assert (
+        again.time.profile == site_plan.time.profile
+        and again.time.parameters == site_plan.time.parameters
+    )
+    named_path = tmp_path / "given.json"
+    named_path.write_bytes(msgspec.json.encode(PRIOR))
+    config = structs.replace(config, cost=structs.replace(config.cost, profile=str(named_path)))
     assert resolver.profile(config).label == PRIOR.label, "what the configuration names comes first"
 
 
@@ -324,7 +354,8 @@ def test_intervals():
 
 @pytest.mark.parametrize(("plan", "sd"), [(configs.main_line, 0.20), (configs.largest, 0.21)])
 def test_golden_intervals(plan, sd):
-    """Of this trainer on GPUs, which nobody has measured: its family's own factor is most of it."""
+    """Nobody has measured this trainer on GPUs, so its family's own factor is most of the
+    interval."""
     assert plan().time.sd == pytest.approx(sd, abs=0.02)
     assert sum(plan().time.terms.values()) == pytest.approx(plan().time.step_s)
 
@@ -334,12 +365,18 @@ def test_a_score_predicts_each_source_by_the_others():
     profile = fit_table(rows, "t", "sha", "", lambda *_: None).profile
     predictions = list(predict(rows, profile))
     seen, unseen = (
-        accuracy(rows, predictions, profile, known, lambda *_: None) for known in (True, False)
+        accuracy(rows, predictions, profile, source_known, lambda *_: None)
+        for source_known in (True, False)
     )
-    assert [one.group for one in seen.time] == ["one", "two", "all", "mean of groups"]
+    assert [group_error.group for group_error in seen.time] == [
+        "one",
+        "two",
+        "all",
+        "mean of groups",
+    ]
     assert seen.time[0].fitted == unseen.time[0].mean and seen.time[0].mean >= unseen.time[0].mean
     assert unseen.time[0].fitted is None and all(
-        0 <= one.inside68 <= one.inside95 <= 1 for one in seen.time
+        0 <= group_error.inside68 <= group_error.inside95 <= 1 for group_error in seen.time
     )
     assert seen.time[-1].mean == pytest.approx((seen.time[0].mean + seen.time[1].mean) / 2)
     rows = table(changed(gemm__a100__16=0.7))
@@ -377,17 +414,19 @@ def test_calibrate_and_predict_with_what_it_wrote(tmp_path, capsys):
         )
         == 0
     )
-    text = page.read_text()
+    page_text = page.read_text()
     assert (
-        text.startswith("a\n")
-        and text.endswith("b\n")
-        and "old" not in text
-        and profile.label in text
+        page_text.startswith("a\n")
+        and page_text.endswith("b\n")
+        and "old" not in page_text
+        and profile.label in page_text
     )
-    assert "fitted" in text and "after 1" in text
+    assert "fitted" in page_text and "after 1" in page_text
     assert main(["predict", "--table", str(path), "--profile", str(out), "--score", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"time", "memory", "order", "fits"} < set(found) and found["profile"] == profile.label
+    score_report = json.loads(capsys.readouterr().out)
+    assert {"time", "memory", "order", "fits"} < set(score_report) and score_report[
+        "profile"
+    ] == profile.label
 
 
 def test_predict_after_a_row(tmp_path, capsys):
@@ -397,7 +436,7 @@ def test_predict_after_a_row(tmp_path, capsys):
     after = tmp_path / "after.csv"
     assert main(["predict", "--table", str(path), "--out", str(before)]) == 0
     assert main(["predict", "--table", str(path), "--out", str(after), "--after", "one-0"]) == 0
-    first, second = (list(csv.DictReader(one.open())) for one in (before, after))
+    first, second = (list(csv.DictReader(csv_path.open())) for csv_path in (before, after))
     assert tuple(first[0]) == COLUMNS and [row["id"] for row in second] == [
         row["id"] for row in rows
     ]
@@ -417,7 +456,7 @@ def test_predict_after_a_row(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"step_time_s": "-3"}, "row 1 (one-0): step_time_s=-3"),
         ({"step_time_s": "3515.2"}, "row one-0: step_time_s=3515.2"),  # milliseconds
@@ -426,23 +465,23 @@ def test_predict_after_a_row(tmp_path, capsys):
         ({"step_time_s": ""}, "no rows with a step_time_s"),
     ],
 )
-def test_a_table_that_cannot_be_fitted_names_the_row(change, said, tmp_path, capsys):
+def test_a_table_that_cannot_be_fitted_names_the_row(change, message, tmp_path, capsys):
     rows = table(PRIOR.values)
     path = write(tmp_path / "t.csv", [row | change for row in rows])
     out = tmp_path / "p.json"
     assert main(["calibrate", "--table", str(path), "--out", str(out)]) == Exit.CONFIG
     err = capsys.readouterr().err
-    assert said in err and len(err.splitlines()) == 1 and not out.exists()
+    assert message in err and len(err.splitlines()) == 1 and not out.exists()
     if change[
         "step_time_s" if "step_time_s" in change else "layers"
     ]:  # one bad row among good ones is left out
         write(path, [rows[0] | change, *rows[1:]])
         assert main(["calibrate", "--table", str(path), "--out", str(out)]) == 0
-        assert f"left out: {said}" in capsys.readouterr().out
+        assert f"left out: {message}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         [],
         ["--table", "t.csv", "--from", "bench"],
@@ -450,14 +489,14 @@ def test_a_table_that_cannot_be_fitted_names_the_row(change, said, tmp_path, cap
         ["--from", "bench", "+cluster=local"],
     ],
 )
-def test_calibrate_says_what_it_wants(words, capsys, tmp_path, monkeypatch):
+def test_calibrate_says_what_it_wants(arguments, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
-    assert main(["calibrate", *words]) == Exit.USAGE
+    assert main(["calibrate", *arguments]) == Exit.USAGE
     assert capsys.readouterr().err.startswith("orch: error: ")
 
 
 def test_the_page_counts_rows_and_sources_of_the_shipped_profile():
     rows = shipped().fitted_on.rows
     page = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text()
-    said = re.search(r"fitted to (\d+) step times of\s+(\d+) public sources", page)
-    assert said and [int(one) for one in said.groups()] == [sum(rows.values()), len(rows)]
+    match = re.search(r"fitted to (\d+) step times of\s+(\d+) public sources", page)
+    assert match and [int(count) for count in match.groups()] == [sum(rows.values()), len(rows)]

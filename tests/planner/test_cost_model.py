@@ -101,8 +101,8 @@ CASES: list[dict[str, object]] = [
     "cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain"
 )
 def test_derivatives_are_those_of_finite_differences(cells: dict[str, object]):
-    """Of every parameter, at the prior. Where the schedule is simulated the span follows its
-    slowest rank."""
+    """The derivative by every parameter is checked at the prior. Where the schedule is simulated
+    the span follows its slowest rank."""
     values = PRIOR_VALUES
     step = cost(duals(values), **cells).step_s
     assert isinstance(step, Dual)
@@ -110,7 +110,8 @@ def test_derivatives_are_those_of_finite_differences(cells: dict[str, object]):
     relative = step.grad / step.value
     for at, name in enumerate(NAMES):
         up, down = (
-            seconds(values | {name: values[name] * np.exp(way)}, **cells) for way in (1e-4, -1e-4)
+            seconds(values | {name: values[name] * np.exp(log_shift)}, **cells)
+            for log_shift in (1e-4, -1e-4)
         )
         slope = (np.log(up) - np.log(down)) / 2e-4
         assert relative[at] == pytest.approx(slope, abs=0.02), name
@@ -120,11 +121,11 @@ def test_derivatives_are_those_of_finite_differences(cells: dict[str, object]):
     "cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain"
 )
 def test_terms_sum_to_the_step(cells: dict[str, object]):
-    found = cost(**cells)
-    assert sum(map(value_of, found.terms().values())) == pytest.approx(
-        value_of(found.step_s), rel=1e-9
+    step_cost = cost(**cells)
+    assert sum(map(value_of, step_cost.terms().values())) == pytest.approx(
+        value_of(step_cost.step_s), rel=1e-9
     )
-    assert {"gemm", "attention", "elementwise", "optimizer"} <= found.terms().keys()
+    assert {"gemm", "attention", "elementwise", "optimizer"} <= step_cost.terms().keys()
 
 
 COSTS = (
@@ -171,21 +172,26 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("level", ["nvlink", "nic", "leaf", "spine"])
 @pytest.mark.parametrize("change", ["bandwidth", "latency"])
 def test_a_faster_cluster_never_slows_a_step(layout: dict[str, Any], level: str, change: str):
-    """By bandwidth or latency of one of its links."""
+    """One of its links gets more bandwidth or less latency."""
     model = shapes.mixtral_8x7b() if "ep" in layout else shapes.llama3_70b()
 
     def step(factor: float) -> float:
         spec = configs.cluster(8, 8, [("leaf", 4, 1.0), ("spine", 8, 4.0)])
-        place = getattr(spec, level, None) or next(one for one in spec.levels if one.name == level)
+        link = getattr(spec, level, None) or next(
+            level_spec for level_spec in spec.levels if level_spec.name == level
+        )
         rate = "gb_per_s" if level == "nvlink" else "gbit_per_s"
-        values = {rate: getattr(place, rate) * factor}
+        values = {rate: getattr(link, rate) * factor}
         if change == "latency":
-            values = {"latency_us": place.latency_us / factor}
-        faster = structs.replace(place, **values)
+            values = {"latency_us": link.latency_us / factor}
+        faster = structs.replace(link, **values)
         if level in ("nvlink", "nic"):
-            spec = structs.replace(spec, **{level: faster})
+            links = {level: faster}
+            spec = structs.replace(spec, **links)
         else:
-            levels = [faster if one.name == level else one for one in spec.levels]
+            levels = [
+                faster if level_spec.name == level else level_spec for level_spec in spec.levels
+            ]
             spec = structs.replace(spec, levels=levels)
         return configs.planned(model, layout, spec, global_batch_samples=128).time.step_s
 
@@ -241,9 +247,11 @@ def test_a_zero_bubble_schedule_has_no_bubble_where_steps_overlap():
     both = []
     for overlapped in (True, False):
         software = structs.replace(job.software, overlapped_steps=overlapped)
-        found = cost_in(context_of(job._replace(software=software), {}, shipped()), job.parallel)
-        both.append(value_of(found.terms().get("bubble", 0.0)))
-        assert lower_bound_s(found) <= value_of(found.step_s)
+        step_cost = cost_in(
+            context_of(job._replace(software=software), {}, shipped()), job.parallel
+        )
+        both.append(value_of(step_cost.terms().get("bubble", 0.0)))
+        assert lower_bound_s(step_cost) <= value_of(step_cost.step_s)
     assert both[0] == 0.0 < both[1]
 
 
@@ -328,21 +336,23 @@ MEASURED: list[tuple[dict[str, object], float, float]] = [
     ("cells", "measured", "bound"), MEASURED, ids=["megatron 1T", "nemo 70B fp8"]
 )
 def test_a_published_step(cells: dict[str, object], measured: float, bound: float):
-    (found,) = predict([ROW | {name: str(value) for name, value in cells.items()}])
-    assert found.step_time_s == pytest.approx(measured, rel=bound)
+    (prediction,) = predict([ROW | {name: str(value) for name, value in cells.items()}])
+    assert prediction.step_time_s == pytest.approx(measured, rel=bound)
 
 
 def test_doubling_tensor_parallelism_costs_much_and_doubling_the_pipeline_little():
     """Llama 3 70B on 32 H100 (planning.md C3, measured): 704 TFLOP/s at tp4 pp4, 668 at tp4 pp8,
     509 at tp8 pp4."""
-    same = {
+    shared_cells = {
         "framework": "Megatron-Bridge",
         "precision": "fp8",
         "num_gpus": 32,
         "global_batch": 128,
         "vpp": 5,
     }
-    same |= {"pp_schedule": "interleaved"}
-    base, deep, wide = (seconds(tp=tp, pp=pp, **same) for tp, pp in ((4, 4), (4, 8), (8, 4)))
+    shared_cells |= {"pp_schedule": "interleaved"}
+    base, deep, wide = (
+        seconds(tp=tp, pp=pp, **shared_cells) for tp, pp in ((4, 4), (4, 8), (8, 4))
+    )
     assert 0.0 < deep / base - 1 < 0.10
     assert 0.15 < wide / base - 1 < 0.40

@@ -38,12 +38,14 @@ NVL72 = ("cluster=gb200_nvl72x8", "model=deepseek_v3", "train.global_batch_sampl
 def racks(sizes: list[int], gpus: int = 4) -> Cluster:
     """Racks of these many nodes, each one NVLink domain and one leaf: full racks without the nodes
     that are broken."""
-    most = max(sizes)
-    nodes = most * len(sizes)
-    levels = [("leaf", most, 1.0), ("spine", nodes, 1.0)]
-    whole = build_cluster(configs.cluster(nodes, gpus, levels, domain_nodes=most))
-    kept = [rack * most + node for rack, size in enumerate(sizes) for node in range(size)]
-    return cut(whole, kept)
+    rack_size = max(sizes)
+    nodes = rack_size * len(sizes)
+    levels = [("leaf", rack_size, 1.0), ("spine", nodes, 1.0)]
+    full_cluster = build_cluster(configs.cluster(nodes, gpus, levels, domain_nodes=rack_size))
+    node_indices = [
+        rack * rack_size + node for rack, size in enumerate(sizes) for node in range(size)
+    ]
+    return cut(full_cluster, node_indices)
 
 
 def plan_on(cluster: Cluster, parallel: dict, samples: int):
@@ -73,7 +75,7 @@ def straddling(plan, axes: tuple[str, ...]) -> int:
             getattr(rank.coord, axis) for axis in ("tp", "cp", "ep", "pp", "dp") if axis not in axes
         )
         seen.setdefault(fixed, set()).add(domain[index[rank.node]])
-    return sum(len(found) > 1 for found in seen.values())
+    return sum(len(group_domains) > 1 for group_domains in seen.values())
 
 
 @st.composite
@@ -86,8 +88,8 @@ def jobs(draw):
     cluster = racks([rack - lost for lost in broken_trays], gpus)
     degrees = {}
     room = domains_of(cluster).gpus
-    for axis, most in {"tp": 16, "ep": 32, "cp": 4, "pp": 4}.items():
-        among = [degree for degree in (1, 2, 3, 4, 6, 8, 16, 32) if degree <= min(most, room)]
+    for axis, limit in {"tp": 16, "ep": 32, "cp": 4, "pp": 4}.items():
+        among = [degree for degree in (1, 2, 3, 4, 6, 8, 16, 32) if degree <= min(limit, room)]
         degrees[axis] = draw(st.sampled_from(among))
         room //= degrees[axis]
     return cluster, degrees
@@ -166,7 +168,7 @@ def test_expert_groups_stay_in_their_rack(ep):
 
 
 @pytest.mark.parametrize(
-    ("word", "world", "line"),
+    ("layout", "world", "line"),
     [
         ("ep32_pp2_dp8", 512, LINE.format(32)),
         (
@@ -190,15 +192,15 @@ def test_expert_groups_stay_in_their_rack(ep):
         ("tp8_pp9", 576, ""),
     ],
 )
-def test_dp_given_and_left_out(word, world, line):
-    config = load([*NVL72, f"parallel={word}"])
+def test_dp_given_and_left_out(layout, world, line):
+    config = load([*NVL72, f"parallel={layout}"])
     if not world:
         with pytest.raises(OrchError, match=line):
             build_plan(config, build_cluster(config.cluster), any_layout=True)
         return
     plan = build_plan(config, build_cluster(config.cluster), any_layout=True)
     assert plan.parallel.world_size == world
-    idle = [text for text in plan.warnings if "idle" in text]
+    idle = [warning for warning in plan.warnings if "idle" in warning]
     assert len(idle) == bool(line) and (not line or re.search(line, idle[0]))
 
 
@@ -223,22 +225,22 @@ def test_nodes_that_the_scheduler_grants_in_any_order(seed):
 
 
 def test_elastic_sizes_are_those_that_ranks_use():
-    words = [
+    overrides = [
         "cluster=gb200_nvl72x8",
         "cluster.nodes=36",
         "model=llama3_8b",
         "parallel=tp16_zero1",
         "nodes=24..36",
     ]
-    config = load([*words, "train.global_batch_samples=1024"], ranges=True)
-    found = plan_sizes(config, build_cluster, any_memory=True)
-    assert [(size.nodes, used_node_count(size.plan)) for size in found.legal] == [
+    config = load([*overrides, "train.global_batch_samples=1024"], ranges=True)
+    planned_sizes = plan_sizes(config, build_cluster, any_memory=True)
+    assert [(size.nodes, used_node_count(size.plan)) for size in planned_sizes.legal] == [
         (32, 32),
         (28, 28),
         (24, 24),
     ]
-    assert "use 32 of these nodes" in found.refused[36]
-    plans = {size.nodes: size.plan for size in found.legal}
+    assert "use 32 of these nodes" in planned_sizes.refused[36]
+    plans = {size.nodes: size.plan for size in planned_sizes.legal}
     healthy = list(plans[32].cluster.node_names)
     assert len(healthy) == 36 and next_plan(plans[32], plans, healthy) == plans[32], (
         "nothing changes"

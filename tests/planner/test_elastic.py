@@ -1,4 +1,4 @@
-"""Which nodes and which plan an elastic run goes on with."""
+"""The nodes and the plan that an elastic run goes on with."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from orchestrator.planner.placement.rank_assignment import used_nodes
 
 
 @lru_cache
-def sizes(word: str = "tp8"):
+def sizes(layout: str = "tp8"):
     """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: of 48 samples, which 5 and 7 do not
     divide."""
-    words = [
+    overrides = [
         "+cluster=h100x64",
         "model=llama3_8b",
-        f"parallel={word}",
+        f"parallel={layout}",
         "nodes=1..8",
         "train.global_batch_samples=48",
     ]
-    return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True), resolve).legal}
+    return {
+        size.nodes: size.plan for size in plan_sizes(load(overrides, ranges=True), resolve).legal
+    }
 
 
 @lru_cache
 def even():
-    """Those in which every replica takes as many samples as the others: with 5 nodes one of them is
+    """Sizes in which every replica takes as many samples as the others: with 5 nodes one of them is
     a spare."""
     return {
         nodes: plan for nodes, plan in sizes().items() if not plan.parallel.replica_micro_batches
@@ -134,9 +136,9 @@ def test_growing_pays_when_it_saves_more_than_it_costs_and_not_at_once():
     share = 1 - large.time.step_s / small.time.step_s
     times = {"stable_s": 100, "dwell_s": 60, "cost_s": 30, "horizon_s": 31 / share}
     assert pays(small, large, **times)
-    assert not pays(small, large, **{**times, "stable_s": 59})
-    assert not pays(small, large, **{**times, "horizon_s": 29 / share})
-    assert not pays(large, small, **{**times, "horizon_s": 1e9})
+    assert not pays(small, large, **(times | {"stable_s": 59}))
+    assert not pays(small, large, **(times | {"horizon_s": 29 / share}))
+    assert not pays(large, small, **(times | {"horizon_s": 1e9}))
 
 
 def test_a_stormy_past_is_forgotten_after_a_calm():
@@ -150,5 +152,5 @@ def test_a_stormy_past_is_forgotten_after_a_calm():
 
 @pytest.mark.parametrize("nodes", [NAMES[2:5], ["spare-0", *NAMES[:2]], SPARES])
 def test_a_part_of_a_cluster_is_a_cluster(nodes):
-    part = restrict(sizes()[8].cluster, nodes)
-    assert part.node_names == list(nodes) and check_cluster(part) is None
+    subcluster = restrict(sizes()[8].cluster, nodes)
+    assert subcluster.node_names == list(nodes) and check_cluster(subcluster) is None

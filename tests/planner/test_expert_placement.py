@@ -30,16 +30,24 @@ from .test_node_placement import ragged, shuffled
 def meshes(draw, world: int, alone: bool = False):
     """Degrees of `world` ranks, experts folded in any way. `alone`: nothing but replicas beside the
     experts' ranks."""
-    tp = 1 if alone else draw(st.sampled_from([one for one in (1, 2, 4) if world % one == 0]))
-    cp = draw(st.sampled_from([one for one in (1, 2) if world % (tp * one) == 0]))
-    ep = draw(st.sampled_from([one for one in (1, 2, 4, 8) if world % (tp * cp * one) == 0]))
-    etp = draw(st.sampled_from([one for one in (1, 2, 4) if tp % one == 0]))
+    tp = (
+        1
+        if alone
+        else draw(st.sampled_from([degree for degree in (1, 2, 4) if world % degree == 0]))
+    )
+    cp = draw(st.sampled_from([degree for degree in (1, 2) if world % (tp * degree) == 0]))
+    ep = draw(
+        st.sampled_from([degree for degree in (1, 2, 4, 8) if world % (tp * cp * degree) == 0])
+    )
+    etp = draw(st.sampled_from([degree for degree in (1, 2, 4) if tp % degree == 0]))
     fold_cp = cp > 1
     fold_cp = fold_cp and (alone or draw(st.booleans()))
     pp = (
         1
         if alone
-        else draw(st.sampled_from([one for one in (1, 2) if world % (tp * cp * ep * one) == 0]))
+        else draw(
+            st.sampled_from([degree for degree in (1, 2) if world % (tp * cp * ep * degree) == 0])
+        )
     )
     dp = world // (tp * cp * ep * pp)
     assume(8 % (tp // etp * ep * (cp if fold_cp else 1)) == 0)
@@ -48,12 +56,14 @@ def meshes(draw, world: int, alone: bool = False):
 
 
 @st.composite
-def cases(draw, most: int = 5, alone: bool = False):
+def cases(draw, max_nodes: int = 5, alone: bool = False):
     """(cluster, costs of a job on it) with ragged switches and, sometimes, domains of two nodes."""
     domain = draw(st.sampled_from([1, 1, 2]))
     sizes = st.integers(1, 3).map(lambda count: count * domain)
     leaves = draw(
-        st.lists(sizes, min_size=1, max_size=3).filter(lambda found: 2 <= sum(found) <= most)
+        st.lists(sizes, min_size=1, max_size=3).filter(
+            lambda leaf_sizes: 2 <= sum(leaf_sizes) <= max_nodes
+        )
     )
     split = draw(st.integers(1, len(leaves)))
     pods = [split, len(leaves) - split] if split < len(leaves) else [split]
@@ -67,14 +77,14 @@ def cases(draw, most: int = 5, alone: bool = False):
     plan = configs.planned(
         shapes.mixtral_8x7b(), values, spec, global_batch_samples=batch, seq_len=2048
     )
-    wanted = structs.replace(plan.parallel, **folded)
-    assume(wanted.sp or wanted.tp == 1)
-    assume(expert_mesh(wanted).ep > 1)
-    plan = structs.replace(plan, parallel=wanted)
+    parallel = structs.replace(plan.parallel, **folded)
+    assume(parallel.sp or parallel.tp == 1)
+    assume(expert_mesh(parallel).ep > 1)
+    plan = structs.replace(plan, parallel=parallel)
     return cluster, configs.costing(plan, cluster)
 
 
-@given(cases(most=6), st.integers(0, 99))
+@given(cases(max_nodes=6), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_bytes_by_level_are_those_of_every_pair_of_ranks(case, seed):
     cluster, (path_cache, parallel, traffic, work) = case
@@ -82,20 +92,22 @@ def test_bytes_by_level_are_those_of_every_pair_of_ranks(case, seed):
     random.Random(seed).shuffle(nodes)
     nodes = nodes[: -(-parallel.world_size // cluster.gpus_per_node)]
     order = random.Random(seed).choice(list(orders(degrees(parallel))))
-    found = candidates(path_cache.reordered(nodes), parallel, traffic, work, order)[0]
-    placed = axis_placement(found, traffic)["ep"]
+    candidate = candidates(path_cache.reordered(nodes), parallel, traffic, work, order)[0]
+    placed = axis_placement(candidate, traffic)["ep"]
     sent = sum(item.sent_bytes for item in max(traffic, key=len) if item.axis == "ep")
     ranks = peers_by_level(cluster, parallel, order, nodes)
-    each = expert_mesh(parallel).ep - 1
+    peer_count = expert_mesh(parallel).ep - 1
     names = ["nvlink", *(level.name for level in cluster.levels)]
     worst = max((level for rank in ranks for level in rank), key=names.index)
     busiest = max(rank[worst] for rank in ranks)
     assert placed.worst_level == worst
-    assert placed.bytes_per_step_by_level[worst] == pytest.approx(sent * busiest / each)
+    assert placed.bytes_per_step_by_level[worst] == pytest.approx(sent * busiest / peer_count)
     assert sum(placed.bytes_per_step_by_level.values()) == pytest.approx(sent)
     assert any(
         placed.bytes_per_step_by_level
-        == pytest.approx({level: sent * count / each for level, count in rank.items() if count})
+        == pytest.approx(
+            {level: sent * count / peer_count for level, count in rank.items() if count}
+        )
         for rank in ranks
     )
 
@@ -105,21 +117,21 @@ def test_bytes_by_level_are_those_of_every_pair_of_ranks(case, seed):
 def test_the_best_of_every_placement(case):
     """Experts inside a domain where any placement can have them so, then the least step."""
     _, args = case
-    found = place_nodes(*args)
-    want = best_step(*args, len(found.nodes))
-    assert (found.score.tp_outside, found.score.ep_outside) == want[:2]
+    placement = place_nodes(*args)
+    want = best_step(*args, len(placement.nodes))
+    assert (placement.score.tp_outside, placement.score.ep_outside) == want[:2]
     assert (
-        found.score.step_s == pytest.approx(want[2], rel=1e-8)
-        and found.bound_s <= found.score.step_s
+        placement.score.step_s == pytest.approx(want[2], rel=1e-8)
+        and placement.bound_s <= placement.score.step_s
     )
     heuristic = place_nodes(*args, exact=False)
-    assert heuristic.score >= found.score and heuristic.bound_s <= found.score.step_s + 1e-9
+    assert heuristic.score >= placement.score and heuristic.bound_s <= placement.score.step_s + 1e-9
 
 
 @given(cases(alone=True))
 @settings(max_examples=25, deadline=None)
 def test_no_placement_sends_fewer_bytes_of_experts_over_the_top(case):
-    """Where the exchange is what costs most: no choice of nodes and nesting order has fewer of its
+    """The exchange is what costs most here: no choice of nodes and nesting order has fewer of its
     bytes on the highest level that it must cross."""
     cluster, (path_cache, parallel, traffic, work) = case
     slots = -(-parallel.world_size // cluster.gpus_per_node)
@@ -133,13 +145,13 @@ def test_no_placement_sends_fewer_bytes_of_experts_over_the_top(case):
             for at in reversed(range(len(names)))
         )
 
-    found = place_nodes(path_cache, parallel, traffic, work)
+    placement = place_nodes(path_cache, parallel, traffic, work)
     least = min(
         over(order, nodes)
         for nodes in permutations(range(len(cluster.node_names)), slots)
         for order in orders(degrees(parallel))
     )
-    assert over(found.candidate.order, found.nodes) == least
+    assert over(placement.candidate.order, placement.nodes) == least
 
 
 @given(st.data())
@@ -159,25 +171,27 @@ def test_tokens_go_by_domain_in_the_orders_in_which_they_can(data):
     )
     assume(expert_mesh(plan.parallel).ep > 1)
     cluster = build_cluster(spec)
-    wanted = structs.replace(
+    hierarchical_plan = structs.replace(
         plan, parallel=structs.replace(plan.parallel, expert_all_to_all="hierarchical")
     )
-    args = configs.costing(wanted, cluster)
+    args = configs.costing(hierarchical_plan, cluster)
     every = candidates(*args)
-    for one in every:
-        order = list(one.order)
-        own = configs.planned(
+    for candidate in every:
+        order = list(candidate.order)
+        own_plan = configs.planned(
             shapes.mixtral_8x7b(),
             parallel | {"order": order},
             spec,
             global_batch_samples=batch,
             seq_len=2048,
         )
-        own = structs.replace(
-            own, parallel=structs.replace(own.parallel, expert_all_to_all="hierarchical")
+        own_plan = structs.replace(
+            own_plan, parallel=structs.replace(own_plan.parallel, expert_all_to_all="hierarchical")
         )
-        assert one.legal == (hierarchy.problem(own) is None), order
-        assert sorted(map(sorted, hierarchy.expert_groups(own))) == sorted(
-            groups_of_experts(own.parallel, order)
+        assert candidate.legal == (hierarchy.problem(own_plan) is None), order
+        assert sorted(map(sorted, hierarchy.expert_groups(own_plan))) == sorted(
+            groups_of_experts(own_plan.parallel, order)
         )
-    assert choose(every, args[0].fabric.names[1:]).legal == any(one.legal for one in every)
+    assert choose(every, args[0].fabric.names[1:]).legal == any(
+        candidate.legal for candidate in every
+    )

@@ -30,25 +30,27 @@ def explained(parallel, nodes=2, **train):
     "parallel", [{"tp": 4, "zero": 1}, {"tp": 2, "pp": 2, "zero": 1}, {"pp": 4, "zero": 1}]
 )
 def test_terms_add_up_to_the_step(parallel):
-    _, plan, found = explained(parallel)
-    assert sum(term.seconds for term in found.terms) == pytest.approx(plan.time.step_s, rel=1e-6)
-    assert [term.seconds for term in found.terms] == sorted(
-        (t.seconds for t in found.terms), reverse=True
+    _, plan, explanation = explained(parallel)
+    assert sum(term.seconds for term in explanation.terms) == pytest.approx(
+        plan.time.step_s, rel=1e-6
+    )
+    assert [term.seconds for term in explanation.terms] == sorted(
+        (t.seconds for t in explanation.terms), reverse=True
     )
 
 
 def test_changes_are_faster_and_are_what_a_plan_of_them_says():
-    config, plan, found = explained({"tp": 4, "zero": 1})
-    assert found.changes and found.over_bytes == 0
-    assert [c.step_s for c in found.changes] == sorted(c.step_s for c in found.changes)
-    for change in found.changes:
+    config, plan, explanation = explained({"tp": 4, "zero": 1})
+    assert explanation.changes and explanation.over_bytes == 0
+    assert [c.step_s for c in explanation.changes] == sorted(c.step_s for c in explanation.changes)
+    for change in explanation.changes:
         changed = config
-        for word in change.overrides:
-            group, key, text = re.split("[.=]", word)
-            value = int(text) if text.isdigit() else text
-            changed = structs.replace(
-                changed, **{group: structs.replace(getattr(changed, group), **{key: value})}
-            )
+        for override in change.overrides:
+            group, key, setting = re.split("[.=]", override)
+            value = int(setting) if setting.isdigit() else setting
+            fields = {key: value}
+            groups = {group: structs.replace(getattr(changed, group), **fields)}
+            changed = structs.replace(changed, **groups)
         again = build_plan(changed)
         assert (
             again.time.step_s == pytest.approx(change.step_s)
@@ -60,45 +62,47 @@ def test_changes_are_faster_and_are_what_a_plan_of_them_says():
 
 
 def test_what_does_not_fit_is_told_by_category_with_changes_that_fit():
-    _, plan, found = explained({"tp": 1, "zero": 0})
-    assert found.over_bytes == plan.memory.total - plan.memory.capacity > 0
-    assert {name for name, _ in found.categories} == set(CATEGORIES)
-    assert sum(size for _, size in found.categories) == plan.memory.total
-    assert found.changes and all(
-        change.memory.total <= change.memory.capacity for change in found.changes
+    _, plan, explanation = explained({"tp": 1, "zero": 0})
+    assert explanation.over_bytes == plan.memory.total - plan.memory.capacity > 0
+    assert {name for name, _ in explanation.categories} == set(CATEGORIES)
+    assert sum(size for _, size in explanation.categories) == plan.memory.total
+    assert explanation.changes and all(
+        change.memory.total <= change.memory.capacity for change in explanation.changes
     )
-    page = render(found, plan.time.step_s)
+    page = render(explanation, plan.time.step_s)
     assert "It does not fit" in page and "optimizer" in page
 
 
-@pytest.mark.parametrize(("device", "given", "said"), [
+@pytest.mark.parametrize(("device", "compiled", "warned"), [
     ("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True),
 ])  # fmt: skip
-def test_it_is_said_that_compiled_blocks_are_planned_as_if_they_were_not(device, given, said):
+def test_it_is_said_that_compiled_blocks_are_planned_as_if_they_were_not(device, compiled, warned):
     cluster = configs.cluster(2, 4, device=device)
     config = configs.config(
-        cluster, shapes.tiny(), {"tp": 2}, compile=given, global_batch_samples=32
+        cluster, shapes.tiny(), {"tp": 2}, compile=compiled, global_batch_samples=32
     )
     plan = build_plan(config)
     page = render(explain(config, resolve(cluster), plan), plan.time.step_s)
-    assert ("not counted: train.compile" in page) == said
-    other = build_plan(
-        structs.replace(config, train=structs.replace(config.train, compile=not said))
+    assert ("not counted: train.compile" in page) == warned
+    toggled_plan = build_plan(
+        structs.replace(config, train=structs.replace(config.train, compile=not warned))
     )
-    assert (other.time.step_s, other.memory) == (plan.time.step_s, plan.memory), (
+    assert (toggled_plan.time.step_s, toggled_plan.memory) == (plan.time.step_s, plan.memory), (
         "else it is counted"
     )
 
 
 def test_neighbours_differ_in_one_thing():
     _, plan, _ = explained({"tp": 2, "pp": 2, "zero": 1})
-    seen = [tuple(words) for words, _ in neighbours(plan)]
+    seen = [tuple(overrides) for overrides, _ in neighbours(plan)]
     assert len(seen) == len(set(seen)) > 10
-    assert all(len(words) == 1 or words[0].startswith("parallel.schedule") for words in seen)
+    assert all(
+        len(overrides) == 1 or overrides[0].startswith("parallel.schedule") for overrides in seen
+    )
 
 
 def test_whatif_counts_gpu_hours(capsys):
-    words = [
+    arguments = [
         "cluster=h100x64",
         "parallel=tp8_pp4_zero1",
         "--tokens",
@@ -107,7 +111,7 @@ def test_whatif_counts_gpu_hours(capsys):
         "train.seq_len=4096",
         "--json",
     ]
-    assert main(["whatif", *words]) == 0
+    assert main(["whatif", *arguments]) == 0
     first, second = json.loads(capsys.readouterr().out)
     hours = 1e12 / first["batch_tokens"] * first["step_s"] / 3600 * 64
     assert first["gpu_hours"] == pytest.approx(hours) and second["seq_len"] == 4096

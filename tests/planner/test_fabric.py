@@ -162,9 +162,9 @@ def test_a_group_with_one_rank_a_node_gets_one_nic():
     """nccl_tuning (8 nodes, 1 rank a node) against (8, 8): 55 and 390 GB/s; what DP looks like when
     TP fills a node."""
     cluster = build_cluster(configs.cluster(8, levels=[("leaf", 8, 1.0)]))
-    whole = bus_bandwidth(cluster, [list(range(64))])
+    all_ranks = bus_bandwidth(cluster, [list(range(64))])
     single = bus_bandwidth(cluster, [[8 * node + gpu for node in range(8)] for gpu in range(8)])
-    assert single == pytest.approx(50) and whole / single == pytest.approx(8)
+    assert single == pytest.approx(50) and all_ranks / single == pytest.approx(8)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def model(balance: str = "loss", **moe):
 
 
 def config(factor=None, balance="loss", software="orch", profile=None, **parallel):
-    found = configs.config(
+    balanced = configs.config(
         configs.cluster(2, 4), model(balance), {"ep": 4, **parallel}, global_batch_samples=64
     )
     return structs.replace(
-        found, cost=structs.replace(found.cost, expert_imbalance=factor, software=software)
+        balanced, cost=structs.replace(balanced.cost, expert_imbalance=factor, software=software)
     )
 
 
@@ -55,9 +55,9 @@ def test_the_factor_is_the_fullest_of_ranks_whose_experts_differ_so_much(ep):
     ranks = loads.reshape(-1, ep, experts // ep).mean(axis=2)
     simulated = float((ranks.max(axis=1) / loads.mean(axis=1)).mean())
     par = build_plan(config()).parallel
-    found = load_factor(moe, structs.replace(par, ep=ep, tp=1, cp=1), spread)
-    assert found - 1 == pytest.approx(simulated - 1, rel=0.06)
-    assert spread_of(found, experts, ep) == pytest.approx(spread)
+    factor = load_factor(moe, structs.replace(par, ep=ep, tp=1, cp=1), spread)
+    assert factor - 1 == pytest.approx(simulated - 1, rel=0.06)
+    assert spread_of(factor, experts, ep) == pytest.approx(spread)
 
 
 def test_no_rank_gets_more_than_there_is():
@@ -104,16 +104,22 @@ def test_even_loads_change_nothing_and_uneven_ones_cost_time_and_memory(layout, 
     assert cost_of(again).step_s == cost_of(even).step_s, (
         "a factor of 1 is no factor, to the last bit"
     )
-    own = build_plan(config(factor, software=software, **layout))
-    assert own.time.step_s > even.time.step_s and own.memory.activations > even.memory.activations
+    uneven = build_plan(config(factor, software=software, **layout))
     assert (
-        own.placement == even.placement or own.parallel.order != even.parallel.order
+        uneven.time.step_s > even.time.step_s
+        and uneven.memory.activations > even.memory.activations
+    )
+    assert (
+        uneven.placement == even.placement or uneven.parallel.order != even.parallel.order
     )  # bytes are those of even loads
-    more = build_plan(config(factor + 0.05, software=software, **layout))
-    assert more.time.step_s > own.time.step_s and more.memory.total >= own.memory.total
-    same = ("params", "grads", "optimizer")
-    assert [getattr(own.memory, name) for name in same] == [
-        getattr(even.memory, name) for name in same
+    most_uneven = build_plan(config(factor + 0.05, software=software, **layout))
+    assert (
+        most_uneven.time.step_s > uneven.time.step_s
+        and most_uneven.memory.total >= uneven.memory.total
+    )
+    state_names = ("params", "grads", "optimizer")
+    assert [getattr(uneven.memory, name) for name in state_names] == [
+        getattr(even.memory, name) for name in state_names
     ]
 
 
@@ -121,18 +127,21 @@ def test_the_interval_of_a_step_holds_the_doubt_of_the_loads():
     even = build_plan(config(1.0))
     uneven = build_plan(config())
     assert uneven.time.sd > even.time.sd
-    found = expert_load(uneven)
-    assert 1 < found.low < found.factor < found.high <= 4 and found.balanced_by == "loss"
-    assert found.costs_s == pytest.approx(uneven.time.step_s - even.time.step_s, rel=1e-6)
+    load_report = expert_load(uneven)
+    assert (
+        1 < load_report.low < load_report.factor < load_report.high <= 4
+        and load_report.balanced_by == "loss"
+    )
+    assert load_report.costs_s == pytest.approx(uneven.time.step_s - even.time.step_s, rel=1e-6)
     assert expert_load(even).costs_s == 0 and expert_load(build_plan(config(ep=1, tp=4))) is None
     cluster = uneven.cluster
-    assert explain(config(), cluster, uneven).experts == found
+    assert explain(config(), cluster, uneven).experts == load_report
 
 
 def test_the_search_plans_with_the_same_loads_as_a_plan():
     for factor in (None, 1.0, 1.5):
-        found = config(factor, auto=True, ep=None)
-        best = search(found, build_plan(config()).cluster).front[0]
+        auto_config = config(factor, auto=True, ep=None)
+        best = search(auto_config, build_plan(config()).cluster).front[0]
         plan = build_plan(best.config)
         assert (
             plan.parallel == best.solution.parallel
@@ -141,9 +150,12 @@ def test_the_search_plans_with_the_same_loads_as_a_plan():
 
 
 def loads_of(tokens: list[list[int]]):
-    """Of two layers, the same in each; a list a step."""
+    """Loads of two layers, the same in each; a list a step."""
     return {
-        layer: [(step, ExpertLoad(tokens=one, entropy=1.0)) for step, one in enumerate(tokens)]
+        layer: [
+            (step, ExpertLoad(tokens=step_tokens, entropy=1.0))
+            for step, step_tokens in enumerate(tokens)
+        ]
         for layer in (0, 1)
     }
 
@@ -180,9 +192,9 @@ def test_a_run_s_loads_teach_the_next_plan():
     learned = build(config(), cluster, profile=profile)
     assert learned.parallel.expert_imbalance == pytest.approx(1.3, abs=0.02)
     assert learned.time.sd < plan.time.sd and "moe.spread.loss" in learned.time.parameters
-    other = build(config(balance="bias"), cluster, profile=profile)
+    bias_plan = build(config(balance="bias"), cluster, profile=profile)
     assert (
-        other.parallel.expert_imbalance
+        bias_plan.parallel.expert_imbalance
         == build_plan(config(balance="bias")).parallel.expert_imbalance
     )
     # the plan's own step follows from what it carries, and moves with the parameter

@@ -17,16 +17,16 @@ DEEPSEEK = (
 )
 
 
-def plan(*words: str):
-    return build_plan(load(list(words)))
+def plan(*overrides: str):
+    return build_plan(load(list(overrides)))
 
 
 def test_a_plan_with_latents_again_takes_less_memory_and_more_time():
-    kept = plan(*DEEPSEEK)
+    stored = plan(*DEEPSEEK)
     again = plan(*DEEPSEEK, "train.recompute_latents=true")
-    assert kept.job.train.recompute_latents is UNSET and again.job.train.recompute_latents is True
-    assert again.memory.activations < 0.8 * kept.memory.activations
-    assert kept.time.step_s < again.time.step_s < 1.1 * kept.time.step_s
+    assert stored.job.train.recompute_latents is UNSET and again.job.train.recompute_latents is True
+    assert again.memory.activations < 0.8 * stored.memory.activations
+    assert stored.time.step_s < again.time.step_s < 1.1 * stored.time.step_s
     assert not [line for line in again.warnings if "recompute_latents" in line]
 
 
@@ -36,17 +36,17 @@ def test_hardware_flops_count_the_products_that_run_again():
     heads = 128 * (128 + 64)
     latents = 1536
     assert up_weights(model) == latents * heads + 512 * 128 * (128 + 128)
-    plain, more = (
+    plain, recomputed = (
         hardware_flops_per_token(model, 4096, "selective", (), again) for again in (False, True)
     )
-    assert more - plain == 2 * up_weights(model) * 61
+    assert recomputed - plain == 2 * up_weights(model) * 61
     assert hardware_flops_per_token(model, 4096, "full", (), True) == hardware_flops_per_token(
         model, 4096, "full"
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("overrides", "reason"),
     [
         (
             ("model=llama3_8b", "train.recompute=selective"),
@@ -58,6 +58,8 @@ def test_hardware_flops_count_the_products_that_run_again():
         ),
     ],
 )
-def test_where_it_changes_nothing_is_said(words, why):
-    found = plan("cluster=h100x8", "parallel=dp8_zero3", *words, "train.recompute_latents=true")
-    assert f"train.recompute_latents changes nothing: {why}" in found.warnings
+def test_where_it_changes_nothing_is_said(overrides, reason):
+    latent_plan = plan(
+        "cluster=h100x8", "parallel=dp8_zero3", *overrides, "train.recompute_latents=true"
+    )
+    assert f"train.recompute_latents changes nothing: {reason}" in latent_plan.warnings

@@ -71,5 +71,5 @@ def test_causal_attention_halves_only_the_core():
 def test_parts_add_up_to_the_whole(name):
     m = getattr(shapes, name)()
     s = 4096
-    parts = sum(layer_flops(m, layer, s).total for layer in range(m.layers)) + head_flops(m)
-    assert 3 * parts == pytest.approx(model_flops_per_token(m, s), rel=1e-12)
+    forward_flops = sum(layer_flops(m, layer, s).total for layer in range(m.layers)) + head_flops(m)
+    assert 3 * forward_flops == pytest.approx(model_flops_per_token(m, s), rel=1e-12)

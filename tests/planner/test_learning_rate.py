@@ -88,12 +88,14 @@ def test_a_schedule_goes_on_where_it_was_saved_and_any_other_rate_is_said(
         {"schedule": "constant"},
         {"min_lr_ratio": 0.5},
     ):
-        other = optim(**{"schedule": name, "warmup_steps": warmup, "decay_steps": decay} | changes)
-        here = learning_rate(step, other, total)
-        breaks = step < total and here != pytest.approx(saved["learning_rate"], rel=1e-6)
-        message = jump(saved, step, other, total)
+        changed_spec = optim(
+            **{"schedule": name, "warmup_steps": warmup, "decay_steps": decay} | changes
+        )
+        rate = learning_rate(step, changed_spec, total)
+        breaks = step < total and rate != pytest.approx(saved["learning_rate"], rel=1e-6)
+        message = jump(saved, step, changed_spec, total)
         assert bool(message) == breaks
-        following = learning_rate(step + 1, other, total)
+        following = learning_rate(step + 1, changed_spec, total)
         assert not breaks or f"to {following:.3g} at step {step + 1}" in message
 
 

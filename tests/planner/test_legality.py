@@ -173,9 +173,9 @@ UNTRAINED = {
 @pytest.mark.parametrize("rule", UNTRAINED)
 def test_what_the_bundled_trainer_does_not_run_is_legal_for_others(rule):
     model, degrees, line = UNTRAINED[rule]
-    wanted = case(model, **{"seq_len": 128, **degrees})
-    assert broken(wanted) is None
-    name, problem = broken(wanted, TRAINER)
+    untrained = case(model, **({"seq_len": 128} | degrees))
+    assert broken(untrained) is None
+    name, problem = broken(untrained, TRAINER)
     assert name == rule.strip() and line in problem
 
 
@@ -221,14 +221,14 @@ def words(draw) -> str:
     st.integers(0, 2),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_word_that_a_refusal_names_is_legal(word, keys, name, size):
+def test_every_word_that_a_refusal_names_is_legal(layout, keys, name, size):
     """A wrong word gets one line; each word in it is read, and is planned in place of the wrong
     one. Keys beside the word go: those that a word cannot say stand behind it."""
     spec = [configs.cluster(), configs.cluster(2, 4), configs.cluster(16, 8, domain_nodes=2)][size]
     model = shapes.published(name)
     train = {"seq_len": 4096, "global_batch_samples": 512}
     try:
-        planned(model, parse(word) | keys, spec, **train)
+        planned(model, parse(layout) | keys, spec, **train)
     except OrchError as error:
         line = str(error)
     else:
@@ -238,36 +238,36 @@ def test_every_word_that_a_refusal_names_is_legal(word, keys, name, size):
         parse(error_of_the_word[1])
     if hints := re.search(r"nearest legal: (.*)$", line):
         for hint in hints[1].split(", "):
-            said, *own = hint.split()
-            more = {
+            hint_layout, *overrides = hint.split()
+            hint_keys = {
                 key.removeprefix("parallel."): value
-                for key, value in (one.split("=") for one in own)
+                for key, value in (override.split("=") for override in overrides)
             }
             given_ = {
                 key: value == "true" if key == "fold_cp" else int(value)
-                for key, value in more.items()
+                for key, value in hint_keys.items()
             }
-            planned(model, parse(said) | given_, spec, **train)
+            planned(model, parse(hint_layout) | given_, spec, **train)
     else:
         assert "did you mean" in line or "no other degrees are legal" in line
 
 
 WISHES = {
-    name: st.integers(1, most)
-    for name, most in (("tp", 24), ("pp", 24), ("cp", 4), ("ep", 4), ("vpp", 3))
+    name: st.integers(1, limit)
+    for name, limit in (("tp", 24), ("pp", 24), ("cp", 4), ("ep", 4), ("vpp", 3))
 }
 
 
 @given(st.fixed_dictionaries(WISHES | {"zero": st.sampled_from([0, 1])}))
 @settings(max_examples=80, deadline=None)
 def test_suggestions_are_legal_and_plan(degrees):
-    wanted = case(shapes.mixtral_8x7b(), **degrees)
-    for near in nearest_legal(wanted):
+    wish = case(shapes.mixtral_8x7b(), **degrees)
+    for near in nearest_legal(wish):
         assert broken(near) is None
-        assert near.zero == wanted.zero
+        assert near.zero == wish.zero
         assert near.tp * near.pp * near.cp * near.ep * near.dp == 64
-    if broken(wanted) is None:  # a legal wish is its own nearest word
-        assert nearest_legal(wanted)[0] == wanted
+    if broken(wish) is None:  # a legal wish is its own nearest word
+        assert nearest_legal(wish)[0] == wish
 
 
 @given(
@@ -380,6 +380,6 @@ def test_other_refusals_of_the_planner(parallel, train, line):
             shapes.llama3_70b(),
             {"tp": 8, "pp": 4} | parallel,
             volta,
-            **{"precision": "fp16", **train},
+            **({"precision": "fp16"} | train),
         )
     assert caught.value.exit == Exit.CONFIG

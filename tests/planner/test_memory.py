@@ -70,13 +70,15 @@ def korthikanti(name: str, sp: bool, recompute: str):
 )
 def test_activations_of_korthikanti_figure_1(row, name, sp, recompute, gib):
     model, parallel, train = korthikanti(name, sp, recompute)
-    got = activations(Workload(model, parallel, train), MEGATRON)[0]
+    activation_bytes = activations(Workload(model, parallel, train), MEGATRON)[0]
     if (
         parallel.pp == 1
     ):  # the figure counts the layers; one stage alone also holds final norm and logits
         layers = structs.replace(parallel, stage_layers=[model.layers, 0], pp=2)
-        got = activations(Workload(model, layers, train), MEGATRON)[0] / in_flight(layers)[0]
-    assert got / GIB == pytest.approx(gib, rel=0.002)
+        activation_bytes = (
+            activations(Workload(model, layers, train), MEGATRON)[0] / in_flight(layers)[0]
+        )
+    assert activation_bytes / GIB == pytest.approx(gib, rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +116,12 @@ def test_states_of_korthikanti_figure_1(row, name, gib):
 def test_states_of_every_zero_stage(zero, precision, grads, bytes_per_parameter):
     plan = make_plan(dp=4, zero=zero)
     train = structs.replace(plan.job.train, precision=precision, grad_dtype=grads)
-    got = rank_state_bytes(1000, 0, plan.parallel, train)
-    assert (got.params / 1000, got.grads / 1000, got.optimizer / 1000) == bytes_per_parameter
+    state_bytes = rank_state_bytes(1000, 0, plan.parallel, train)
+    assert (
+        state_bytes.params / 1000,
+        state_bytes.grads / 1000,
+        state_bytes.optimizer / 1000,
+    ) == bytes_per_parameter
 
 
 def test_experts_shard_over_their_own_data_parallel_group():
@@ -171,7 +177,7 @@ def test_fused_attention_keeps_only_statistics():
 
 
 def test_what_zero_holds_whole_for_a_while():
-    """As measured by `orch report`: ZeRO-2 keeps buckets under way, ZeRO-3 the blocks that it
+    """`orch report` has measured it: ZeRO-2 keeps buckets under way, ZeRO-3 the blocks that it
     computes."""
     model = shapes.llama3_8b()
     plan = make_plan(dp=8, bucket_bytes=25 << 20)
@@ -195,10 +201,10 @@ def test_what_zero_holds_whole_for_a_while():
     par = structs.replace(plan.parallel, zero=3, pp=2, ep=8)
     experts = expert_params(mixture)
     train = structs.replace(plan.job.train, precision="bf16")
-    spread, whole = (
+    spread, replicated = (
         zero_buffers(Workload(mixture, structs.replace(par, ep=ep), train)) for ep in (8, 1)
     )
-    assert whole - spread >= 2 * experts * 7 / 8 / 2
+    assert replicated - spread >= 2 * experts * 7 / 8 / 2
 
 
 def test_dropout_keeps_probabilities_and_masks():
@@ -206,8 +212,12 @@ def test_dropout_keeps_probabilities_and_masks():
     plan = make_plan(seq_len=4096)
     dropped = structs.replace(model, dropout=0.1)
     par = structs.replace(plan.parallel, stage_layers=[model.layers], micro_batches=1)
-    less, more = (activations(Workload(one, par, plan.job.train))[0] for one in (model, dropped))
-    assert more - less > model.layers * model.heads * 4096 * 4096 * (4 + 4 + 1) * 0.99
+    plain_bytes, dropout_bytes = (
+        activations(Workload(variant, par, plan.job.train))[0] for variant in (model, dropped)
+    )
+    assert (
+        dropout_bytes - plain_bytes > model.layers * model.heads * 4096 * 4096 * (4 + 4 + 1) * 0.99
+    )
 
 
 @given(
@@ -226,44 +236,46 @@ def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m,
         return
     rank = data.draw(st.integers(0, pp - 1))
     full = waiting = 0
-    most = 0.0
+    peak = 0.0
     for kind, *_ in build(name, pp, m, vpp).orders[rank]:
         full += (kind is Kind.F) - (kind in (Kind.B, Kind.I))
         waiting += (kind is Kind.I) - (kind is Kind.W)
-        most = max(most, full + waits * waiting)
+        peak = max(peak, full + waits * waiting)
     plan = SimpleNamespace(schedule=name, pp=pp, vpp=vpp, micro_batches=m)
     points = peak_points(
         plan, rank, in_flight_on_rank(name, pp, vpp, m, rank) if waits <= 1 else None
     )
-    found = max(max(a + waits * b, a - 1 + waits * (b + 1)) for a, b in points)
-    assert found >= most * (
+    peak_bound = max(max(a + waits * b, a - 1 + waits * (b + 1)) for a, b in points)
+    assert peak_bound >= peak * (
         1 - 1e-9
     )  # a whole backward where an I might have been is the safe side
     if name in ("zb_h1", "zb_h2"):
-        assert found == pytest.approx(most)
+        assert peak_bound == pytest.approx(peak)
 
 
 @given(st.sampled_from(("dualpipe", "dualpipev")), st.integers(1, 8), st.integers(0, 20), st.data())
 @settings(max_examples=60, deadline=None)
-def test_points_of_a_full_bidirectional_pipeline_are_those_of_its_schedule(name, half, more, data):
-    two = 2 if name == "dualpipe" else 1
-    pp = half * two
-    m = 2 * pp + more * two
+def test_points_of_a_full_bidirectional_pipeline_are_those_of_its_schedule(
+    name, half, extra_batches, data
+):
+    directions = 2 if name == "dualpipe" else 1
+    pp = half * directions
+    m = 2 * pp + extra_batches * directions
     rank = data.draw(st.integers(0, pp - 1))
     full = waiting = 0
-    found = set()
+    points = set()
     for kind, *_ in SCHEDULES[name].order(rank, pp, m, SCHEDULES[name].vpp[0]):
         if kind in (Kind.B, Kind.I):
-            found.add((full, waiting))
+            points.add((full, waiting))
         full += (kind is Kind.F) - (kind in (Kind.B, Kind.I))
         waiting += (kind is Kind.I) - (kind is Kind.W)
-    highest = [one for one in found if not any(_above(other, one) for other in found)]
+    highest = [point for point in points if not any(_above(rival, point) for rival in points)]
     plan = SimpleNamespace(schedule=name, pp=pp, vpp=SCHEDULES[name].vpp[0], micro_batches=m)
     assert peak_points(plan, rank) == sorted(highest, reverse=True)
 
 
-def _above(other, one):
-    return other != one and other[0] >= one[0] and other[1] >= one[1]
+def _above(upper, lower):
+    return upper != lower and upper[0] >= lower[0] and upper[1] >= lower[1]
 
 
 @given(
@@ -290,23 +302,39 @@ def test_unequal_stages_are_counted_on_the_schedule(name, pp, m, data):
         StageBytes(*data.draw(st.tuples(*[sizes] * len(StageBytes._fields))))
         for _ in range(schedule.model_stages)
     ]
-    stages = [one._replace(deferred=one.deferred + one.head_deferred) for one in stages]
+    stages = [
+        stage_bytes._replace(deferred=stage_bytes.deferred + stage_bytes.head_deferred)
+        for stage_bytes in stages
+    ]
     held = tuple(sorted({stage % schedule.model_stages for _, stage, _ in schedule.orders[rank]}))
     now = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
-    most = 0.0
+    peak = 0.0
     for kind, stage, _ in schedule.orders[rank]:
         at = stage % schedule.model_stages
-        one = stages[at]
+        stage_bytes = stages[at]
         split = kind is Kind.I
         if kind in (Kind.B, Kind.I):
-            kept = sum(
+            held_bytes = sum(
                 now[0][s] * (stages[s].stored + stages[s].head) + now[1][s] * stages[s].deferred
                 for s in held
             )
-            layers = kept - one.head + one.during + (one.head_deferred if split else 0.0)
-            end = kept - one.head - one.stored + one.deferred + one.in_last
-            most = max(most, layers, max(end, kept + one.in_head) if split else kept)
+            layers = (
+                held_bytes
+                - stage_bytes.head
+                + stage_bytes.during
+                + (stage_bytes.head_deferred if split else 0.0)
+            )
+            end = (
+                held_bytes
+                - stage_bytes.head
+                - stage_bytes.stored
+                + stage_bytes.deferred
+                + stage_bytes.in_last
+            )
+            peak = max(
+                peak, layers, max(end, held_bytes + stage_bytes.in_head) if split else held_bytes
+            )
         now[0][at] += (kind is Kind.F) - (kind in (Kind.B, Kind.I))
         now[1][at] += split - (kind is Kind.W)
-    found = unequal_peak((name, pp, m, vpp), rank, held, [stages[stage] for stage in held])
-    assert found == pytest.approx(most)
+    planned_peak = unequal_peak((name, pp, m, vpp), rank, held, [stages[stage] for stage in held])
+    assert planned_peak == pytest.approx(peak)

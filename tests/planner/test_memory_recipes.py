@@ -50,7 +50,7 @@ def fullest(
     )
     return max(
         memory_by_pp_rank(Workload(model, par, train), H100, recipe, matmul),
-        key=lambda one: one.total,
+        key=lambda rank_memory: rank_memory.total,
     )
 
 
@@ -94,11 +94,11 @@ def test_fsdp_shards_everything_and_sums_whole_gradients_in_a_pipeline():
     assert states.params + states.grads + states.optimizer == 1000 * 16 / 8
     model = shapes.llama3_8b()
     layout = dict(dp=8, zero=3, pp=4, recompute="full")
-    more = (
+    gradient_bytes = (
         fullest(model, recipe, **layout).buffers
         - fullest(model, structs.replace(recipe, whole_gradients=False), **layout).buffers
     )
-    assert more > 3.5 * model.parameters / 4 * 0.8
+    assert gradient_bytes > 3.5 * model.parameters / 4 * 0.8
 
 
 # ----------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_published_layouts_fit(name):
 )
 @settings(max_examples=60, deadline=None)
 def test_more_work_takes_more_memory(name, layout, recompute, matmul):
-    """In micro-batch, sequence and layers; and nothing is negative."""
+    """Memory grows with micro-batch, sequence and layers; and nothing is negative."""
     model = shapes.llama3_8b()
     recipe = RECIPES[name]
     base = fullest(model, recipe, matmul, recompute=recompute, **layout)
@@ -381,11 +381,11 @@ def test_recomputation_keeps_less(name, moe, matmul, tp):
     plan = make_plan(tp=tp)
     kernels = kernels_of(RECIPES[name], H100, model, plan.parallel, matmul)
     train = structs.replace(plan.job.train, precision="bf16", seq_len=4096)
-    none, some, full = (
+    none, selective, full = (
         layer_activation_bytes(Workload(model, plan.parallel, train), 0, kernels, mode)
         for mode in ("none", "selective", "full")
     )
-    assert none.stored >= some.stored >= full.stored > 0 == none.recomputing
+    assert none.stored >= selective.stored >= full.stored > 0 == none.recomputing
     assert full.stored + full.recomputing >= none.stored * (1 - 1e-9)
 
 
@@ -415,8 +415,8 @@ def test_experts_on_their_own_ranks():
     par = structs.replace(plan.parallel, stage_layers=[model.layers])
     meshes = par, structs.replace(par, ep=4, dp=2, etp=1)
     four, eight = (
-        memory_by_pp_rank(Workload(model, one, train), H100, recipe_of("megatron"), "")[0]
-        for one in meshes
+        memory_by_pp_rank(Workload(model, parallel, train), H100, recipe_of("megatron"), "")[0]
+        for parallel in meshes
     )
     experts = 3 * model.hidden * model.moe.ffn_hidden * model.moe.experts * model.layers
     assert four.params - eight.params == pytest.approx(2 * experts * (1 / 4 - 1 / 8), rel=1e-6)
@@ -443,7 +443,7 @@ def test_kinds_of_measurement_nest():
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("label", "kind"),
     [
         ("max allocated (PyTorch), worst rank", "allocated"),
         ("max over ranks of peak reserved memory (GiB)", "reserved"),
@@ -455,8 +455,8 @@ def test_kinds_of_measurement_nest():
         ("", "allocated"),
     ],
 )
-def test_words_for_what_was_measured(text, kind):
-    assert measured_kind(text, recipe_of("megatron")) == (kind, bool(text))
+def test_words_for_what_was_measured(label, kind):
+    assert measured_kind(label, recipe_of("megatron")) == (kind, bool(label))
     assert measured_kind("peak memory as printed (GB)", recipe_of("megatron_deepspeed")) == (
         "process",
         False,
@@ -512,4 +512,6 @@ def test_traits_of_a_row_change_its_recipe():
     assert 0.5 < compiled.activations / eager.activations < 0.75, (
         "norms and activations are computed again"
     )
-    assert recipe_of("orch") is ORCH and {one.memory for one in SOFTWARE.values()} <= set(RECIPES)
+    assert recipe_of("orch") is ORCH and {software.memory for software in SOFTWARE.values()} <= set(
+        RECIPES
+    )

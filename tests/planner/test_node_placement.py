@@ -65,18 +65,18 @@ def job(
 
 
 @st.composite
-def cases(draw, most: int = 6):
+def cases(draw, max_nodes: int = 6):
     leaves = draw(
         st.lists(st.integers(1, 3), min_size=1, max_size=4).filter(
-            lambda sizes: 2 <= sum(sizes) <= most
+            lambda sizes: 2 <= sum(sizes) <= max_nodes
         )
     )
     split = draw(st.integers(1, len(leaves)))
     pods = [split, len(leaves) - split] if split < len(leaves) else [split]
     over = draw(st.sampled_from([(1.0, 1.0), (4.0, 1.0), (2.0, 7.0)]))
     cluster = shuffled(ragged(leaves, pods, over=over), draw(st.integers(0, 99)))
-    places = draw(st.sampled_from([n for n in (2, 4, 6, 8) if n <= sum(leaves)]))
-    world = places * 4
+    slots = draw(st.sampled_from([n for n in (2, 4, 6, 8) if n <= sum(leaves)]))
+    world = slots * 4
     tp = draw(st.sampled_from([1, 2, 4]))
     pp = draw(st.sampled_from([d for d in (1, 2, 4) if world % (tp * d) == 0]))
     rest = world // (tp * pp)
@@ -88,14 +88,14 @@ def cases(draw, most: int = 6):
 
 def equals_brute_force(case) -> None:
     _, args = case
-    found = place_nodes(*args)
-    want = best_step(*args, len(found.nodes))
-    assert (found.score.tp_outside, found.score.ep_outside) == want[:2]
-    assert math.isclose(found.score.step_s, want[2], rel_tol=1e-8)
-    assert found.exact and found.bound_s <= found.score.step_s
+    placement = place_nodes(*args)
+    want = best_step(*args, len(placement.nodes))
+    assert (placement.score.tp_outside, placement.score.ep_outside) == want[:2]
+    assert math.isclose(placement.score.step_s, want[2], rel_tol=1e-8)
+    assert placement.exact and placement.bound_s <= placement.score.step_s
     heuristic = place_nodes(*args, exact=False)
-    assert heuristic.score >= found.score and heuristic.score <= heuristic.given_score
-    assert heuristic.bound_s <= found.score.step_s + 1e-9, "the bound holds for the best of all"
+    assert heuristic.score >= placement.score and heuristic.score <= heuristic.given_score
+    assert heuristic.bound_s <= placement.score.step_s + 1e-9, "the bound holds for the best of all"
 
 
 FULL = pytest.mark.full
@@ -112,7 +112,9 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_equals_brute_force(nodes, examples):
-    settings(max_examples=examples, deadline=None)(given(cases(most=nodes))(equals_brute_force))()
+    settings(max_examples=examples, deadline=None)(
+        given(cases(max_nodes=nodes))(equals_brute_force)
+    )()
 
 
 @given(cases(), st.integers(1, 99))
@@ -126,18 +128,20 @@ def test_names_do_not_matter(case, seed):
     )
 
 
-@given(cases(most=8))
+@given(cases(max_nodes=8))
 @settings(max_examples=30, deadline=None)
 def test_symmetric_keeps_one_of_each_class(case):
     """Every ordered choice has exactly one representative: classes found by comparing patterns."""
     fabric = case[1][0].fabric
-    places = min(3, fabric.block.shape[1])
+    slots = min(3, fabric.block.shape[1])
     every = {
         fabric.reordered(nodes).signature()
-        for nodes in permutations(range(fabric.block.shape[1]), places)
+        for nodes in permutations(range(fabric.block.shape[1]), slots)
     }
-    kept = [fabric.reordered(nodes).signature() for nodes in distinct_node_orders(fabric, places)]
-    assert set(kept) == every
+    representatives = [
+        fabric.reordered(nodes).signature() for nodes in distinct_node_orders(fabric, slots)
+    ]
+    assert set(representatives) == every
 
 
 def scattered() -> Cluster:
@@ -151,19 +155,19 @@ def scattered() -> Cluster:
 @pytest.mark.parametrize("shape", [(8, 4, 16), (8, 2, 32), (4, 4, 24), (8, 8, 6)])
 def test_fragmented_cluster_beats_the_order_it_came_in(shape):
     cluster = shuffled(scattered(), 7)
-    found = place_nodes(*job(cluster, *shape, batch=shape[2] * 8))
-    assert len(set(found.nodes)) == len(found.nodes) == math.prod(shape) // 8
-    assert found.score < found.given_score
-    assert found.score.step_s >= found.bound_s and 0 <= found.gap < 1
+    placement = place_nodes(*job(cluster, *shape, batch=shape[2] * 8))
+    assert len(set(placement.nodes)) == len(placement.nodes) == math.prod(shape) // 8
+    assert placement.score < placement.given_score
+    assert placement.score.step_s >= placement.bound_s and 0 <= placement.gap < 1
 
 
 def test_fewer_nodes_than_free_are_taken_together():
     cluster = shuffled(ragged([2, 3, 8, 4], [2, 2], gpus=8, over=(8.0, 8.0)), 3)
-    found = place_nodes(*job(cluster, 8, 2, 4, batch=8))
-    assert sum(not set(leaf).isdisjoint(found.nodes) for leaf in cluster.levels[0].switches) == 1, (
-        "one leaf has eight"
-    )
-    assert found.gap < 0.02
+    placement = place_nodes(*job(cluster, 8, 2, 4, batch=8))
+    assert (
+        sum(not set(leaf).isdisjoint(placement.nodes) for leaf in cluster.levels[0].switches) == 1
+    ), "one leaf has eight"
+    assert placement.gap < 0.02
 
 
 @given(cases(), st.randoms())
@@ -188,12 +192,12 @@ def test_a_rack_scale_domain_is_used_whole():
     broken = reorder(cluster, [0, 2, 1, 3])
     spec = configs.cluster(4, 4, [("fabric", 4, 1.0)], domain_nodes=2)
     plan = planned(shapes.llama3_8b(), {"tp": 8, "zero": 1}, spec, global_batch_samples=4)
-    found = place_nodes(*configs.costing(plan, broken))
-    assert found.given_score.tp_outside and not found.score.tp_outside
+    placement = place_nodes(*configs.costing(plan, broken))
+    assert placement.given_score.tp_outside and not placement.score.tp_outside
 
 
 def test_a_plan_on_imported_nodes(tmp_path):
-    """From the site's file to ranks: busy leaves, a job smaller than what is free, spares behind,
+    """A site's file becomes ranks: busy leaves, a job smaller than what is free, spares behind,
     certified."""
     file = tmp_path / "topology.conf"
     leaves = ["n[0-2]", "n[3-10]", "n[11-14]"]

@@ -30,8 +30,8 @@ HOST = HostSpec(
 LARGE = ["cluster=h100x8", "model=llama3_70b", "parallel=tp8", "train.recompute=full"]
 
 
-def config_of(*words: str, host: HostSpec | None = HOST):
-    config = load([*LARGE, *words])
+def config_of(*overrides: str, host: HostSpec | None = HOST):
+    config = load([*LARGE, *overrides])
     return structs.replace(config, cluster=structs.replace(config.cluster, host=host))
 
 
@@ -39,16 +39,16 @@ def test_a_plan_without_offload_does_not_name_it():
     assert b"offload" not in msgspec.json.encode(build_plan(config_of(host=None)))
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
-def test_the_price_is_what_link_memory_and_disk_take(place):
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_price_is_what_link_memory_and_disk_take(tier):
     """A naive sum over the parameters of a rank, eight of which share the node."""
-    plan = build_plan(config_of(f"train.offload={place}"))
-    mine = plan.memory.params / 2
-    update = mine * 8 * 28 / 400e9
-    disk = mine * 8 * 24 / 8e9
-    down = mine * 4 / 50e9
-    up = mine * 2 / 50e9
-    expected = max(update, up, down, disk) if place == "disk" else max(update, up) + down
+    plan = build_plan(config_of(f"train.offload={tier}"))
+    parameters = plan.memory.params / 2
+    update = parameters * 8 * 28 / 400e9
+    disk = parameters * 8 * 24 / 8e9
+    down = parameters * 4 / 50e9
+    up = parameters * 2 / 50e9
+    expected = max(update, up, down, disk) if tier == "disk" else max(update, up) + down
     assert plan.time.terms["optimizer"] == pytest.approx(expected, rel=0.05)
     assert (UPDATE_BYTES, DISK_BYTES) == (28, 24)
 
@@ -62,38 +62,40 @@ def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_pr
     config = config_of()
     plan = build_plan(config)
     assert plan.memory.total > plan.memory.capacity
-    found = explain(config, resolve(config.cluster), plan, limit=9)
+    explanation = explain(config, resolve(config.cluster), plan, limit=9)
     offers = {
-        change.overrides[0]: change for change in found.changes if "offload" in change.overrides[0]
+        change.overrides[0]: change
+        for change in explanation.changes
+        if "offload" in change.overrides[0]
     }
     assert list(offers) == [
         "train.offload=host",
         "train.offload=disk",
     ]  # inputs of layers alone are too little
-    for word, change in offers.items():
-        other = build_plan(config_of(word))
-        assert (change.step_s, change.memory) == (other.time.step_s, other.memory)
+    for override, change in offers.items():
+        offloaded = build_plan(config_of(override))
+        assert (change.step_s, change.memory) == (offloaded.time.step_s, offloaded.memory)
         assert change.memory.total <= change.memory.capacity and change.saves_s < 0
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
-def test_the_price_of_inputs_is_what_is_longer_than_the_work_beside_it(place):
-    """By hand: eight ranks share the disk, a GPU has its link; one input a layer and
-    micro-batch."""
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_price_of_inputs_is_what_is_longer_than_the_work_beside_it(tier):
+    """The price is worked out by hand: eight ranks share the disk, a GPU has its link; one input a
+    layer and micro-batch."""
     slow = structs.replace(HOST, link_gb_per_s=0.5, disk_gb_per_s=2.0)
-    words = [
+    overrides = [
         "train.precision=bf16",
         "parallel=dp8_zero3",
         "model=llama3_8b",
         "train.recompute=full",
     ]
     plain, away = (
-        build_plan(config_of(*words, *more, host=slow))
-        for more in ((), (f"train.offload_activations={place}",))
+        build_plan(config_of(*overrides, *offload, host=slow))
+        for offload in ((), (f"train.offload_activations={tier}",))
     )
     par = away.parallel
     micro = away.parallel.micro_batch_size * away.job.train.seq_len * away.model.hidden * 2
-    once = away.model.layers * micro / (0.5e9 if place == "host" else 2e9 / 8)
+    once = away.model.layers * micro / (0.5e9 if tier == "host" else 2e9 / 8)
     later = away.time.terms["activations"]
     assert 0 < later < 2 * par.micro_batches * once
     assert away.time.step_s - plain.time.step_s == pytest.approx(later, rel=1e-6)
@@ -101,14 +103,14 @@ def test_the_price_of_inputs_is_what_is_longer_than_the_work_beside_it(place):
         plain.time.step_s - plain.time.terms.get("optimizer", 0) - plain.time.exposed_comm_s["dp"]
     )
     assert later == pytest.approx(2 * par.micro_batches * once - work, rel=0.1)
-    fast = build_plan(config_of(*words, "train.offload_activations=host"))
+    fast = build_plan(config_of(*overrides, "train.offload_activations=host"))
     assert "activations" not in fast.time.terms and fast.memory.total < plain.memory.total
-    kept = (
+    tier_bytes = (
         (fast.memory.host, 0)
-        if place == "host"
+        if tier == "host"
         else (away.memory.disk, away.memory.disk - away.memory.host)
     )
-    assert kept[0] == away.model.layers * micro and kept[1] >= 0
+    assert tier_bytes[0] == away.model.layers * micro and tier_bytes[1] >= 0
 
 
 def test_inputs_on_the_host_are_offered_where_they_make_it_fit():
@@ -120,8 +122,8 @@ def test_inputs_on_the_host_are_offered_where_they_make_it_fit():
     ]
     config = load(["cluster=h100x8", "model=llama3_8b", "parallel=dp8_zero3", *long])
     plan = build_plan(config)
-    found = explain(config, resolve(config.cluster), plan, limit=99)
-    offers = {change.overrides[0]: change for change in found.changes}
+    explanation = explain(config, resolve(config.cluster), plan, limit=99)
+    offers = {change.overrides[0]: change for change in explanation.changes}
     assert plan.memory.total > plan.memory.capacity
     assert offers["train.offload_activations=host"].memory.total <= plan.memory.capacity
 
@@ -132,26 +134,27 @@ def test_a_plan_says_where_nothing_is_put_away():
 
 
 @pytest.mark.parametrize(
-    ("place", "change", "line"),
+    ("tier", "change", "line"),
     [
         ("host", {"memory_gib": 100}, r"cluster\.host\.memory_gib=100\.0: .*train\.offload=disk"),
         ("disk", {"disk_gib": 500}, r"cluster\.host\.disk_gib=500\.0: .*larger disk"),
     ],
 )
-def test_hosts_without_room_are_refused_at_plan_time(place, change, line):
+def test_hosts_without_room_are_refused_at_plan_time(tier, change, line):
     with pytest.raises(OrchError, match=line) as error:
-        build_plan(config_of(f"train.offload={place}", host=structs.replace(HOST, **change)))
+        build_plan(config_of(f"train.offload={tier}", host=structs.replace(HOST, **change)))
     assert error.value.exit == Exit.CONFIG and "\n" not in error.value.message
 
 
 def test_assumed_hosts_and_slow_disks_are_said():
-    said = [
+    offload_warnings = [
         line
         for line in build_plan(config_of("train.offload=disk", host=None)).warnings
         if "offload" in line
     ]
     assert (
-        len(said) == 1 and f"{ASSUMED.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed" in said[0]
+        len(offload_warnings) == 1
+        and f"{ASSUMED.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed" in offload_warnings[0]
     )
     assert not [
         line for line in build_plan(config_of("train.offload=host")).warnings if "offload" in line
@@ -167,7 +170,7 @@ def test_the_table_of_the_largest_models_is_the_published_one():
 
 
 def test_sharding_and_offloading_only_ever_raise_the_largest_model():
-    """And the papers' order: one GPU of 80 GB trains 5 billion parameters of 16 bytes, four times
+    """The papers' order holds: one GPU of 80 GB trains 5 billion parameters of 16 bytes, four times
     as many offloaded."""
     assert largest(1, "none") == 80e9 / 16 and largest(1, "zero1, host") == 4 * largest(1, "none")
     for gpus in (8, 64, 512):

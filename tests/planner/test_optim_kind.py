@@ -12,8 +12,8 @@ from orchestrator.plan import to_json
 from tests.planner.configs import build_plan
 
 
-def plan_of(*words):
-    return build_plan(load(list(words)))
+def plan_of(*overrides):
+    return build_plan(load(list(overrides)))
 
 
 def test_sgd_keeps_one_tensor_and_adamw_two():
@@ -37,7 +37,7 @@ def test_plans_of_adamw_do_not_name_it():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["optim.kind=sgd", "train.offload=host"], "optim.kind=sgd keeps its state on the device"),
         (
@@ -47,7 +47,7 @@ def test_plans_of_adamw_do_not_name_it():
         (["optim.kind=moun"], "did you mean 'muon'"),
     ],
 )
-def test_refused_at_plan_time(words, message):
+def test_refused_at_plan_time(overrides, message):
     with pytest.raises(OrchError, match=message) as caught:
-        plan_of(*words)
+        plan_of(*overrides)
     assert "\n" not in str(caught.value)

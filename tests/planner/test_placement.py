@@ -38,8 +38,8 @@ def plans(draw):
 @given(plans())
 @settings(max_examples=40, deadline=None)
 def test_no_order_is_better_and_tp_stays_inside(plan):
-    found = every_order(plan)
-    inside = [c for c in found if not c.outside_nvlink("tp")]
+    costed_orders = every_order(plan)
+    inside = [c for c in costed_orders if not c.outside_nvlink("tp")]
     assert plan.placement["tp"].worst_level in ("self", "nvlink")
     assert plan.time.step_s <= min(c.step_s for c in inside) * (1 + TIE)
 

@@ -40,10 +40,12 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def planned(monkeypatch):
     """Counts what the planner is asked for."""
-    asked = []
+    calls = []
     real = build.build_plan
-    monkeypatch.setattr(build, "build_plan", lambda *what: asked.append(what) or real(*what))
-    return asked
+    monkeypatch.setattr(
+        build, "build_plan", lambda *arguments: calls.append(arguments) or real(*arguments)
+    )
+    return calls
 
 
 def test_the_same_job_is_planned_once(home, planned, monkeypatch):
@@ -70,18 +72,18 @@ def test_a_damaged_file_is_planned_again(home, planned, tmp_path):
 
 def test_files_that_a_plan_was_made_of_are_looked_at(home, planned, tmp_path):
     table = tmp_path / "table.csv"
-    words = [
+    overrides = [
         "cluster=local",
         "parallel=pp2",
         "parallel.micro_batch_size=2",
         "train.global_batch_samples=8",
     ]
-    config = load([*words, "cluster.gpus_per_node=2", f"parallel.schedule_file={table}"])
-    found = []
-    for text in ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1") * 2:
-        table.write_text(text)
-        found.append(cached(config).parallel.schedule_rows)
-    assert found[:2] == found[2:] and found[0] != found[1] and len(planned) == 2
+    config = load([*overrides, "cluster.gpus_per_node=2", f"parallel.schedule_file={table}"])
+    row_tables = []
+    for rows in ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1") * 2:
+        table.write_text(rows)
+        row_tables.append(cached(config).parallel.schedule_rows)
+    assert row_tables[:2] == row_tables[2:] and row_tables[0] != row_tables[1] and len(planned) == 2
 
 
 def test_measured_figures_count(home, planned):
@@ -109,8 +111,8 @@ def test_idle_threads_of_numpys_blas_take_no_processor_time_and_later_processes_
     environ["OPENBLAS_NUM_THREADS"] = "8"
     command = [sys.executable, "-c", code, *WORDS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
-    told, others_s = done.stdout.splitlines()[-1].split()
-    assert told == "None" and float(others_s) < 0.003, (
+    thread_timeout, others_s = done.stdout.splitlines()[-1].split()
+    assert thread_timeout == "None" and float(others_s) < 0.003, (
         done.stderr
     )  # they would spin for 10 ms and more
 
@@ -128,7 +130,7 @@ def test_neither_hydra_nor_the_planner_is_imported_for_a_job_planned_before(home
     shutil.rmtree(tmp_path / "cache" / "orch" / "plan")
     done.append(subprocess.run(command, capture_output=True, text=True, timeout=300))
     (first, *page), (second, *again), (anew, *third) = (
-        one.stdout.splitlines()[::-1] for one in done
+        process.stdout.splitlines()[::-1] for process in done
     )
     assert page == again == third and "numpy" in first.split() and second == "0", done[1].stderr
     assert not {"numpy.ma", "orchestrator.planner.search.search"} & set(first.split()), (
@@ -140,8 +142,8 @@ def test_neither_hydra_nor_the_planner_is_imported_for_a_job_planned_before(home
 def test_cached_plans_depend_on_the_code_of_every_room_that_makes_them():
     """Without it a plan outlives a change of the cost model that predicted it."""
     rooms = {"orchestrator.planner"}
-    while found := {after for before, after in edges() if before in rooms} - rooms:
-        rooms |= found
+    while new_rooms := {after for before, after in edges() if before in rooms} - rooms:
+        rooms |= new_rooms
     without_figures = {"orchestrator.errors", "orchestrator.cache"}
     listed = {f"orchestrator.{room}" for room in ROOMS_OF_A_PLAN}
     assert rooms - without_figures == listed

@@ -52,16 +52,18 @@ def test_a_published_row_within_a_factor_of_two():
     job = read_row(GPT_1_7B)
     assert job.assumed == ["software of 2021: attention is not fused"] and job.model.mlp == "plain"
     assert job.model.parameters / 1e9 == pytest.approx(1.7, rel=0.04)
-    (got,) = predict([GPT_1_7B])
-    assert got.status == "ok" and 0.5 < got.step_time_s / 3.5152 < 2
-    assert got.tokens_per_s_per_gpu == pytest.approx(512 * 2048 / 32 / got.step_time_s)
+    (prediction,) = predict([GPT_1_7B])
+    assert prediction.status == "ok" and 0.5 < prediction.step_time_s / 3.5152 < 2
+    assert prediction.tokens_per_s_per_gpu == pytest.approx(
+        512 * 2048 / 32 / prediction.step_time_s
+    )
 
 
 def test_more_than_memory_is_oom():
-    (got,) = predict(
+    (prediction,) = predict(
         [GPT_1_7B | {"micro_batch": "64", "global_batch": "2048", "recompute": "none"}]
     )
-    assert got.status == "oom" and got.peak_mem_gib > 80
+    assert prediction.status == "oom" and prediction.peak_mem_gib > 80
 
 
 def test_score_by_hand():
@@ -69,21 +71,27 @@ def test_score_by_hand():
         {"id": f"t-{i}", "tp": str(i), "step_time_s": str(s), "peak_mem_gib": "10", "status": "ok"}
         for i, s in enumerate((1, 2, 4))
     ]
-    got = [
+    predictions = [
         Prediction(f"t-{i}", s, 1.0, 12.0, "ok" if i else "oom", "")
         for i, s in enumerate((2.0, 1.0, 4.0))
     ]
-    found = score(rows, got)
-    assert found.time[0][:5] == ("t", 3, pytest.approx(0.5), 1.0, pytest.approx((1 - 0.5 + 0) / 3))
-    assert found.time[0].inside68 is None and found.time[-1] == found.time[0]._replace(
+    accuracy = score(rows, predictions)
+    assert accuracy.time[0][:5] == (
+        "t",
+        3,
+        pytest.approx(0.5),
+        1.0,
+        pytest.approx((1 - 0.5 + 0) / 3),
+    )
+    assert accuracy.time[0].inside68 is None and accuracy.time[-1] == accuracy.time[0]._replace(
         group="mean of groups", rows=1
     )
-    assert found.memory[0].mean == pytest.approx(0.2)
-    assert found.order[0][:3] == ("t", 1, 3) and found.order[0].spearman == pytest.approx(0.5)
-    assert found.order[0].regret == pytest.approx(
+    assert accuracy.memory[0].mean == pytest.approx(0.2)
+    assert accuracy.order[0][:3] == ("t", 1, 3) and accuracy.order[0].spearman == pytest.approx(0.5)
+    assert accuracy.order[0].regret == pytest.approx(
         1.0
     )  # it would choose the second, which took 2 s and not 1 s
-    assert found.fits == {("ok", "oom"): 1, ("ok", "ok"): 2}
+    assert accuracy.fits == {("ok", "oom"): 1, ("ok", "ok"): 2}
 
 
 def test_rank_correlation_with_ties():

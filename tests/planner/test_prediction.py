@@ -16,12 +16,12 @@ from tests.planner.configs import build_plan
 WORDS = ("cluster=h100x64", "model=llama3_8b", "parallel=tp2_pp4_zero1")
 
 
-def plan_of(*words):
-    return build_plan(load(list(words)))
+def plan_of(*overrides):
+    return build_plan(load(list(overrides)))
 
 
-def planned(*words, depth):
-    return plan_of(*WORDS, *words, *([f"model.mtp={{depth: {depth}}}"] if depth else []))
+def planned(*overrides, depth):
+    return plan_of(*WORDS, *overrides, *([f"model.mtp={{depth: {depth}}}"] if depth else []))
 
 
 def test_it_is_work_and_parameters_of_the_last_stage_alone():
@@ -31,12 +31,12 @@ def test_it_is_work_and_parameters_of_the_last_stage_alone():
     model = ahead.model
     table = 128256 * 4096 // 2
     block = layer_params(model, 31)
-    more = (
+    extra_parameters = (
         2 * (block.attention + block.ffn) // 2
         + 2 * (block.replicated + prediction_params(model))
         + table
     )
-    assert held[1][-1] == (held[0][-1][0] + more, 0)
+    assert held[1][-1] == (held[0][-1][0] + extra_parameters, 0)
     assert ahead.time.step_s > alone.time.step_s
 
 
@@ -53,8 +53,8 @@ def test_parameters_and_flops_are_those_of_a_layer_a_projection_and_the_head():
         model, 31
     ).total + prediction_params(model)
     weights = 2 * 4096**2 + 128256 * 4096 + 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 14336
-    more = model_flops_per_token(model, 8192) - model_flops_per_token(alone, 8192)
-    assert more == pytest.approx(6 * weights + 3 * 4 * 8192 / 2 * 32 * 128)
+    extra_flops = model_flops_per_token(model, 8192) - model_flops_per_token(alone, 8192)
+    assert extra_flops == pytest.approx(6 * weights + 3 * 4 * 8192 / 2 * 32 * 128)
 
 
 def test_depth_0_is_no_key_of_the_plan():

@@ -27,13 +27,13 @@ def described(spec) -> Cluster:
     return resolve(spec)
 
 
-def plan_of(*words: str):
-    config = load(list(words), ranges=True)
+def plan_of(*overrides: str):
+    config = load(list(overrides), ranges=True)
     return plan_program(config, described(config.cluster))
 
 
-def sizes_of(*words: str):
-    return plan_sizes(load(list(words), ranges=True), described, program=True)
+def sizes_of(*overrides: str):
+    return plan_sizes(load(list(overrides), ranges=True), described, program=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8])
@@ -73,8 +73,8 @@ def test_nothing_of_a_model_is_in_the_document_or_on_the_page():
     assert document["job"].keys() == {"checkpoint", "metrics"}
     again = from_json(to_json(plan))
     assert again == plan and again.model is NO_MODEL
-    for word in ("tiny", "MFU", "memory", "tokens", "step", "batch"):
-        assert word not in render(plan), word
+    for term in ("tiny", "MFU", "memory", "tokens", "step", "batch"):
+        assert term not in render(plan), term
     assert "program" in (refusal(plan) or "") and list(problems(plan))
 
 
@@ -87,7 +87,7 @@ def test_a_plan_is_either_a_program_s_or_has_a_model():
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("overrides", "line"),
     [
         (["nproc=9"], "9 ranks need more than cluster local has (2 nodes x 4 = 8)"),
         (["nproc=3", "parallel=tp2"], "3 ranks are not a multiple of tp 2 = 2"),
@@ -103,9 +103,9 @@ def test_a_plan_is_either_a_program_s_or_has_a_model():
         (["nodes=1..2", "parallel=tp3"], "no legal size"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(words, line):
+def test_what_makes_no_sense_is_refused_in_one_line(overrides, line):
     with pytest.raises(OrchError) as refused:
-        sizes_of(*words)
+        sizes_of(*overrides)
     assert line in refused.value.message and "\n" not in refused.value.message
 
 
@@ -118,9 +118,11 @@ def test_elastic_sizes_are_those_that_the_axes_fit_and_change_with_the_nodes():
     """tp 4 x pp 2 is two nodes: sizes are 2 and 4. A lost node of four leaves three, so the run
     goes on with two; with all four back it grows, where what it gains by then is more than the
     restart costs."""
-    found = sizes_of("cluster.nodes=4", "nodes=1..4", "parallel=tp4_pp2")
-    assert [size.nodes for size in found.legal] == [4, 2] and set(found.refused) == {1, 3}
-    plans = {size.nodes: size.plan for size in found.legal}
+    planned_sizes = sizes_of("cluster.nodes=4", "nodes=1..4", "parallel=tp4_pp2")
+    assert [size.nodes for size in planned_sizes.legal] == [4, 2] and set(
+        planned_sizes.refused
+    ) == {1, 3}
+    plans = {size.nodes: size.plan for size in planned_sizes.legal}
     names = plans[4].cluster.node_names
     smaller = next_plan(plans[4], plans, set(names) - {"node-1"})
     assert smaller is not None and {rank.node for rank in smaller.ranks} <= set(names) - {"node-1"}
@@ -146,12 +148,12 @@ def test_one_switch_is_filled_where_the_order_of_nodes_has_no_meaning(tmp_path):
     topology.write_text(
         "SwitchName=a Nodes=n0,n2\nSwitchName=b Nodes=n1,n3,n4\nSwitchName=top Switches=a,b\n"
     )
-    words = [
+    overrides = [
         "cluster=h100x64",
         "cluster.nodes=5",
         f"cluster.topology_file={topology}",
         "parallel=tp8_dp3",
     ]
-    plan = plan_of(*words)
+    plan = plan_of(*overrides)
     assert sorted({rank.node for rank in plan.ranks}) == ["n1", "n3", "n4"]
     assert plan.placement["dp"].worst_level == "leaf"

@@ -61,11 +61,13 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
     par = chosen.parallel
     train = chosen.job.train
     context = context_of(chosen)
-    one = layer_seconds(Workload(chosen.model, par, train, context.software), 0, context.rate)
-    seconds = {"none": 0.0, "selective": one.selective, "full": one.forward}
+    layer_cost = layer_seconds(
+        Workload(chosen.model, par, train, context.software), 0, context.rate
+    )
+    seconds = {"none": 0.0, "selective": layer_cost.selective, "full": layer_cost.forward}
     for rank, stages in enumerate(rank_stages(par)):
         layers = [layer for stage in stages for layer in stage_range(par, stage)]
-        mine = sum(seconds[train.recompute_layers[layer]] for layer in layers)
+        rank_seconds = sum(seconds[train.recompute_layers[layer]] for layer in layers)
         fits = kept(chosen)[rank] <= budget * GIB * (1 + 1e-12)
         if not fits:
             assert {train.recompute_layers[layer] for layer in layers} == {"full"}
@@ -75,14 +77,14 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
         ):  # two holders: the tighter one decides, so this one may repeat more
             continue
         for modes in itertools.product(MODES, repeat=len(layers)):
-            if sum(seconds[mode] for mode in modes) < mine * (1 - 1e-12):
+            if sum(seconds[mode] for mode in modes) < rank_seconds * (1 - 1e-12):
                 by_layer = list(train.recompute_layers)
                 for layer, mode in zip(layers, modes, strict=True):
                     by_layer[layer] = mode
-                other = activations(
+                activation_bytes = activations(
                     Workload(chosen.model, par, structs.replace(train, recompute_layers=by_layer))
                 )[rank]
-                assert other > budget * GIB
+                assert activation_bytes > budget * GIB
 
 
 def test_the_first_stage_repeats_most_under_1f1b():
@@ -105,13 +107,13 @@ def test_zero2_and_zero3_say_what_accumulation_costs():
 
 
 def test_work_is_weighed_at_the_rates_that_were_measured():
-    """Where matrix products are slow, keeping them (selective) on many layers beats running a few
-    layers again; where memory is slow it is the other way round."""
-    found = plan(None, {"pp": 2}, model=shapes.llama3_8b())
-    cluster = found.cluster
-    model = found.model
-    parallel = found.parallel
-    train = structs.replace(found.job.train, recompute="budget", seq_len=8192)
+    """Slow matrix products make it better to keep them (selective) on many layers than to run a few
+    layers again; slow memory makes it the other way round."""
+    base_plan = plan(None, {"pp": 2}, model=shapes.llama3_8b())
+    cluster = base_plan.cluster
+    model = base_plan.model
+    parallel = base_plan.parallel
+    train = structs.replace(base_plan.job.train, recompute="budget", seq_len=8192)
     gib = (
         activations(Workload(model, parallel, structs.replace(train, recompute="none")))[0]
         * 0.8

@@ -17,13 +17,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
 
 @cache
 def sections():
-    return reproduce(lambda words: load(words, shipped()), Library([shipped()]).files(OPTIONAL))
+    return reproduce(
+        lambda overrides: load(overrides, shipped()), Library([shipped()]).files(OPTIONAL)
+    )
 
 
-def ours(title: str, what: str, column: str = "") -> float:
-    section = next(one for one in sections() if one.title.startswith(title))
+def ours(title: str, figure: str, column: str = "") -> float:
+    section = next(section for section in sections() if section.title.startswith(title))
     return next(
-        row.ours for row in section.rows if row.what.startswith(what) and row.column == column
+        row.ours for row in section.rows if row.what.startswith(figure) and row.column == column
     )
 
 
@@ -67,8 +69,8 @@ def test_what_this_project_counts_is_not_called_theirs():
 def test_every_figure_is_as_near_as_its_row_says():
     far = [
         (row.what, row.column, row.theirs, row.ours)
-        for one in sections()
-        for row in one.rows
+        for section in sections()
+        for row in section.rows
         if not row.holds
     ]
     assert not far
@@ -89,9 +91,9 @@ TEXTBOOK = [
 ]
 
 
-@pytest.mark.parametrize(("title", "what", "column", "value", "near"), TEXTBOOK)
-def test_textbook_numbers(title, what, column, value, near):
-    assert ours(title, what, column) == pytest.approx(value, rel=near)
+@pytest.mark.parametrize(("title", "figure", "column", "value", "near"), TEXTBOOK)
+def test_textbook_numbers(title, figure, column, value, near):
+    assert ours(title, figure, column) == pytest.approx(value, rel=near)
 
 
 def test_trends_of_the_papers():
@@ -108,8 +110,8 @@ def test_trends_of_the_papers():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "digits"),
     [(31.40625, "31.4"), (4187.5, "4,190"), (3.14e23, "3.14e+23"), (0, "0"), (0.0312, "0.0312")],
 )
-def test_numbers_have_three_digits(value, text):
-    assert number(value) == text
+def test_numbers_have_three_digits(value, digits):
+    assert number(value) == digits

@@ -110,8 +110,10 @@ def test_cells_win_over_the_name_and_another_width_is_another_model():
         for layers in ("3", "4")
     }
     assert cut["3"] is None and cut["4"].first_dense_layers == 3
-    other = job_of({"model": "Qwen3-30B-A3B", "layers": "8", "hidden": "1024", "heads": "16"}).model
-    assert other.head_dim == 64 and other.moe is None
+    narrow = job_of(
+        {"model": "Qwen3-30B-A3B", "layers": "8", "hidden": "1024", "heads": "16"}
+    ).model
+    assert narrow.head_dim == 64 and narrow.moe is None
 
 
 def test_published_shapes_have_the_size_of_their_name():
@@ -191,7 +193,9 @@ def test_experts_folded_over_tensor_parallelism():
     assert sequence.fold_cp is True and expert_mesh(sequence) == (1, 8, 1)
     assert expert_mesh(job_of(MIXTRAL, ep="16", notes="").parallel).ep == 8  # there are 8 experts
     few = job_of(MIXTRAL, num_gpus="48", tp="1", dp="6", notes="", ep="4")
-    assert few.parallel.ep == 2 and any(said.startswith("ep=2 of 4") for said in few.assumed)
+    assert few.parallel.ep == 2 and any(
+        assumption.startswith("ep=2 of 4") for assumption in few.assumed
+    )
 
 
 def test_nodes_and_their_gpus_are_gpus():
@@ -381,7 +385,7 @@ def test_tasks_and_sources():
 
 
 @pytest.mark.parametrize(
-    ("words", "per_gpu", "nics", "slow"),
+    ("description", "per_gpu", "nics", "slow"),
     [
         ("NVLink3 (8 GPU)+Omni-Path 4x100Gb/s per node", 50, 4, False),
         ("NVLink4+EFA 3200Gb/s per node", 400, None, True),
@@ -396,8 +400,8 @@ def test_tasks_and_sources():
         ("", None, None, False),
     ],
 )
-def test_networks(words, per_gpu, nics, slow):
-    network = network_of(words, 8)
+def test_networks(description, per_gpu, nics, slow):
+    network = network_of(description, 8)
     assert (network.gbit_per_gpu, network.nics_per_node, network.slow) == (per_gpu, nics, slow)
 
 
@@ -469,7 +473,7 @@ def test_buckets_of_megatron_core_grow_with_the_replicas(framework, replicas, bu
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("description", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "H100-80GB"),
         ("8xA100-SXM4-40GB", "A100-40GB"),
@@ -492,12 +496,12 @@ def test_buckets_of_megatron_core_grow_with_the_replicas(framework, replicas, bu
         ("Ascend 910B2", "Ascend910B"),
     ],
 )
-def test_gpus(words, name):
-    assert gpu_of(words) == (name, True)
+def test_gpus(description, name):
+    assert gpu_of(description) == (name, True)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "description",
     [
         "RTX PRO 6000 Blackwell",
         "Quadro RTX 6000",
@@ -509,12 +513,12 @@ def test_gpus(words, name):
         "DGX 10",
     ],
 )
-def test_a_gpu_that_only_begins_like_another_is_not_that_one(words):
-    assert gpu_of(words) == ("H100-80GB", False)
+def test_a_gpu_that_only_begins_like_another_is_not_that_one(description):
+    assert gpu_of(description) == ("H100-80GB", False)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "value"),
+    ("name", "cell", "value"),
     [
         ("vocab", "51,200", 51200),
         ("num_gpus", "8x", 8),
@@ -526,12 +530,12 @@ def test_a_gpu_that_only_begins_like_another_is_not_that_one(words):
         ("layers", "N/A", None),
     ],
 )
-def test_numbers(name, text, value):
-    assert number_of(name, text) == value
+def test_numbers(name, cell, value):
+    assert number_of(name, cell) == value
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"layers": "", "hidden": "", "model": "mine", "params_b": ""}, "layers is blank"),
         ({"tp": "many"}, "tp='many' is not a number"),
@@ -544,10 +548,10 @@ def test_numbers(name, text, value):
         ({"vocab": "9" * 5000}, "5000 characters"),
     ],
 )
-def test_a_row_that_cannot_be_predicted_says_why_and_the_rest_go_on(change, said):
+def test_a_row_that_cannot_be_predicted_says_why_and_the_rest_go_on(change, reason):
     first, bad, last = predict([GPT_1_7B, GPT_1_7B | change, GPT_1_7B])
     assert (
-        bad.status.startswith("error: row 2: ") and said in bad.status and bad.step_time_s is None
+        bad.status.startswith("error: row 2: ") and reason in bad.status and bad.step_time_s is None
     )
     assert first.status == last.status == "ok"
 
@@ -598,9 +602,9 @@ TEXT = st.one_of(
 @settings(max_examples=300, deadline=None)
 def test_any_text_in_any_column_is_a_prediction_or_a_reason(change, blank):
     """A reason names the row and a column."""
-    (got,) = predict([change if blank else GPT_1_7B | change])
-    if got.status in ("ok", "oom"):
-        assert 0 < got.step_time_s < float("inf") and got.peak_mem_gib > 0
+    (prediction,) = predict([change if blank else GPT_1_7B | change])
+    if prediction.status in ("ok", "oom"):
+        assert 0 < prediction.step_time_s < float("inf") and prediction.peak_mem_gib > 0
     else:
-        column = got.status.removeprefix("error: row 1: ").split("=")[0].split()[0]
+        column = prediction.status.removeprefix("error: row 1: ").split("=")[0].split()[0]
         assert column in GPT_1_7B or column in ("layers", "experts", "topk")

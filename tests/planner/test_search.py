@@ -73,8 +73,8 @@ def cases(draw):
     software = draw(
         st.sampled_from(["orch", "orch", "megatron_2021", "nemo", "torchtitan", "deepspeed_2021"])
     )
-    found = configs.config(spec, model, {"auto": True, **given_}, **train)
-    return structs.replace(found, cost=structs.replace(found.cost, software=software))
+    auto_config = configs.config(spec, model, {"auto": True, **given_}, **train)
+    return structs.replace(auto_config, cost=structs.replace(auto_config.cost, software=software))
 
 
 @given(cases())
@@ -83,7 +83,8 @@ def test_equals_costing_every_layout(config):
     everything = every_layout(config)
     answer = configs.search(config, any_layout=True).run()
     assert (
-        [one.layout for one in answer.front] == [one.layout for one in front(everything)]
+        [costed.layout for costed in answer.front]
+        == [costed.layout for costed in front(everything)]
         if everything
         else True
     )
@@ -102,13 +103,13 @@ def test_no_layout_costs_less_than_its_bounds(config):
     for column, family in families:
         assert least_of_column(column.meshes, column.layers) <= family.least_seconds() * (1 + 1e-9)
     single = [
-        (family, fold, one)
+        (family, fold, option)
         for column, family in families
-        for fold, some in column.options
-        for one in some
+        for fold, options in column.options
+        for option in options
     ]
     for family, base in (
-        (family, search.base(family.mesh, [(fold, [one])])) for family, fold, one in single
+        (family, search.base(family.mesh, [(fold, [option])])) for family, fold, option in single
     ):
         assert family.least_seconds() <= base.least_seconds() * (1 + 1e-9)
         for branch in base.branches(search.space.recompute, search.space.zeros(base.mesh)):
@@ -128,16 +129,16 @@ def test_no_layout_costs_less_than_its_bounds(config):
                         base.mesh, branch.recompute, sharded.par.zero, schedule, pipeline.vpp
                     )
                     with_schedule = pipeline.seconds_with(schedule, sharded)
-                    found = search.exact_costs.of_layout(layout)
+                    costed = search.exact_costs.of_layout(layout)
                     assert seconds <= with_schedule
-                    if found is not None:
-                        assert size <= found.memory.total + 8 and with_schedule <= found.step_s
-                        assert found.solution.best.lower_bound_s <= found.step_s
+                    if costed is not None:
+                        assert size <= costed.memory.total + 8 and with_schedule <= costed.step_s
+                        assert costed.solution.best.lower_bound_s <= costed.step_s
 
 
 def test_few_nodes_of_a_large_search_are_bounded():
-    """Of five million legal layouts. What is bounded beyond the answer's neighbours is time of
-    whoever waits."""
+    """There are five million legal layouts. What is bounded beyond the answer's neighbours is time
+    of whoever waits."""
     config = load(["+cluster=h100x16384", "model=llama3_405b", "parallel=auto"])
     counts = configs.search(config).run(near=0.0).counts
     assert counts.legal > 5e6 and counts.costed <= 4
@@ -167,9 +168,9 @@ def test_what_is_given_is_kept():
     parallel = {"auto": True, "tp": 2, "zero": 1, "schedule": "1f1b"}
     train = {"global_batch_samples": 32, "recompute": "full"}
     config = configs.config(configs.cluster(2, 4), shapes.llama3_8b(), parallel, **train)
-    for found in configs.search(config).run().front:
-        mesh = found.layout.mesh
-        assert (mesh.tp, found.layout.zero, found.layout.schedule, found.layout.recompute) == (
+    for costed in configs.search(config).run().front:
+        mesh = costed.layout.mesh
+        assert (mesh.tp, costed.layout.zero, costed.layout.schedule, costed.layout.recompute) == (
             2,
             1,
             "1f1b",
@@ -231,7 +232,7 @@ def test_activations_in_flight_are_those_counted_on_the_schedule(name, pp, vpp, 
     if (
         name == "interleaved" and m % pp
     ):  # the last round is not full: the closed form is on the safe side
-        assert all(have <= said for have, said in zip(counted, closed, strict=True))
+        assert all(have <= bound for have, bound in zip(counted, closed, strict=True))
     else:
         assert closed == list(counted)
 
@@ -273,12 +274,12 @@ def test_makespan_is_the_simulation_s(name, pp, vpp, m, data):
 
 @given(st.integers(1, 6), st.integers(1, 20), st.data())
 @settings(max_examples=30, deadline=None)
-def test_half_of_dualpipe_takes_as_long_as_all_of_it(half, each, data):
+def test_half_of_dualpipe_takes_as_long_as_all_of_it(half, micro_batches, data):
     seconds = st.lists(st.floats(0.1, 3), min_size=2 * half, max_size=2 * half).map(tuple)
     costs = [data.draw(seconds) for _ in range(3)]
-    whole = Steps(build("dualpipe", 2 * half, 2 * each)).makespan(*costs)
+    full_seconds = Steps(build("dualpipe", 2 * half, 2 * micro_batches)).makespan(*costs)
     assert (
-        Steps(build("dualpipev", half, each, 2)).makespan(*costs) == whole
+        Steps(build("dualpipev", half, micro_batches, 2)).makespan(*costs) == full_seconds
     )  # the same sums, to the last bit
 
 
@@ -319,19 +320,21 @@ def test_no_plan_of_any_fold_is_faster(config):
     answer = configs.search(config).run(near=0.0)
     times = dict[tuple[object, ...], float]()
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    divisors = [one for one in range(1, gpus + 1) if gpus % one == 0]
+    divisors = [divisor for divisor in range(1, gpus + 1) if gpus % divisor == 0]
     for tp, cp, ep, pp in itertools.product(divisors, repeat=4):
         if gpus % (tp * cp * ep * pp):
             continue
-        for etp, fold_cp, way in itertools.product(divisors, (None, True), (None, "hierarchical")):
+        for etp, fold_cp, exchange in itertools.product(
+            divisors, (None, True), (None, "hierarchical")
+        ):
             if (
                 tp % etp
                 or (fold_cp and cp == 1)
-                or (way and tp // etp * ep * (cp if fold_cp else 1) == 1)
+                or (exchange and tp // etp * ep * (cp if fold_cp else 1) == 1)
             ):
                 continue
             for sp in (True, False) if tp > 1 else (False,):
-                own = {
+                layout = {
                     "tp": tp,
                     "cp": cp,
                     "ep": ep,
@@ -340,15 +343,15 @@ def test_no_plan_of_any_fold_is_faster(config):
                     "fold_cp": fold_cp,
                     "sp": sp,
                 }
-                own |= {"auto": False, "expert_all_to_all": way}
+                layout |= {"auto": False, "expert_all_to_all": exchange}
                 try:
                     plan = build_plan(
-                        structs.replace(config, parallel=structs.replace(config.parallel, **own))
+                        structs.replace(config, parallel=structs.replace(config.parallel, **layout))
                     )
                 except OrchError:
                     continue
                 if plan.memory.total <= plan.memory.capacity and not refusal(plan):
-                    times[tuple(own.values())] = plan.time.step_s
+                    times[tuple(layout.values())] = plan.time.step_s
     assert bool(times) == bool(answer.front)
     if times:
         assert answer.front[0].step_s == pytest.approx(min(times.values()), rel=1e-5)

@@ -13,28 +13,32 @@ from orchestrator.planner.elastic.sizes import MAX_SIZES, node_range, plan_sizes
 JOB = ("+cluster=h100x64", "model=llama3_8b")
 
 
-def sizes(*words: str, any_memory: bool = False):
-    return plan_sizes(load([*JOB, *words], ranges=True), resolve, any_memory)
+def sizes(*overrides: str, any_memory: bool = False):
+    return plan_sizes(load([*JOB, *overrides], ranges=True), resolve, any_memory)
 
 
 def test_whole_replicas_with_the_same_batch():
-    found = sizes("parallel=tp8_pp2", "nodes=4..8")
-    assert [(size.nodes, size.plan.parallel.dp) for size in found.legal] == [(8, 4), (6, 3), (4, 2)]
-    assert {size.plan.parallel.global_batch_samples for size in found.legal} == {1024}
-    assert [size.plan.parallel.micro_batches for size in found.legal] == [256, 342, 512], (
+    planned_sizes = sizes("parallel=tp8_pp2", "nodes=4..8")
+    assert [(size.nodes, size.plan.parallel.dp) for size in planned_sizes.legal] == [
+        (8, 4),
+        (6, 3),
+        (4, 2),
+    ]
+    assert {size.plan.parallel.global_batch_samples for size in planned_sizes.legal} == {1024}
+    assert [size.plan.parallel.micro_batches for size in planned_sizes.legal] == [256, 342, 512], (
         "accumulation takes the rest"
     )
-    assert [size.plan.parallel.replica_micro_batches for size in found.legal] == [
+    assert [size.plan.parallel.replica_micro_batches for size in planned_sizes.legal] == [
         [],
         [342, 341, 341],
         [],
     ]
     assert all(
         len(size.plan.cluster.node_names) == size.nodes == size.config.cluster.nodes
-        for size in found.legal
+        for size in planned_sizes.legal
     )
-    assert all(size.config.nodes is None for size in found.legal)
-    assert "replica of 16" in found.refused[7] and list(found.refused) == [7, 5]
+    assert all(size.config.nodes is None for size in planned_sizes.legal)
+    assert "replica of 16" in planned_sizes.refused[7] and list(planned_sizes.refused) == [7, 5]
 
 
 def test_one_size_without_a_range():
@@ -45,34 +49,34 @@ def test_one_size_without_a_range():
 def test_ragged_switches_are_cut():
     levels = "{name: leaf, nodes_per_switch: [3,1,4], gbit_per_s: 400, latency_us: 5, source: test}"
     top = "{name: spine, nodes_per_switch: 8, gbit_per_s: 400, latency_us: 5, source: test}"
-    found = sizes("parallel=tp8_pp2", "nodes=4..8", f"cluster.levels=[{levels},{top}]").legal
-    cut = [[len(switch) for switch in size.plan.cluster.levels[0].switches] for size in found]
+    legal_sizes = sizes("parallel=tp8_pp2", "nodes=4..8", f"cluster.levels=[{levels},{top}]").legal
+    cut = [[len(switch) for switch in size.plan.cluster.levels[0].switches] for size in legal_sizes]
     assert cut == [[3, 1, 4], [3, 1, 2], [3, 1]]
 
 
 def test_auto_finds_one_layout_for_all_sizes():
-    found = sizes("parallel=auto", "nodes=4..8", "train.global_batch_samples=768").legal
-    degrees = {(s.plan.parallel.tp, s.plan.parallel.pp, s.plan.parallel.zero) for s in found}
-    assert len(found) > 1 and len(degrees) == 1
+    legal_sizes = sizes("parallel=auto", "nodes=4..8", "train.global_batch_samples=768").legal
+    degrees = {(s.plan.parallel.tp, s.plan.parallel.pp, s.plan.parallel.zero) for s in legal_sizes}
+    assert len(legal_sizes) > 1 and len(degrees) == 1
 
 
 def test_memory_counts_unless_told_otherwise():
-    words = ("model=llama3_70b", "parallel=tp8_pp2_zero1", "nodes=2..8", "train.seq_len=8192")
-    every = sizes(*words, any_memory=True).legal
-    found = sizes(*words)
+    overrides = ("model=llama3_70b", "parallel=tp8_pp2_zero1", "nodes=2..8", "train.seq_len=8192")
+    every = sizes(*overrides, any_memory=True).legal
+    fitting_sizes = sizes(*overrides)
     fits = [s.nodes for s in every if s.plan.memory.total <= s.plan.memory.capacity]
     assert [s.nodes for s in every] == [8, 6, 4, 2] and fits == [8, 6, 4]
-    assert [s.nodes for s in found.legal] == [*fits, 3], (
+    assert [s.nodes for s in fitting_sizes.legal] == [*fits, 3], (
         "a deeper pipeline fits where that of the job does not"
     )
     assert (
-        all(s.plan.memory.total <= s.plan.memory.capacity for s in found.legal)
-        and "GiB of" in found.refused[2]
+        all(s.plan.memory.total <= s.plan.memory.capacity for s in fitting_sizes.legal)
+        and "GiB of" in fitting_sizes.refused[2]
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "text"),
+    ("overrides", "code", "message"),
     [
         (["parallel=tp8_pp2_dp2", "nodes=4..8"], Exit.USAGE, "leave dp=2 out"),
         (["parallel=tp8_pp2", "nodes=8..4"], Exit.USAGE, "smaller number comes first"),
@@ -94,9 +98,9 @@ def test_memory_counts_unless_told_otherwise():
         (["nodes=4..8", "cluster.topology_file=x.conf"], Exit.USAGE, "says which nodes there are"),
     ],
 )
-def test_refusals(words, code, text):
-    with pytest.raises(OrchError, match=text) as refused:
-        sizes(*words)
+def test_refusals(overrides, code, message):
+    with pytest.raises(OrchError, match=message) as refused:
+        sizes(*overrides)
     assert refused.value.exit == code
 
 

@@ -44,8 +44,8 @@ def test_interleaving_divides_the_bubble(pp, rounds, vpp):
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=5), st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_unequal_stages_are_what_the_whole_schedule_gives(stages, m):
-    """To a percent: two slow stages that are nearly equal (2.0 and 1.94) take many micro-batches to
-    settle."""
+    """They agree to a percent: two slow stages that are nearly equal (2.0 and 1.94) take many
+    micro-batches to settle."""
     pp = len(stages)
     span, ratio = span_seconds(parallel(pp, m), stages, [2 * s for s in stages])
     exact = simulate(build("1f1b", pp, m), Costs(tuple(stages), tuple(stages), tuple(stages)))
@@ -72,8 +72,8 @@ def test_v_shaped_schedules_put_the_ends_of_the_model_together():
 def test_parts_of_a_step_add_up():
     plan = main_line()
     time = main_line().time
-    parts = time.compute_s + sum(time.exposed_comm_s.values())
-    assert 0 <= time.step_s - parts < 0.1 * time.step_s  # the rest is the bubble
+    exposed_s = time.compute_s + sum(time.exposed_comm_s.values())
+    assert 0 <= time.step_s - exposed_s < 0.1 * time.step_s  # the rest is the bubble
     assert plan.tokens_per_s_per_gpu * 64 * time.step_s == pytest.approx(
         plan.parallel.global_batch_tokens
     )
@@ -130,16 +130,23 @@ def test_few_micro_batches_are_named_as_the_limit():
     plan = planned(shapes.llama3_70b(), {"tp": 8, "pp": 8, "zero": 1}, global_batch_samples=8)
     assert "bubble" in plan.time.limited_by
     assert any("pipeline bubble" in warning for warning in plan.warnings)
-    others = plan.time.compute_s + sum(plan.time.exposed_comm_s.values())
+    busy_s = plan.time.compute_s + sum(plan.time.exposed_comm_s.values())
     assert plan.time.bubble_ratio == pytest.approx(
-        1 - others / plan.time.step_s
+        1 - busy_s / plan.time.step_s
     )  # the one on the page, too
     assert plan.time.bubble_ratio == pytest.approx(7 / 15, rel=0.1)
 
 
 def test_zero_three_pays_for_gathering_every_micro_batch():
-    one, three = (planned(shapes.llama3_8b(), {"zero": z}, global_batch_samples=64) for z in (1, 3))
-    sent = [sum(plan.placement["dp"].bytes_per_step_by_level.values()) for plan in (one, three)]
+    optimizer_sharded, fully_sharded = (
+        planned(shapes.llama3_8b(), {"zero": z}, global_batch_samples=64) for z in (1, 3)
+    )
+    sent = [
+        sum(plan.placement["dp"].bytes_per_step_by_level.values())
+        for plan in (optimizer_sharded, fully_sharded)
+    ]
     assert sent[1] > sent[0]
     # bf16 weights; the shard of ZeRO-3 is fp32, it is the master copy too
-    assert three.memory.params * 64 == pytest.approx(2 * one.memory.params, rel=0.01)
+    assert fully_sharded.memory.params * 64 == pytest.approx(
+        2 * optimizer_sharded.memory.params, rel=0.01
+    )

@@ -40,7 +40,7 @@ def test_names_of_other_software():
         " size,iter_time (ms)"
     )
     (row,) = rows_of(f"{header},per_device_train_batch_size\ngpt2,4,8,2,1,1500,3\n")
-    wanted = {
+    expected_cells = {
         "model": "gpt2",
         "nodes": "4",
         "gpus_per_node": "8",
@@ -48,7 +48,7 @@ def test_names_of_other_software():
         "pp": "1",
         "micro_batch": "3",
     }
-    assert row == wanted | {"step_time_s": "1.5"}
+    assert row == expected_cells | {"step_time_s": "1.5"}
 
 
 def test_units_in_the_first_line():
@@ -57,7 +57,7 @@ def test_units_in_the_first_line():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "the file is empty"),
         ("\n\n", "row 1 is empty"),
@@ -68,8 +68,8 @@ def test_units_in_the_first_line():
         (b"a\x00b\n", "not a text file"),
     ],
 )
-def test_files_that_are_not_tables(content, said):
-    with pytest.raises(TableError, match=said):
+def test_files_that_are_not_tables(content, message):
+    with pytest.raises(TableError, match=message):
         rows_of(content)
 
 
@@ -80,7 +80,7 @@ def test_lines_that_are_not_rows_are_named_and_the_rest_go_on():
     )
     rows = rows_of(content)
     assert [PROBLEM in row for row in rows] == [False, True, True, False, False, False]
-    statuses = [one.status for one in predict(rows)]
+    statuses = [prediction.status for prediction in predict(rows)]
     assert "row 2: a cell of more than 131,072 characters" in statuses[1]
     assert "row 3: 4 cells under 2 columns" in statuses[2]
     assert statuses[3] == "ok" and "row 5: layers='\\x00' is not a number" in statuses[4]

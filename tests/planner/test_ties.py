@@ -21,36 +21,42 @@ def answer(**train: object):
 
 
 def test_equal_layouts_are_as_fast_as_the_fastest_and_the_taken_one_comes_first():
-    _, found = answer(global_batch_samples=256)
-    times = [one.step_s for one in found.equal]
-    assert len(times) > 1 and max(times) <= found.front[0].step_s * (1 + EQUAL)
-    assert found.front[0] in found.equal
+    _, tuned = answer(global_batch_samples=256)
+    times = [costed.step_s for costed in tuned.equal]
+    assert len(times) > 1 and max(times) <= tuned.front[0].step_s * (1 + EQUAL)
+    assert tuned.front[0] in tuned.equal
     assert sorted(times[1:]) == times[1:]
-    least = min(round(bytes_at_the_top(one, "spine"), -9) for one in found.equal)
-    assert round(bytes_at_the_top(found.equal[0], "spine"), -9) <= least * 1.1 + 1e9
+    least = min(round(bytes_at_the_top(costed, "spine"), -9) for costed in tuned.equal)
+    assert round(bytes_at_the_top(tuned.equal[0], "spine"), -9) <= least * 1.1 + 1e9
 
 
 def test_auto_takes_what_tune_shows_first():
-    config, found = answer(global_batch_samples=256)
-    taken, _ = resolve_auto(config, configs.search(config).context.cluster)
+    config, tuned = answer(global_batch_samples=256)
+    chosen, _ = resolve_auto(config, configs.search(config).context.cluster)
     assert (
-        taken.parallel == found.equal[0].config.parallel
-        and taken.train == found.equal[0].config.train
+        chosen.parallel == tuned.equal[0].config.parallel
+        and chosen.train == tuned.equal[0].config.train
     )
 
 
 def test_fewer_bytes_over_the_top_count_before_what_is_proven_and_time():
-    _, found = answer(global_batch_samples=256)
-    for one in found.equal:
-        assert preferred_first([one], "spine") == [one]
-    first = preferred_first(found.equal, "spine")[0]
-    for other in found.equal:
-        moved, least = (float(f"{bytes_at_the_top(one, 'spine'):.2g}") for one in (other, first))
+    _, tuned = answer(global_batch_samples=256)
+    for costed in tuned.equal:
+        assert preferred_first([costed], "spine") == [costed]
+    first = preferred_first(tuned.equal, "spine")[0]
+    for rival in tuned.equal:
+        moved, least = (
+            float(f"{bytes_at_the_top(costed, 'spine'):.2g}") for costed in (rival, first)
+        )
         assert moved >= least
         if moved == least:
-            assert proven(first.layout) or not proven(other.layout)
+            assert proven(first.layout) or not proven(rival.layout)
 
 
 def test_the_schedules_proven_in_threes_are_those_of_the_matrix():
-    deep = {one.parallel["schedule"] for one in techniques.AXES["pipeline"] if one.deep}
+    deep = {
+        technique.parallel["schedule"]
+        for technique in techniques.AXES["pipeline"]
+        if technique.deep
+    }
     assert deep == IN_THREES

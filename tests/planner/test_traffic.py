@@ -34,12 +34,12 @@ def every_rank(plan, model=None, **train) -> list[list[Traffic]]:
 
 
 def traffic(plan, model=None, rank=0, **train) -> list[Traffic]:
-    """Of one pipeline rank."""
+    """The traffic of one pipeline rank."""
     return every_rank(plan, model, **train)[rank]
 
 
-def sent(found: list[Traffic], axis: str) -> float:
-    return sum(item.sent_bytes for item in found if item.axis == axis)
+def sent(traffic_items: list[Traffic], axis: str) -> float:
+    return sum(item.sent_bytes for item in traffic_items if item.axis == axis)
 
 
 @pytest.mark.parametrize(("zero", "psi"), [(0, 2), (1, 2), (2, 2), (3, 3)])
@@ -58,10 +58,10 @@ def test_zero_moves_two_or_three_times_the_parameters(zero, psi):
 
 def test_narrow_weights_are_gathered_narrow_and_gradients_reduced_wide():
     plan = make_plan(dp=2, zero=1)
-    found = {item.operation: item.sent_bytes for item in traffic(plan, precision="bf16")}
+    sent_bytes = {item.operation: item.sent_bytes for item in traffic(plan, precision="bf16")}
     parameters = parameter_count(plan.model)
-    assert found["reduce_scatter"] == pytest.approx(parameters * 4 / 2)
-    assert found["all_gather"] == pytest.approx(parameters * 2 / 2)
+    assert sent_bytes["reduce_scatter"] == pytest.approx(parameters * 4 / 2)
+    assert sent_bytes["all_gather"] == pytest.approx(parameters * 2 / 2)
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -76,16 +76,16 @@ def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
     layers = plan.model.layers
     hidden = 2 * 16 * plan.model.hidden * 4
     loss = 2 * 16 * 2 * 4 * 4 * 3 / 4
-    each = hidden * 2 * 3 / 4  # of an all-reduce
-    more = (2 * layers + 1) / 2 if sp else 0
+    all_reduce_bytes = hidden * 2 * 3 / 4  # of an all-reduce
+    gathers = (2 * layers + 1) / 2 if sp else 0
     partial = sum_of_partial_gradients(plan)
     assert sent(traffic(plan), "tp") == pytest.approx(
-        3 * ((4 * layers + 2 + more) * each + loss) + partial
+        3 * ((4 * layers + 2 + gathers) * all_reduce_bytes + loss) + partial
     )
-    more = 1 / 2 if sp else 0
+    gathers = 1 / 2 if sp else 0
     again = traffic(plan, recompute="full")
     assert sent(again, "tp") == pytest.approx(
-        3 * (((5.5 if sp else 5) * layers + 2 + more) * each + loss) + partial
+        3 * (((5.5 if sp else 5) * layers + 2 + gathers) * all_reduce_bytes + loss) + partial
     )
 
 
@@ -102,16 +102,18 @@ def test_the_tiny_model_sends_what_its_ranks_were_seen_to_send():
     """docs/placement.md: 54 all-gathers a step and rank, 4 layers and 2 micro-batches, beside those
     of the loss."""
     plan = make_plan(tp=2, sp=True, dp=2, micro_batches=2, model=tiny_model(layers=4))
-    found = traffic(plan)
-    hidden = max(item.size for item in found if item.axis == "tp")
+    sends = traffic(plan)
+    hidden = max(item.size for item in sends if item.axis == "tp")
     assert (
-        sum(item.count for item in found if item.operation == "all_gather" and item.size == hidden)
+        sum(item.count for item in sends if item.operation == "all_gather" and item.size == hidden)
         == 54
     )
 
 
-@pytest.mark.parametrize(("pp", "vpp", "ways"), [(2, 1, 1), (4, 1, 2), (2, 2, 3), (4, 2, 4)])
-def test_pipeline_sends_hidden_states_on_and_gradients_back_but_not_beyond_the_ends(pp, vpp, ways):
+@pytest.mark.parametrize(("pp", "vpp", "directions"), [(2, 1, 1), (4, 1, 2), (2, 2, 3), (4, 2, 4)])
+def test_pipeline_sends_hidden_states_on_and_gradients_back_but_not_beyond_the_ends(
+    pp, vpp, directions
+):
     """The rank that sends most: with two stages each sends one way, a stage in the middle both."""
     plan = make_plan(
         model=tiny_model(layers=8),
@@ -121,8 +123,8 @@ def test_pipeline_sends_hidden_states_on_and_gradients_back_but_not_beyond_the_e
         seq_len=16,
         schedule="interleaved",
     )
-    most = max(sent(rank, "pp") for rank in every_rank(plan))
-    assert most == ways * 8 * 16 * plan.model.hidden * 4
+    busiest_bytes = max(sent(rank, "pp") for rank in every_rank(plan))
+    assert busiest_bytes == directions * 8 * 16 * plan.model.hidden * 4
 
 
 RING = 3 + 3 + 4  # keys and values, and again in backward; their gradients go all the way
@@ -135,8 +137,8 @@ EXCHANGE = 2 * (4 + 2 * 4 + 4) / 4 * 3 / 4
     [("zigzag", RING), ("ring", RING), ("allgather", GATHER), ("ulysses", EXCHANGE)],
 )
 def test_ways_of_context_parallelism_pass_on_gather_or_exchange(method, sends):
-    """In keys and values of a rank: two gathers and the gradients' way back; or heads for sequence,
-    there and back."""
+    """The unit is keys and values of a rank: two gathers and the gradients' way back; or heads for
+    sequence, there and back."""
     plan = make_plan(
         cp=4,
         micro_batches=1,
@@ -153,11 +155,11 @@ def test_ways_of_context_parallelism_pass_on_gather_or_exchange(method, sends):
 def test_experts_exchange_and_shard_over_their_own_group():
     model = shapes.mixtral_8x7b()
     plan = make_plan(model=tiny_model(layers=32), ep=4, dp=2, zero=1, micro_batches=1, seq_len=16)
-    found = traffic(plan, model)
+    sends = traffic(plan, model)
     routed = 16 * model.hidden * 4 * model.moe.top_k
     weights = 16 * 4 * model.moe.top_k  # one a copy, there, and its gradient back
-    assert sent(found, "ep") == pytest.approx(model.layers * (4 * routed + 2 * weights) * 3 / 4)
-    groups = {item.varying: item.members for item in found if item.axis == "dp"}
+    assert sent(sends, "ep") == pytest.approx(model.layers * (4 * routed + 2 * weights) * 3 / 4)
+    groups = {item.varying: item.members for item in sends if item.axis == "dp"}
     assert groups == {("cp", "ep", "dp"): 8, ("cp", "dp"): 2}
 
 
@@ -180,9 +182,9 @@ def test_ranks_of_a_pipeline_hold_the_whole_model(name, schedule):
 def test_tensor_parallel_ranks_share_the_model_but_for_what_is_replicated():
     model = shapes.llama3_8b()
     plan = make_plan(model=tiny_model(layers=32, heads=32, kv_heads=8, ffn_hidden=64), tp=4)
-    one = sum(rank_parameters(model, plan.parallel)[0])
+    rank_size = sum(rank_parameters(model, plan.parallel)[0])
     norms = (2 * model.layers + 1) * model.hidden
-    assert 4 * one == parameter_count(model) + 3 * norms
+    assert 4 * rank_size == parameter_count(model) + 3 * norms
 
 
 def test_hybrid_sharding_shards_among_neighbours_and_sums_shards_across_groups():
@@ -190,48 +192,57 @@ def test_hybrid_sharding_shards_among_neighbours_and_sums_shards_across_groups()
     gradients across."""
     plan = planned(shapes.llama3_8b(), {"zero": 3}, global_batch_samples=64)
     par = structs.replace(plan.parallel, zero_group=8)
-    whole, hybrid = (
+    unsplit, hybrid = (
         [
             item
-            for item in step_traffic(Workload(plan.model, one, plan.job.train, SOFTWARE["orch"]))[0]
+            for item in step_traffic(
+                Workload(plan.model, parallel, plan.job.train, SOFTWARE["orch"])
+            )[0]
             if item.axis == "dp"
         ]
-        for one in (plan.parallel, par)
+        for parallel in (plan.parallel, par)
     )
-    assert {(item.replica_part, item.members) for item in whole} == {("", 64)}
+    assert {(item.replica_part, item.members) for item in unsplit} == {("", 64)}
     assert {(item.replica_part, item.members) for item in hybrid} == {("shard", 8), ("replica", 8)}
     gradients = 4 * sum(rank_parameters(plan.model, par)[0])
     across = [item for item in hybrid if item.replica_part == "replica"]
     assert sum(item.sent_bytes for item in across) == pytest.approx(2 * gradients / 8 * 7 / 8)
     inside = sum(item.sent_bytes for item in hybrid if item.replica_part == "shard")
-    assert inside == pytest.approx(sum(item.sent_bytes for item in whole) * (7 / 8) / (63 / 64))
+    assert inside == pytest.approx(sum(item.sent_bytes for item in unsplit) * (7 / 8) / (63 / 64))
 
 
 def test_hybrid_sharding_inside_nodes_is_faster_where_the_network_is_slow():
     nic = {"per_node": 1, "rails": 1, "gbit_per_s": 100, "latency_us": 9.6, "source": SOURCE}
     plan = planned(shapes.llama3_8b(), {"zero": 3}, cluster(nic=nic), global_batch_samples=64)
     context = CostContext(plan.cluster, plan.model, plan.job.train)
-    whole, hybrid = (
+    unsplit, hybrid = (
         solve(context, structs.replace(plan.parallel, zero_group=group), AXES).best.cost.gradients
         for group in (0, 8)
     )
-    assert hybrid < whole
+    assert hybrid < unsplit
 
 
 def test_both_ranks_of_a_stage_share_shards_and_gradients_in_a_bidirectional_pipeline():
     """Each holds both of a pair of stages: a rank sends (n-1)/n of them with n = 2 dp, and has 1/n
     of the moments."""
-    one, two = (
+    single, bidirectional = (
         make_plan(pp=2, dp=2, zero=1, micro_batches=4, schedule=name)
         for name in ("1f1b", "dualpipe")
     )
-    every, part = ([item for item in traffic(plan) if item.axis == "dp"] for plan in (two, one))
-    assert {item.members for item in every} == {4} and {item.members for item in part} == {2}
-    assert {item.varying for item in every} == {("cp", "ep", "dp", "pp")}
-    (parameters,) = {dense for dense, _ in rank_parameters(two.model, two.parallel)}
-    assert sent(traffic(two), "dp") == pytest.approx(2 * parameters * 4 * 3 / 4)
+    pair_sends, stage_sends = (
+        [item for item in traffic(plan) if item.axis == "dp"] for plan in (bidirectional, single)
+    )
+    assert {item.members for item in pair_sends} == {4} and {
+        item.members for item in stage_sends
+    } == {2}
+    assert {item.varying for item in pair_sends} == {("cp", "ep", "dp", "pp")}
+    (parameters,) = {
+        dense for dense, _ in rank_parameters(bidirectional.model, bidirectional.parallel)
+    }
+    assert sent(traffic(bidirectional), "dp") == pytest.approx(2 * parameters * 4 * 3 / 4)
     shares = [
-        rank_state_bytes(1, 0, plan.parallel, plan.job.train).optimizer for plan in (one, two)
+        rank_state_bytes(1, 0, plan.parallel, plan.job.train).optimizer
+        for plan in (single, bidirectional)
     ]
     assert shares[0] == 2 * shares[1]
 
@@ -251,7 +262,7 @@ def test_a_stage_is_paired_with_the_one_at_the_other_end():
     ],
 )
 def test_tied_tables_are_summed_only_where_two_ranks_hold_them(schedule, vpp, apart):
-    """And the step's seconds charge it where it is sent."""
+    """The step's seconds charge it where it is sent, too."""
     plan = make_plan(
         pp=2, vpp=vpp, micro_batches=4, schedule=schedule, model=tiny_model(tied_embeddings=True)
     )

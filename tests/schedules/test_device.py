@@ -89,7 +89,7 @@ def test_a_send_behind_the_next_computation_deadlocks(name):
     it."""
     schedule = build(name, 4, 8, VPP.get(name, (1,))[0])
     programs = lower_to_batches(schedule)
-    found = 0
+    deadlocks = 0
     for rank, program in enumerate(programs):
         actions = [action for batch in program for action in batch]
         for at, action in enumerate(actions):
@@ -105,13 +105,13 @@ def test_a_send_behind_the_next_computation_deadlocks(name):
                 run_on_device(
                     schedule,
                     [
-                        alone(changed) if other == rank else theirs
-                        for other, theirs in enumerate(programs)
+                        alone(changed) if program_rank == rank else theirs
+                        for program_rank, theirs in enumerate(programs)
                     ],
                 )
             except ScheduleError as error:
-                found += "deadlocks on a device" in str(error)
-    assert found, "not one of the wrong orders hangs: the checker sees nothing"
+                deadlocks += "deadlocks on a device" in str(error)
+    assert deadlocks, "not one of the wrong orders hangs: the checker sees nothing"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "dualpipev"])
@@ -144,7 +144,7 @@ def test_two_sends_towards_each_other_need_a_batch():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_free_transfers_take_the_simulated_time(name):
-    """With transfers that take no time, a device with the actual times of its stages needs what
+    """Transfers take no time here: a device with the actual times of its stages needs what
     `simulate` says, up to the waits of one batch for another."""
     vpp = VPP.get(name, (1,))[0]
     schedule = build(name, 4, 8, vpp)
@@ -177,7 +177,9 @@ def test_batches_hold_the_same_actions_as_programs():
     for name, pp, micro_batches in itertools.product(("1f1b", "zbv", "dualpipe"), (2, 4), (4, 8)):
         schedule = build(name, pp, micro_batches, VPP.get(name, (1,))[0])
         batches = flat(lower_to_batches(schedule))
-        assert [sorted(one) for one in batches] == [sorted(one) for one in lower(schedule)]
+        assert [sorted(actions) for actions in batches] == [
+            sorted(actions) for actions in lower(schedule)
+        ]
         assert program_problem(schedule, batches, rendezvous=False) is None
 
 

@@ -144,10 +144,10 @@ def own_bubble_ratio(timeline):
 
 @given(st.integers(1, 8), st.integers(0, 17), st.sampled_from(SPLITS))
 @settings(max_examples=60, deadline=None)
-def test_zero_bubble_h1_h2(pp, more, split):
+def test_zero_bubble_h1_h2(pp, extra_batches, split):
     """arXiv 2401.10241, section 2: ZB-H1 (p-1)(F+I-W) at p activations, ZB-H2 (p-1)(F+I-2W) at
     2p-1."""
-    micro_batches = 2 * pp - 1 + more
+    micro_batches = 2 * pp - 1 + extra_batches
     forward, i, w = split
     ideal = sum(split) * micro_batches
     h1 = build("zb_h1", pp, micro_batches)
@@ -227,7 +227,7 @@ def test_timeline_is_consistent(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
+    ("size", "phrases"),
     [
         (("1f1B", 2, 4, 1), ["did you mean '1f1b'", "zb_h1"]),
         (("1f1b", 2, 4, 2), ["exactly 1", "nearest: vpp=1"]),
@@ -240,10 +240,10 @@ def test_timeline_is_consistent(size):
         (("afab", 2, 0, 1), ["micro_batches is 0"]),
     ],
 )
-def test_illegal_sizes_name_the_nearest_legal(size, words):
+def test_illegal_sizes_name_the_nearest_legal(size, phrases):
     with pytest.raises(ScheduleError) as caught:
         build(*size)
-    assert all(word in str(caught.value) for word in words)
+    assert all(phrase in str(caught.value) for phrase in phrases)
     assert "\n" not in str(caught.value)
 
 

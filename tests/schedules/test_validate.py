@@ -70,10 +70,10 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_broken_schedule_is_caught(name):
-    change, words = MUTATIONS[name]
+    change, phrase = MUTATIONS[name]
     assert problem(BASE) is None
     message = problem(with_rank(BASE, 1, change(list(BASE.orders[1]))))
-    assert message is not None and words in message and "\n" not in message
+    assert message is not None and phrase in message and "\n" not in message
 
 
 def test_crossed_orders_deadlock_and_say_where():
@@ -147,8 +147,8 @@ def test_early_receives_stand_before_the_actions_in_front():
             ("0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"),
         )
     )
-    two = "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1"
-    assert " ".join(map(str, flat(receive_early(program, by=2)))) == two
+    advanced_by_two = "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1"
+    assert " ".join(map(str, flat(receive_early(program, by=2)))) == advanced_by_two
 
 
 @pytest.mark.parametrize("kind", ["1RECV_F0", "0SEND_F0", "0F0"])
@@ -163,7 +163,7 @@ def test_transfers_of_a_pair_swapped_at_one_end_are_caught():
     schedule = build("1f1b", 2, 2)
     first, second = lower(schedule)
     swapped = list(second)
-    a, b = (second.index(parse_action(text)) for text in ("1RECV_F0", "1RECV_F1"))
+    a, b = (second.index(parse_action(action_text)) for action_text in ("1RECV_F0", "1RECV_F1"))
     swapped[a], swapped[b] = swapped[b], swapped[a]
     assert "deadlocks" in program_problem(schedule, (first, tuple(swapped)))
 
@@ -201,7 +201,7 @@ def test_table_of_two_copies():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("table", "message"),
     [
         ("", "one row of actions per rank"),
         ("[]", "one row of actions per rank"),
@@ -216,10 +216,10 @@ def test_table_of_two_copies():
         ("0B0,0F0\n1F0,1B0", "deadlocks"),
     ],
 )
-def test_wrong_tables_are_refused_with_their_place(text, words):
+def test_wrong_tables_are_refused_with_their_place(table, message):
     with pytest.raises(ScheduleError) as caught:
-        read_table(text)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+        read_table(table)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_table_with_a_memory_bound():

@@ -1,4 +1,4 @@
-"""From `parallel=` words to plans that are verified."""
+"""The way from `parallel=` words to plans that are verified."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from orchestrator.verify import scale
 from orchestrator.verify.cells import cells_of_overrides
 
 
-def cells(*words: str) -> list[Cell | Verdict]:
-    return list(cells_of_overrides(words, None))
+def cells(*overrides: str) -> list[Cell | Verdict]:
+    return list(cells_of_overrides(overrides, None))
 
 
 def test_a_list_of_words_is_a_cell_each():
-    found = cells("parallel=tp2_dp1,pp2_dp2_zero1")
-    assert [(cell.name, cell.plan.parallel.world_size) for cell in found] == [
+    layout_cells = cells("parallel=tp2_dp1,pp2_dp2_zero1")
+    assert [(cell.name, cell.plan.parallel.world_size) for cell in layout_cells] == [
         ("tp2_dp1", 2),
         ("pp2_dp2_zero1", 4),
     ]
@@ -44,8 +44,8 @@ def test_the_batch_is_small_and_the_first_step_moves_weights_unless_the_user_say
     plan = cells("parallel=cp2_tp2")[0].plan
     assert plan.job.train.seq_len % 8 == 0 and plan.job.train.seq_len <= 64
     assert plan.parallel.accumulation == 4 and plan.job.optim.warmup_steps == 0
-    own = cells("parallel=dp2", "train.seq_len=48", "train.global_batch_samples=6")[0].plan
-    assert own.job.train.seq_len == 48 and own.parallel.global_batch_samples == 6
+    user_plan = cells("parallel=dp2", "train.seq_len=48", "train.global_batch_samples=6")[0].plan
+    assert user_plan.job.train.seq_len == 48 and user_plan.parallel.global_batch_samples == 6
 
 
 def test_the_model_is_tiny_unless_named():
@@ -58,10 +58,14 @@ def test_the_model_is_tiny_unless_named():
 
 def test_a_model_that_is_too_large_is_scaled_in_kind_and_the_note_says_so():
     (cell,) = cells("cluster=h100x8", "parallel=tp2", "model=llama3_8b")
-    found = cell.plan.model
-    assert found.parameters < scale.MOST_PARAMETERS and found.vocab % 2 == 1
-    assert (found.heads // found.kv_heads, found.norm, found.rope_theta) == (4, "rms", 500_000.0)
-    assert "llama3_8b" in cell.note and f"hidden {found.hidden}" in cell.note
+    scaled_model = cell.plan.model
+    assert scaled_model.parameters < scale.MOST_PARAMETERS and scaled_model.vocab % 2 == 1
+    assert (
+        scaled_model.heads // scaled_model.kv_heads,
+        scaled_model.norm,
+        scaled_model.rope_theta,
+    ) == (4, "rms", 500_000.0)
+    assert "llama3_8b" in cell.note and f"hidden {scaled_model.hidden}" in cell.note
     (gpt,) = cells("cluster=h100x8", "parallel=tp4", "model=gpt2")
     assert (gpt.plan.model.position, gpt.plan.model.bias, gpt.plan.model.tied_embeddings) == (
         "learned",
@@ -77,12 +81,12 @@ def degrees_of(cell: Cell) -> dict[str, int]:
 
 
 def test_a_layout_of_any_size_becomes_small_ones_that_have_every_technique():
-    found = cells("parallel=tp8_pp4_zero1")
-    assert [degrees_of(cell) for cell in found] == [
+    small_cells = cells("parallel=tp8_pp4_zero1")
+    assert [degrees_of(cell) for cell in small_cells] == [
         {"tp": 8, "pp": 2, "dp": 2},
         {"tp": 2, "pp": 4, "dp": 2},
     ]
-    assert all(cell.plan.parallel.zero == 1 and "64 ranks" in cell.note for cell in found)
+    assert all(cell.plan.parallel.zero == 1 and "64 ranks" in cell.note for cell in small_cells)
     huge = cells("parallel=tp8_pp16_dp128_zero1_vpp2")
     assert {"pp": 16} in map(degrees_of, huge) and {"tp": 2, "pp": 2, "dp": 8} in map(
         degrees_of, huge
@@ -127,22 +131,22 @@ def test_ratios_stay():
 
 
 def test_an_experiment_is_verified_whatever_nvlink_reaches():
-    found = cells("cluster=h100x16384", "experiment=llama3_405b_16k")
-    assert {cell.plan.parallel.tp for cell in found} >= {8, 2} and all(
-        cell.plan.model.rope_theta == 5e5 for cell in found
+    experiment_cells = cells("cluster=h100x16384", "experiment=llama3_405b_16k")
+    assert {cell.plan.parallel.tp for cell in experiment_cells} >= {8, 2} and all(
+        cell.plan.model.rope_theta == 5e5 for cell in experiment_cells
     )
     (across,) = cells("cluster=h100x64", "parallel=tp16_dp1")
     assert across.plan.parallel.tp == 16
 
 
 def test_words_for_documents_dropout_and_precision():
-    words = (
+    overrides = (
         "data.isolate_documents=true",
         "model.dropout=0.1",
         "train.precision=bf16",
         "train.grad_dtype=bf16",
     )
-    (cell,) = cells("parallel=dp2", *words)
+    (cell,) = cells("parallel=dp2", *overrides)
     assert cell.packed and cell.precision == "bf16" and cell.plan.model.dropout == 0.1
     assert cell.plan.job.train.grad_dtype == "bf16"
     (plain,) = cells("parallel=dp2")
@@ -155,13 +159,13 @@ def test_what_the_planner_refuses_is_a_verdict_with_its_line():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         ((), "a layout"),
         (("train.steps=3",), "a layout"),
         (("parallel=dp2", "parallel.auto=true"), "degrees"),
     ],
 )
-def test_without_a_layout_one_line_says_how(words, said):
-    with pytest.raises(OrchError, match=f"needs {said}"):
-        cells(*words)
+def test_without_a_layout_one_line_says_how(overrides, message):
+    with pytest.raises(OrchError, match=f"needs {message}"):
+        cells(*overrides)

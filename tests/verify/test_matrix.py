@@ -27,11 +27,11 @@ def test_every_legal_combination_is_covered(levels, strength, most_used):
     choices = [
         (axis, choice) for axis, count in enumerate(levels) for choice in range(1, count + 1)
     ]
-    for wanted in combinations(choices, strength):
-        if len({axis for axis, _ in wanted}) < strength:
+    for combination in combinations(choices, strength):
+        if len({axis for axis, _ in combination}) < strength:
             continue
-        alone = tuple(dict(wanted).get(axis, 0) for axis in range(len(levels)))
-        assert legal(alone) == any(set(wanted) <= row for row in used)
+        alone = tuple(dict(combination).get(axis, 0) for axis in range(len(levels)))
+        assert legal(alone) == any(set(combination) <= row for row in used)
 
 
 def test_a_covering_array_is_much_smaller_than_the_product():
@@ -40,11 +40,11 @@ def test_a_covering_array_is_much_smaller_than_the_product():
     )  # 16 is the least possible
 
 
-def techniques_of(part: str) -> list[set[str]]:
+def techniques_of(section: str) -> list[set[str]]:
     return [
         {technique.name for technique in entry.techniques}
         for entry in matrix.full()
-        if entry.section == part
+        if entry.section == section
     ]
 
 
@@ -59,9 +59,9 @@ def test_every_technique_is_there_alone():
 
 def test_every_pair_of_two_axes_is_there():
     pairs = techniques_of("pair")
-    for (axis, one), (other_axis, other) in combinations(ALL, 2):
-        if axis != other_axis and one.pairs == other.pairs == "all":
-            assert {one.name, other.name} in pairs
+    for (axis, member), (other_axis, partner) in combinations(ALL, 2):
+        if axis != other_axis and member.pairs == partner.pairs == "all":
+            assert {member.name, partner.name} in pairs
 
 
 def test_a_budget_makes_layers_differ():
@@ -77,19 +77,21 @@ def test_every_triple_of_deep_techniques_that_fits_is_there():
         if len({axis for axis, _ in three}) == 3:
             techniques = tuple(technique for _, technique in three)
             refused = any(
-                (one.name, other.name) in matrix.REFUSED
-                for one, other in combinations(techniques, 2)
+                (earlier.name, later.name) in matrix.REFUSED
+                for earlier, later in combinations(techniques, 2)
             )
             assert (
-                any({technique.name for technique in techniques} <= one for one in products)
+                any({technique.name for technique in techniques} <= product for product in products)
                 != refused
             )
 
 
 def test_products_of_four_dimensions_on_eight_processes_are_there():
     products = [entry for entry in matrix.full() if entry.section != "alone"]
-    whole = [entry for entry in products if entry.processes == 8 and len(entry.techniques) == 5]
-    assert len(whole) >= 10 and max(entry.processes for entry in products) == matrix.MOST_PROCESSES
+    five_fold = [entry for entry in products if entry.processes == 8 and len(entry.techniques) == 5]
+    assert (
+        len(five_fold) >= 10 and max(entry.processes for entry in products) == matrix.MOST_PROCESSES
+    )
 
 
 def test_all_five_axes_at_once_are_there_on_sixteen_processes():
@@ -102,13 +104,13 @@ def test_all_five_axes_at_once_are_there_on_sixteen_processes():
         assert used >= {"tp", "cp", "pp", "ep"} and (not folded or "dp" in used), entry.name
 
 
-@pytest.mark.parametrize("part", range(6))
-def test_every_technique_of_a_pair_meets_every_variation(part):
+@pytest.mark.parametrize("position", range(6))
+def test_every_technique_of_a_pair_meets_every_variation(position):
     met: dict[str, set] = {}
     for entry in matrix.full():
         for technique in entry.techniques:
-            met.setdefault(technique.name, set()).add(entry.variation[part])
-    choices = {variation[part] for variation in matrix.VARIATIONS}
+            met.setdefault(technique.name, set()).add(entry.variation[position])
+    choices = {variation[position] for variation in matrix.VARIATIONS}
     assert all(met[technique.name] == choices for _, technique in ALL if technique.pairs == "all")
 
 

@@ -30,12 +30,14 @@ def verdict(**changes: float) -> Verdict:
     return Verdict(name="dp2", errors={"fp64": errors(**changes), "fp32": errors()})
 
 
-@pytest.mark.parametrize("what", ["loss", "grad", "norm", "weight", "more"])
+@pytest.mark.parametrize("figure", ["loss", "grad", "norm", "weight", "more"])
 @pytest.mark.parametrize("value", [2e-10, math.inf, math.nan])
-def test_one_number_above_the_limit_is_different(what, value):
+def test_one_number_above_the_limit_is_different(figure, value):
     assert verdict().word == "equal"
-    assert verdict(**{what: value}).word == "DIFFERENT"
-    assert verdict(**{what: LIMITS["fp64"]}).word == "equal"
+    above = {figure: value}
+    at_limit = {figure: LIMITS["fp64"]}
+    assert verdict(**above).word == "DIFFERENT"
+    assert verdict(**at_limit).word == "equal"
 
 
 def test_nothing_measured_is_not_equal():
@@ -47,19 +49,19 @@ def test_nothing_measured_is_not_equal():
 
 
 def test_a_line_a_precision_with_all_four_numbers():
-    text = "\n".join(lines(verdict(grad=0.5), Style()))
+    page_text = "\n".join(lines(verdict(grad=0.5), Style()))
     assert (
-        text.startswith("DIFFERENT dp2")
-        and "5.0e-01" in text
-        and "fp32" in text
-        and "gradient of a" in text
+        page_text.startswith("DIFFERENT dp2")
+        and "5.0e-01" in page_text
+        and "fp32" in page_text
+        and "gradient of a" in page_text
     )
     assert "because" in "\n".join(lines(Verdict(name="x", refused="because"), Style()))
 
 
 def test_summary_counts():
-    found = [verdict(), verdict(), verdict(norm=1.0), Verdict(name="x", refused="no")]
-    assert summary(found) == "2 equal, 1 DIFFERENT, 1 refused"
+    verdicts = [verdict(), verdict(), verdict(norm=1.0), Verdict(name="x", refused="no")]
+    assert summary(verdicts) == "2 equal, 1 DIFFERENT, 1 refused"
 
 
 def test_the_document_has_a_row_for_every_cell():

@@ -26,23 +26,23 @@ def rows() -> list[list[str]]:
 
 
 def test_every_cell_of_the_matrix_is_published_once():
-    wanted = Counter()
+    planned_layouts = Counter()
     for entry in matrix.full():
         layout = (
             " + ".join(technique.name for technique in entry.techniques)
             or "one process, our engine"
         )
-        wanted[layout] += 1
-    assert Counter(row[0] for row in rows()) == wanted, "run `make verify` again"
+        planned_layouts[layout] += 1
+    assert Counter(row[0] for row in rows()) == planned_layouts, "run `make verify` again"
 
 
 def test_every_cell_is_equal_or_refused_for_a_reason():
     for row in rows():
         verdict = row[-1]
         assert verdict == "equal" or verdict.startswith("refused: "), row
-        refused = {one for pair in matrix.REFUSED for one in pair}
-        parts = {technique.split(" hybrid")[0] for technique in row[0].split(" + ")}
-        assert verdict == "equal" or row[0] in REFUSED_ALONE or parts & refused, row
+        refused = {technique_name for pair in matrix.REFUSED for technique_name in pair}
+        techniques = {technique.split(" hybrid")[0] for technique in row[0].split(" + ")}
+        assert verdict == "equal" or row[0] in REFUSED_ALONE or techniques & refused, row
 
 
 def test_what_is_refused_alone_is():

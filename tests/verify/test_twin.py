@@ -33,9 +33,9 @@ def plan_of(parallel: dict, **train):
 
 def test_a_rank_of_each_stage_and_the_outer_ones_of_equal_stages():
     plan = plan_of({"tp": 2, "pp": 8, "zero": 1}, global_batch_samples=64)
-    places = [plan.ranks[rank].coord.pp for rank in ranks_to_run(plan)]
-    assert {0, 1, 6, 7} <= set(places) and places == sorted(
-        places
+    stages = [plan.ranks[rank].coord.pp for rank in ranks_to_run(plan)]
+    assert {0, 1, 6, 7} <= set(stages) and stages == sorted(
+        stages
     )  # where layers are uneven, others too
     assert ranks_to_run(plan_of({"tp": 8, "zero": 1}, global_batch_samples=64)) == [0]
 
@@ -50,10 +50,11 @@ def test_fewer_micro_batches_hold_as_much_memory(schedule):
         [
             account.total
             for account in memory_by_pp_rank(
-                Workload(one.model, one.parallel, one.job.train), one.cluster
+                Workload(sized_plan.model, sized_plan.parallel, sized_plan.job.train),
+                sized_plan.cluster,
             )
         ]
-        for one in (plan, short)
+        for sized_plan in (plan, short)
     ]
     assert totals[0] == totals[1]
 
@@ -90,9 +91,9 @@ def as_planned(plan, rank: int) -> RankRun:
         )[pp_rank]
     ]
     transfers += [
-        structs.replace(one, operation="receive")
-        for one in transfers
-        if one.axis == "pp" and one.operation == "send"
+        structs.replace(transfer, operation="receive")
+        for transfer in transfers
+        if transfer.axis == "pp" and transfer.operation == "send"
     ]
     held = {
         name: getattr(account, name) for name in ("params", "grads", "optimizer", "activations")
@@ -111,28 +112,37 @@ def as_planned(plan, rank: int) -> RankRun:
 
 def test_what_is_as_planned_differs_in_nothing_and_more_than_5_percent_is_named():
     plan = plan_of({"tp": 2, "pp": 4, "zero": 1}, global_batch_samples=64)
-    found = as_planned(plan, 0)
-    assert [one.what for one in compare(plan, found) if one.differs] == []
-    more = structs.replace(
-        found, memory=found.memory | {"activations": round(found.memory["activations"] * 1.06)}
+    rank_run = as_planned(plan, 0)
+    assert [comparison.what for comparison in compare(plan, rank_run) if comparison.differs] == []
+    fuller_run = structs.replace(
+        rank_run,
+        memory=rank_run.memory | {"activations": round(rank_run.memory["activations"] * 1.06)},
     )
-    assert [one.what for one in compare(plan, more) if one.differs] == ["memory: activations"]
+    assert [comparison.what for comparison in compare(plan, fuller_run) if comparison.differs] == [
+        "memory: activations"
+    ]
     none = structs.replace(
-        found, sequence=[at for at in found.sequence if found.transfers[at].axis != "dp"]
+        rank_run, sequence=[at for at in rank_run.sequence if rank_run.transfers[at].axis != "dp"]
     )
-    assert {one.what for one in compare(plan, none) if one.differs} == {
+    assert {comparison.what for comparison in compare(plan, none) if comparison.differs} == {
         "dp reduce_scatter, bytes",
         "dp all_gather, bytes",
     }
     deaf = structs.replace(
-        found, sequence=[at for at in found.sequence if found.transfers[at].operation != "receive"]
+        rank_run,
+        sequence=[at for at in rank_run.sequence if rank_run.transfers[at].operation != "receive"],
     )
-    assert [one.what for one in compare(plan, deaf) if one.differs] == ["pp receive, bytes"]
+    assert [comparison.what for comparison in compare(plan, deaf) if comparison.differs] == [
+        "pp receive, bytes"
+    ]
     far = [
-        structs.replace(one, ranks=[0, 16]) if one.axis == "tp" else one for one in found.transfers
+        structs.replace(transfer, ranks=[0, 16]) if transfer.axis == "tp" else transfer
+        for transfer in rank_run.transfers
     ]
     assert "tp, level" in {
-        one.what for one in compare(plan, structs.replace(found, transfers=far)) if one.differs
+        comparison.what
+        for comparison in compare(plan, structs.replace(rank_run, transfers=far))
+        if comparison.differs
     }
 
 
@@ -152,13 +162,16 @@ def test_what_is_as_planned_differs_in_nothing_and_more_than_5_percent_is_named(
 def test_transfers_of_another_level_than_planned_are_named(layout, axis, ranks):
     """Also of a lower one, where each transfer has the whole group."""
     plan = plan_of(layout, global_batch_samples=64)
-    found = as_planned(plan, 0)
-    assert [one.what for one in compare(plan, found) if one.differs] == []
+    rank_run = as_planned(plan, 0)
+    assert [comparison.what for comparison in compare(plan, rank_run) if comparison.differs] == []
     moved = [
-        structs.replace(one, ranks=ranks) if one.axis == axis else one for one in found.transfers
+        structs.replace(transfer, ranks=ranks) if transfer.axis == axis else transfer
+        for transfer in rank_run.transfers
     ]
     differ = [
-        one.what for one in compare(plan, structs.replace(found, transfers=moved)) if one.differs
+        comparison.what
+        for comparison in compare(plan, structs.replace(rank_run, transfers=moved))
+        if comparison.differs
     ]
     assert differ == [f"{axis}, level"]
 
@@ -181,26 +194,32 @@ def test_tokens_that_go_to_experts_of_another_level_are_named(layout, ranks):
     model = shapes.mixtral_8x7b()
     cluster = configs.cluster(4, 8)
     plan = configs.planned(model, {"zero": 1} | layout, cluster, global_batch_samples=64)
-    found = as_planned(plan, 0)
-    assert levels_that_differ(plan, found) == []
+    rank_run = as_planned(plan, 0)
+    assert levels_that_differ(plan, rank_run) == []
     moved = [
-        structs.replace(one, ranks=ranks) if one.axis == "ep" else one for one in found.transfers
+        structs.replace(transfer, ranks=ranks) if transfer.axis == "ep" else transfer
+        for transfer in rank_run.transfers
     ]
-    assert levels_that_differ(plan, structs.replace(found, transfers=moved)) == ["ep, level"]
+    assert levels_that_differ(plan, structs.replace(rank_run, transfers=moved)) == ["ep, level"]
 
 
-def levels_that_differ(plan, found: RankRun) -> list[str]:
-    return [one.what for one in compare(plan, found) if one.differs and one.what.endswith("level")]
+def levels_that_differ(plan, rank_run: RankRun) -> list[str]:
+    return [
+        comparison.what
+        for comparison in compare(plan, rank_run)
+        if comparison.differs and comparison.what.endswith("level")
+    ]
 
 
 def test_a_twin_is_held_against_a_plan_whose_experts_are_chosen_equally_often():
     plan = configs.planned(shapes.mixtral_8x7b(), {"ep": 8, "zero": 1}, global_batch_samples=64)
     even = evenly_chosen(plan)
     totals = [
-        memory_by_pp_rank(Workload(one.model, one.parallel, one.job.train), one.cluster)[
-            0
-        ].activations
-        for one in (plan, even)
+        memory_by_pp_rank(
+            Workload(costed_plan.model, costed_plan.parallel, costed_plan.job.train),
+            costed_plan.cluster,
+        )[0].activations
+        for costed_plan in (plan, even)
     ]
     assert plan.parallel.expert_imbalance > 1.1 and totals[0] > 1.05 * totals[1]
     assert evenly_chosen(even) is even
@@ -217,12 +236,16 @@ def test_the_level_of_a_group_is_the_highest_that_it_crosses():
 
 @pytest.mark.process
 def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(capsys):
-    words = ["+cluster=h100x8", "model=llama32_1b", "model.layers=4", "parallel=tp2_pp2_zero1"]
-    code = main(["twin", *words, "train.seq_len=1024", "train.global_batch_samples=64", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert code == 0 and found["of"] == 32 and found["micro_batches"] < 32
-    assert [len(rank["compared"]) > 8 for rank in found["ranks"]] == [True, True]
-    assert not any(one["differs"] for rank in found["ranks"] for one in rank["compared"])
+    overrides = ["+cluster=h100x8", "model=llama32_1b", "model.layers=4", "parallel=tp2_pp2_zero1"]
+    code = main(
+        ["twin", *overrides, "train.seq_len=1024", "train.global_batch_samples=64", "--json"]
+    )
+    twin_report = json.loads(capsys.readouterr().out)
+    assert code == 0 and twin_report["of"] == 32 and twin_report["micro_batches"] < 32
+    assert [len(rank["compared"]) > 8 for rank in twin_report["ranks"]] == [True, True]
+    assert not any(
+        comparison["differs"] for rank in twin_report["ranks"] for comparison in rank["compared"]
+    )
 
 
 LAYOUTS = (
@@ -248,23 +271,27 @@ LAYOUTS = (
     "model=qwen3_30b_a3b parallel=ep8_zero1 train.seq_len=2048",
 )
 #: More layers repeat what four do, in four times the time: they run with `make verify`.
-SHORT = [f"{words} model.layers=4" for words in LAYOUTS]
-WHOLE = [pytest.param(words, marks=pytest.mark.full) for words in LAYOUTS if "tiny" not in words]
+SHORT = [f"{layout_overrides} model.layers=4" for layout_overrides in LAYOUTS]
+WHOLE = [
+    pytest.param(layout_overrides, marks=pytest.mark.full)
+    for layout_overrides in LAYOUTS
+    if "tiny" not in layout_overrides
+]
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [*SHORT, *WHOLE])
-def test_every_moment_of_a_step_is_planned(words, capsys):
+@pytest.mark.parametrize("overrides", [*SHORT, *WHOLE])
+def test_every_moment_of_a_step_is_planned(overrides, capsys):
     """Peaks at the loss, where backward begins, where a layer is recomputed; what ZeRO-3 gathers
     once and twice, and what each stage of a pipeline gathers, and has of a block's and a table's
     gradients until they are reduced."""
-    code = main(["twin", "+cluster=h100x8", *words.split()])
+    code = main(["twin", "+cluster=h100x8", *overrides.split()])
     assert code == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("overrides", "says"),
     [
         (
             "train.offload=disk train.offload_dir=DIR",
@@ -285,10 +312,11 @@ def test_every_moment_of_a_step_is_planned(words, capsys):
     ],
 )
 def test_an_offload_that_it_does_not_see_is_refused_before_it_takes_space(
-    words, says, tmp_path, capsys
+    overrides, says, tmp_path, capsys
 ):
     assert (
-        main(["twin", "parallel=tp2", *words.replace("DIR", str(tmp_path / "own")).split()]) == 65
+        main(["twin", "parallel=tp2", *overrides.replace("DIR", str(tmp_path / "own")).split()])
+        == 65
     )
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
@@ -302,11 +330,11 @@ def test_what_it_cannot_run_is_refused(capsys):
 
 @pytest.mark.process
 def test_what_lies_on_the_host_is_run(capsys):
-    words = [
+    overrides = [
         "train.offload=host",
         "train.offload_activations=host",
         "train.recompute=full",
         "model.layers=2",
     ]
-    code = main(["twin", "+cluster=h100x8", "model=tiny", "parallel=dp8_zero1", *words])
+    code = main(["twin", "+cluster=h100x8", "model=tiny", "parallel=dp8_zero1", *overrides])
     assert code == 0, capsys.readouterr().out
