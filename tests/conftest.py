@@ -71,10 +71,10 @@ def pytest_runtest_makereport(item, call):
 
 def _machine() -> str:
     """Its load, and how late the canary of `make test` came at most (tests/canary.py)."""
-    text = "load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
+    load_text = "load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
     starved = Path(os.environ.get("ORCH_TEST_STARVED", os.devnull))
     late = starved.read_text() if starved.exists() else ""
-    return f"{text}; longest starved tick of the last minute: {late or '?'} s"
+    return f"{load_text}; longest starved tick of the last minute: {late or '?'} s"
 
 
 def pytest_runtest_logstart(nodeid) -> None:

@@ -28,7 +28,7 @@ def test_tiny_parameters_of_a_known_shape():
         "head_dim": 64,
         "ffn_hidden": 3072,
     }
-    words = {
+    options = {
         "vocab": 50257,
         "max_seq_len": 1024,
         "norm": "layer",
@@ -37,7 +37,7 @@ def test_tiny_parameters_of_a_known_shape():
         "bias": True,
     }
     assert (
-        tiny_model(**shape, **words, tied_embeddings=True).parameters == 124_439_808
+        tiny_model(**shape, **options, tied_embeddings=True).parameters == 124_439_808
     )  # gpt2, as published
 
 

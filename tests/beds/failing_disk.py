@@ -45,13 +45,13 @@ def without_room(pids: Iterable[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _limited(pids: Iterable[int], what: int, most: int) -> Iterator[None]:
-    before = {pid: resource.prlimit(pid, what) for pid in pids}
+def _limited(pids: Iterable[int], limit_kind: int, soft_limit: int) -> Iterator[None]:
+    before = {pid: resource.prlimit(pid, limit_kind) for pid in pids}
     for pid, (_, hard) in before.items():
-        resource.prlimit(pid, what, (most, hard))
+        resource.prlimit(pid, limit_kind, (soft_limit, hard))
     try:
         yield
     finally:
         for pid, limits in before.items():
             with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, what, limits)
+                resource.prlimit(pid, limit_kind, limits)
