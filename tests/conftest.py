@@ -1,5 +1,5 @@
-"""For all tests: a home of their own, examples that are not timed, and what the machine was like
-when one failed.
+"""All tests get this: a home of their own, examples that are not timed, and what the machine was
+like when one failed.
 
 What the user has measured (`orch bench`) or run must not change a test, nor a test the user's home.
 A machine that is busy with other ranks is no failure of the code.
@@ -88,8 +88,8 @@ def pytest_runtest_logfinish(nodeid) -> None:
 
 
 def _write_running_tests() -> None:
-    """For tests/tiers.py, which names those that never end. Workers leave it to the process that
-    started them."""
+    """Writes the file of tests/tiers.py, which names those that never end. Workers leave it to the
+    process that started them."""
     if "PYTEST_XDIST_WORKER" not in os.environ and (path := os.environ.get("ORCH_TEST_RUNNING")):
         Path(path).write_text(" ".join(sorted(_running_tests)))
 

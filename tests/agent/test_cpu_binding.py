@@ -1,5 +1,5 @@
-"""Which cores a worker gets, by the files of machines that are made here, and what a real worker is
-bound to."""
+"""Tests which cores a worker gets, by the files of machines that are made here, and what a real
+worker is bound to."""
 
 from __future__ import annotations
 

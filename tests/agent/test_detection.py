@@ -18,7 +18,8 @@ pytestmark = pytest.mark.process
 
 def start(runs, wishes: dict[str, object], **backend) -> RunFolder:
     fields = {"hang_after_s": 20.0, "max_restarts": 9} | backend
-    return submit(make_plan(dp=4, nodes=2), runs, backend=fields, **{"MEET": 1, **wishes})
+    wishes = {"MEET": 1} | wishes
+    return submit(make_plan(dp=4, nodes=2), runs, backend=fields, **wishes)
 
 
 @pytest.mark.slow

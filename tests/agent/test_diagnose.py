@@ -30,13 +30,13 @@ USUAL = {"usual_step_s": 0.5, "silent_s": 0.5, "step_s": 40.0, "still_s": 40.0, 
 
 
 def waits(rank: int, **fields) -> WorkerStatus:
-    return WorkerStatus(
-        rank=rank, **{"step": 9, "phase": "comm", "waiting": "all-reduce (dp)", **USUAL, **fields}
-    )
+    fields = {"step": 9, "phase": "comm", "waiting": "all-reduce (dp)"} | USUAL | fields
+    return WorkerStatus(rank=rank, **fields)
 
 
 def works(rank: int, **fields) -> WorkerStatus:
-    return WorkerStatus(rank=rank, **{"step": 9, "phase": "backward", **USUAL, **fields})
+    fields = {"step": 9, "phase": "backward"} | USUAL | fields
+    return WorkerStatus(rank=rank, **fields)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,8 @@ BATCH = 12  # samples: every size up to four nodes divides it
 def sized(nodes: int, **fields) -> Plan:
     """One rank a node; more accumulation where there are fewer of them. With the planner's
     predictions."""
-    plan = make_plan(
-        dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **{"steps": 100_000, **fields}
-    )
+    fields = {"steps": 100_000} | fields
+    plan = make_plan(dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **fields)
     return replan(plan, plan.cluster)
 
 

@@ -50,7 +50,8 @@ def report(rank=4, epoch=1, step=1, **fields) -> StepReport:
         "bubble_ratio": rank / 100,
         "loss_terms": {"balance": 0.02},
     }
-    return StepReport(rank=rank, epoch=epoch, step=step, **{**base, **measures, **fields})
+    fields = base | measures | fields
+    return StepReport(rank=rank, epoch=epoch, step=step, **fields)
 
 
 def node_metrics() -> NodeMetrics:

@@ -135,7 +135,7 @@ def test_it_is_bound_to_the_nodes_address_and_nobody_takes_its_port():
 
 
 def test_the_filter_is_set_before_anybody_knows_the_port_and_can_be_left_out(monkeypatch):
-    """Where the address is not the loopback's. An agent takes `backend.store_filter` from its
+    """The address here is not the loopback's. An agent takes `backend.store_filter` from its
     request."""
     set_to: list[int] = []
     monkeypatch.setattr(ipaddress.IPv4Address, "is_loopback", False)
@@ -197,7 +197,7 @@ async def test_an_agent_keeps_the_port_that_it_has_promised_until_the_next_epoch
 def test_rank_0_s_node_is_told_who_may_connect():
     def member(name: str, peer: str, *addresses: str):
         join = Join(node=name, host=name, address=f"10.0.0.{name[-1]}", pid=1, gpus=2, nics=0,
-                    **{"plan_hash": "", "metrics": None, "addresses": list(addresses)})  # fmt: skip
+                    plan_hash="", metrics=None, addresses=list(addresses))  # fmt: skip
         return Member(SimpleNamespace(address=peer), join, ready=Ready(port=7))
 
     first = member("node0", "")

@@ -130,7 +130,7 @@ def release_all(folder: RunFolder) -> None:
 
 
 def kill_node(folder: RunFolder, node: str) -> None:
-    """As when the machine fails."""
+    """Kills an agent and all below it, as when the machine fails."""
     agent = read_record(folder, LocalRecord).agents[node]
     for process in (*descendants(agent), agent):
         with contextlib.suppress(ProcessLookupError):
@@ -188,7 +188,7 @@ def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(
 def test_below_the_smallest_size_the_nodes_that_are_left_save_what_their_memories_hold(
     tmp_path, corpus, undisturbed_losses
 ):
-    """Of two stages the coordinator's node is lost. The other one alone is too few; it has both
+    """The coordinator's node is lost, of two stages. The other one alone is too few; it has both
     stages in its memory, and the run that is resumed goes on from there and not from the last
     checkpoint."""
     folder = start(tmp_path, "small", {2: staged(corpus, tmp_path, 2)}, elastic=True)
@@ -249,7 +249,7 @@ def test_experts_over_five_axes_lose_a_node_and_have_the_losses_of_one_process(t
 # test_walk.py makes two resumes with agents and a program of its own; here the real trainer
 @pytest.mark.full
 def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, undisturbed_losses):
-    """From three nodes, one of which takes more micro-batches than the others."""
+    """The run starts on three nodes, one of which takes more micro-batches than the others."""
     sizes = {nodes: sized(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
     assert sizes[3].parallel.replica_micro_batches == [2, 1, 1]
     assert {plan.parallel.global_batch_samples for plan in sizes.values()} == {BATCH}

@@ -50,7 +50,7 @@ def test_damaged_bytes_are_refused_in_one_line(raw):
 
 
 def sealed(document: dict) -> bytes:
-    """As a version of orch with these fields would have written it."""
+    """The plan as a version of orch with these fields would have written it."""
     content = msgspec.json.encode(document | {"hash": ""}, order="sorted")
     return msgspec.json.encode(document | {"hash": hashlib.sha256(content).hexdigest()})
 

@@ -1,5 +1,5 @@
-"""Which variables of the shell a program gets: all on this machine, elsewhere those of a list;
-which not, is said."""
+"""Tests which variables of the shell a program gets: all on this machine, elsewhere those of a
+list; which not, is said."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_n
 
 
 def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monkeypatch):
-    """Of a run on a cluster nothing may be deleted or cancelled, and no new size be asked for."""
+    """Nothing of a run on a cluster may be deleted or cancelled, and no new size be asked for."""
     monkeypatch.setenv("LR", "1e-4")
     program("")
     of_slurm = ("parallel=tp8", "nodes=1..2", "cluster=h100x64", "backend.options.topology=none")

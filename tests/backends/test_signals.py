@@ -40,14 +40,14 @@ SAVES = """
 
 
 def heard() -> None:
-    """In a child: signals as a terminal's shell leaves them, also where the tests run under
+    """Sets a child's signals as a terminal's shell leaves them, also where the tests run under
     nohup."""
     for signum in ENDING:
         signal.signal(signum, signal.SIG_DFL)
 
 
 def deaf_to_hangups() -> None:
-    """In a child: as under nohup."""
+    """Sets a child's signals as nohup does."""
     heard()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -85,7 +85,7 @@ RUN = ["run", "--nproc-per-node", "2", "--run-id", "mine", "my_train.py"]
     ids=["terminated", "hung up", "Ctrl-C twice", "terminated under nohup"],
 )
 def test_a_run_of_orch_run_ends_with_it(home, signals, ready):
-    """As torchrun's workers do; they save, and the code is that of a process which the signal has
+    """The workers save, as torchrun's do, and the code is that of a process which the signal has
     ended."""
     child = watch(*RUN, ready=ready)
     for signum in signals[:-1]:

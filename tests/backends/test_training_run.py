@@ -41,9 +41,9 @@ def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
         "cache_dir": str(tmp_path / "cache"),
         "checkpoint_every_steps": 5,
     }
-    return make_plan(
-        **{"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32, **data_fields, **fields}
-    )
+    layout = {"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32}
+    fields = layout | data_fields | fields
+    return make_plan(**fields)
 
 
 def start(

@@ -165,5 +165,5 @@ def reports(files: Path) -> list[dict]:
 
 
 def events(folder: RunFolder, name: str) -> list[dict]:
-    """Those of that name, of all nodes."""
+    """The events of that name, of all nodes."""
     return [event for event in reports(folder.path / "events") if event["name"] == name]

@@ -1,4 +1,4 @@
-"""From measured rows to plans: the fit, the file, and what a plan does with it."""
+"""The way from measured rows to plans: the fit, the file, and what a plan does with it."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ HOST_FOUND = {
 
 
 def test_plans_use_the_host_that_was_measured(home):
-    """In the place of a described one; a record of before it was measured leaves what is
-    described."""
+    """The measured host takes the place of a described one; a record of before it was measured
+    leaves what is described."""
     keep(WORDS, home, switch=(LATENCY, RATE))
     away = [*WORDS, "train.offload=disk"]
     assumed = plan_of(load(away))

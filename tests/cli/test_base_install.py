@@ -112,8 +112,8 @@ ORIGINS = {
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_what_is_missing_is_installed_alike_however_orch_was(tmp_path, monkeypatch, origin):
-    """And orch itself is never named: on an index that does not have it a stranger may claim its
-    name."""
+    """The name orch itself never appears: on an index that does not have it a stranger may claim
+    its name."""
     installed = tmp_path / "orch_train-9.dist-info"
     installed.mkdir()
     needs = ("numpy>=1", 'torch>=9.9; extra == "trainer"', 'safetensors>=8; extra == "trainer"')

@@ -129,7 +129,7 @@ def test_the_interpreter_is_said_where_the_shell_has_another(capsys, tmp_path, m
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """As if this machine had so many GPUs."""
+    """Makes orch see so many GPUs in this machine."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return lambda count: monkeypatch.setattr(machine, "gpus_here", lambda: count)
 

@@ -200,7 +200,8 @@ BOMB = "a0: &a0 [1, 2]\n" + "".join(
 )
 @pytest.mark.parametrize("where", ["model__mine", "train__mine", "orch"])
 def test_files_whose_values_have_no_end_are_refused_in_one_line(tmp_path, where, file_text, says):
-    write(tmp_path, **{where: file_text})
+    files = {where: file_text}
+    write(tmp_path, **files)
     group = where.partition("__")[0]
     with refusal(says, Exit.CONFIG):
         load([f"{group}=mine"] if group != where else [], tmp_path)

@@ -26,7 +26,7 @@ class File(NamedTuple):
 
 
 def steps(page: str) -> Iterator[Command | File]:
-    """In the order of the page."""
+    """The commands and files that the page shows, in its order."""
     for kind, name, body in _BLOCK.findall(page):
         if name:
             yield File(name, body)

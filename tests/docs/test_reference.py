@@ -62,7 +62,7 @@ def pages() -> list[Path]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
     heads = re.findall(r"^#+\s+(.*)$", prose, flags=re.M)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}

@@ -20,7 +20,8 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.fixture
 def environ(tmp_path) -> dict[str, str]:
-    """Of somebody who has just installed orch: a home of their own, and `orch` on PATH."""
+    """The environment of somebody who has just installed orch: a home of their own, and `orch` on
+    PATH."""
     variables = {
         name: value
         for name, value in os.environ.items()

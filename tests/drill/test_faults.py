@@ -1,4 +1,4 @@
-"""Which fault hits whom, and what a run cannot spare."""
+"""Tests which fault hits whom, and what a run cannot spare."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_flipped_bit_is_one(tmp_path_factory, content, seed):
 
 
 def test_a_full_disk_is_one_where_checkpoints_have_a_small_one_of_their_own(tmp_path):
-    """In a mount namespace of a child: nothing is full for anybody else."""
+    """The disk is mounted in the namespace of a child: nothing is full for anybody else."""
     child = os.fork()
     if child == 0:
         os._exit(on_a_small_disk(tmp_path))

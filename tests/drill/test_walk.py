@@ -67,7 +67,8 @@ def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options)
 
 
 def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool = False) -> None:
-    """That many faults, drawn by the seed; nodes come back meanwhile, and the run grows again.
+    """Injects that many faults, drawn by the seed; nodes come back meanwhile, and the run grows
+    again.
 
     `down`: nodes are lost first, until a single one is left.
     """

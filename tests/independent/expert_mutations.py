@@ -236,7 +236,7 @@ def _(patch):
 
 
 def summed_over(patch: pytest.MonkeyPatch, group: Callable) -> None:
-    """Where four ranks hold the dense weights and two the same experts."""
+    """Sums over another group where four ranks hold the dense weights and two the same experts."""
     start = buckets.start_all_reduce
 
     def other(tensor, ranks, *rest):

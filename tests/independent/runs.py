@@ -16,8 +16,8 @@ from .oracle.judge import prepare
 def verdict(
     layouts: tuple[str, str], precision: str, home: Path, number: int = 0, **changes: object
 ) -> runner.Verdict:
-    """Of a case that begins in the first layout and is resumed in the second. `number` chooses what
-    else varies; `changes`: fields of `Case`."""
+    """The verdict on a case that begins in the first layout and is resumed in the second. `number`
+    chooses what else varies; `changes`: fields of `Case`."""
     cases.write_corpus(home / "text")
     case = cases.make(" -> ".join(layouts), layouts, precision, number, home)._replace(**changes)
     return judged(case, home)

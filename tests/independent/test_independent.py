@@ -67,8 +67,8 @@ def test_bad_input_is_one_line(arguments, complaint, capsys):
 
 
 def test_initial_weights_have_the_documented_statistics():
-    """Of the oracle, and so of every run that it passes: sqrt(2 / 5h), the residual's writers over
-    sqrt(2 layers)."""
+    """These weights are the oracle's, and so those of every run that it passes: sqrt(2 / 5h), the
+    residual's writers over sqrt(2 layers)."""
     model = cases.LLAMA | {"layers": 4, "causal": True}
     tensors = state.initial(model, 3, torch.float64).tensors["master"]
     for name, tensor in tensors.items():
@@ -87,7 +87,8 @@ def test_initial_weights_have_the_documented_statistics():
     "changes", [{}, {"bias": True, "qk_norm": True}, {"norm": "layer", "mlp": "plain"}]
 )
 def test_names_shapes_and_initial_weights_are_those_of_the_trainer(changes):
-    """By the documentation alone; a model with more than 4,096 rows draws from two generators."""
+    """The documentation alone gives them; a model with more than 4,096 rows draws from two
+    generators."""
     model = tiny_model(vocab=4100, position="learned", tied_embeddings=True, **changes)
     stage = Stage(model, range(model.layers), first=True, last=True)
     init_stage(stage, model, seed=11)

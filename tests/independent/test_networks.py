@@ -196,8 +196,8 @@ def test_logits_gradients_and_choices_are_those_of_the_whole_network(make, model
 
 
 def by_hand(values, chosen, moe):
-    """Of one token: the least rounding, by trying every choice of groups and comparing every pair
-    of experts."""
+    """The least rounding of one token, by trying every choice of groups and comparing every pair of
+    experts."""
     import itertools
 
     groups = moe["groups"]

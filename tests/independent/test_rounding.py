@@ -140,7 +140,7 @@ def test_a_moment_below_the_smallest_normal_number_passes(steps):
 
 @pytest.mark.parametrize("quantity", ["gradient", "second moment", "weight"])
 def test_a_billionth_on_any_parameter_is_found(quantity, steps):
-    """Of one layer, for all are alike, and of what is outside of layers."""
+    """The parameters are those of one layer, for all are alike, and those outside of layers."""
     step = steps["fp64"]
     names = [name for name in step.grads if name.startswith("layers.0") or "layers" not in name]
     assert len(names) == 12
@@ -153,4 +153,5 @@ def test_a_billionth_on_what_is_reported_is_found(quantity, steps):
     step = steps["fp64"]
     key = {"loss": "loss", "norm": "grad_norm"}[quantity]
     right = {"loss": step.loss, "norm": step.norm}[quantity]
-    assert quantity in step.found(**{key: right * (1 + 1e-9)})
+    report = {key: right * (1 + 1e-9)}
+    assert quantity in step.found(**report)

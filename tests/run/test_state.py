@@ -66,7 +66,8 @@ def state(**changes) -> RunState:
         "nodes": nodes,
         "summary": summary,
     }
-    return RunState(**{**base, **record_fields, **changes})
+    fields = base | record_fields | changes
+    return RunState(**fields)
 
 
 @pytest.fixture

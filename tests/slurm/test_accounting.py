@@ -1,5 +1,5 @@
-"""With accounting (slurmdbd on MariaDB): accounts are enforced, and what the controller forgot is
-still known."""
+"""A cluster with accounting (slurmdbd on MariaDB): accounts are enforced, and what the controller
+forgot is still known."""
 
 from __future__ import annotations
 

@@ -223,8 +223,8 @@ class FakeSlurm:
 
 @pytest.fixture
 def takeover(folder):
-    """On n2, which has the coordinator; n1, the batch node, is lost. The script writes the
-    arguments of its call."""
+    """The takeover on n2, which has the coordinator; n1, the batch node, is lost. The script writes
+    the arguments of its call."""
     attempt(folder, 0, "n1", "n2", "n3", "n4")
     nodes = {
         name: NodeState(state="lost" if name == "n1" else "running")

@@ -127,8 +127,8 @@ def test_apptainer_gives_the_gpus_that_there_are(gpu, flag):
     [pytest.param("python3", marks=live), pytest.param("/opt/image/bin/python3", marks=live)],
 )
 def test_srun_may_look_for_the_program_before_there_is_a_container(full_cluster, python):
-    """Of the script's sruns it starts a program that host and image both have; the image's Python
-    need not be here."""
+    """The script's sruns start a program that host and image both have; the image's Python need not
+    be here."""
     container = {"runtime": "pyxis", "image": "/i.sqsh", "python": python}
     lines = [
         line

@@ -239,8 +239,8 @@ def test_a_run_that_ends_in_its_grace_time_does_not_come_back(blocks, code, star
 
 @pytest.mark.parametrize("kind", ["afterok", "afternotok"])
 def test_it_comes_back_for_a_job_that_asks_how_it_has_ended(blocks, kind):
-    """For Slurm a job that is PREEMPTED has not ended well. So it ends as what it is, in an attempt
-    without a step."""
+    """Slurm does not take a PREEMPTED job for one that ended well. So it ends as what it is, in an
+    attempt without a step."""
     job = Preempted(blocks, 0)
     (dependent,) = job.after(kind)
     job.preempt()

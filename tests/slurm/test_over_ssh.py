@@ -1,5 +1,5 @@
-"""From a laptop to a login node by ssh, and from there into Slurm's queue: a real sshd before the
-real cluster."""
+"""A job goes from a laptop to a login node by ssh, and from there into Slurm's queue: a real sshd
+before the real cluster."""
 
 from __future__ import annotations
 

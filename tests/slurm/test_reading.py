@@ -253,7 +253,7 @@ def test_broken_topology_is_one_clear_line(topology_text):
 
 
 def test_addresses_of_the_tasks():
-    """As eight tasks of the test cluster print them."""
+    """The addresses are as eight tasks of the test cluster print them."""
     topology = from_addresses({f"n{i}": f"spine.leaf{i // 4}.n{i}" for i in range(8)})
     assert [len(t.switches) for t in topology.tiers] == [2, 1]
     assert topology.tiers[0].switches["spine.leaf1"] == ("n4", "n5", "n6", "n7")

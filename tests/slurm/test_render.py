@@ -60,7 +60,8 @@ def job(options: dict, **changes: object) -> JobScript:
         "export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "sizes": options.pop("sizes", ()),
         "python": "/opt/py/bin/python", "python_path": ("/home/o'neil/5% runs/tiny-1/code",),
     }  # fmt: skip
-    return JobScript(**{"options": read_options(options), **fields, **changes})
+    fields = {"options": read_options(options)} | fields | changes
+    return JobScript(**fields)
 
 
 def script(options: dict, **changes: object) -> str:
@@ -68,7 +69,7 @@ def script(options: dict, **changes: object) -> str:
 
 
 def array(**changes: object) -> str:
-    """Of two runs in folders of their own."""
+    """The script of an array of two runs, each in a folder of its own."""
     return render_array(
         [job({}, run_dir=f"/home/o'neil/5% runs/tiny-{i}", **changes) for i in (1, 2)], "tiny-1"
     )
@@ -136,8 +137,9 @@ def test_bad_options_are_one_clear_line(options):
 
 @pytest.mark.parametrize("where", ["run_dir", "python"])
 def test_hostile_paths_are_refused_or_exact(where):
+    changes = {where: "/a\nb"}
     with pytest.raises(OrchError):
-        script({}, **{where: "/a\nb"})
+        script({}, **changes)
     job_script = script({}, python="/opt/$(id)/`x`/py thon")
     assert "'/opt/$(id)/`x`/py thon'" in job_script
 

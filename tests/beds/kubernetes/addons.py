@@ -156,7 +156,7 @@ def _client(bed: Bed, name: str, port: int, path: str) -> dict[str, str]:
 def _write_configuration(
     bed: Bed, tool: str, api: str, port: int, health: int, **extra_settings: object
 ) -> Path:
-    """Of a controller with webhooks on `port`."""
+    """Writes the configuration of a controller with webhooks on `port`."""
     settings = {
         "apiVersion": f"config.{api}",
         "kind": "Configuration",

@@ -50,7 +50,8 @@ def dry_run() -> dict[str, list[str]]:
     kinds = {}
     for name, options in CASES.items():
         if options.get("kind", "job") == "job":  # the API server has no JobSets
-            bodies = objects("dry-1", **{**options, "namespace": "default"})
+            in_default = options | {"namespace": "default"}
+            bodies = objects("dry-1", **in_default)
             kinds[name] = [cluster.apply(body, "test", dry_run=True)["kind"] for body in bodies]
     return kinds
 

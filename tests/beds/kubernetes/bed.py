@@ -56,8 +56,8 @@ class Shape:
 
 
 def refusal(shape: Shape) -> str | None:
-    """None, or one line that says what this machine lacks beside the programs: rights in the
-    kernel, an image, CRDs."""
+    """One line that says what this machine lacks beside the programs (rights in the kernel, an
+    image, CRDs), or None."""
     from . import image
 
     script = "mount -t tmpfs tmpfs /run && ip link add cni0 type bridge"
@@ -305,8 +305,8 @@ class Bed(base.Bed):
         )
 
     def start_controllers(self, own_rates: bool = False) -> None:
-        """And the scheduler. `own_rates`: neither asks the API server more often than Kubernetes
-        lets it by default."""
+        """Starts the controllers and the scheduler. `own_rates`: neither asks the API server more
+        often than Kubernetes lets it by default."""
         flags = conf.manager_flags(self.home, not self.shape.simulated, own_rates)
         self.daemon("kube-controller-manager", program("kube-controller-manager"), *flags)
         (self.home / "scheduler.yaml").write_text(conf.scheduler_yaml(self.home, own_rates))

@@ -65,8 +65,8 @@ def cache() -> Path:
 
 
 def program(name: str) -> Path:
-    """Where the program of this tree's module files is, built or not. Any kubectl will do: this
-    machine's, if it has one."""
+    """Says where the program of this tree's module files is, built or not. Any kubectl will do:
+    this machine's, if it has one."""
     if name == "kubectl" and (kubectl_path := find("kubectl")):
         return Path(kubectl_path)
     folder, package = (PROGRAMS | ON_DEMAND)[name]

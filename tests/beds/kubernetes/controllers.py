@@ -80,7 +80,7 @@ class Replica:
         self._process.wait(30)
 
     def end(self) -> int:
-        """As Kubernetes does it; the exit code."""
+        """Ends it as Kubernetes does, and returns the exit code."""
         self.signal(signal.SIGTERM)
         try:
             return self._process.wait(PATIENCE_S)

@@ -42,7 +42,7 @@ def base() -> Path:
 
 
 def site_packages() -> Path:
-    """Of this Python, whose version must be the image's."""
+    """The packages of this Python, whose version must be the image's."""
     if sys.version_info[:2] != (3, 11):
         raise RuntimeError(
             f"the image has Python 3.11, these tests run on {sys.version.split()[0]}"

@@ -30,7 +30,7 @@ def labels(index: int) -> dict[str, str]:
 
 
 def start_all(bed: Bed) -> None:
-    """At once: each spends most of its start on the image."""
+    """Starts all nodes at once: each spends most of its start on the image."""
     image.pause_archive(bed.home / "pause.tar")
     image.orch_archive(bed.home / "orch.tar")
     with ThreadPoolExecutor() as pool:

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def why_not(environ: Mapping[str, str]) -> str | None:
-    """None: every program is there now. Else one line."""
+    """One line that says why the tier cannot run; None when every program is there now."""
     if environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     if not (missing := building.missing(tuple(building.PROGRAMS))):

@@ -115,7 +115,7 @@ class Orch:
     def alone(
         self, *arguments: str, env: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """In a process of its own, as a user has it: for who takes its time."""
+        """Runs `orch` in a process of its own, as a user has it: for who takes its time."""
         argv = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
         return self.bed.run(*argv, env=self._environ(env), timeout=timeout, cwd=self.home)
 
@@ -179,7 +179,7 @@ class Run(base.Run):
 
     @property
     def inside(self) -> Path:
-        """On the claim."""
+        """The run's folder on the claim."""
         return self.orch.claim / self.id
 
     def steps(self, since_epoch: int = 0) -> dict[int, float]:
@@ -206,7 +206,7 @@ class Run(base.Run):
         ]
 
     def logs(self) -> str:
-        """Of the first pods, and what the namespace's events say."""
+        """The last lines of the first pods, and what the namespace's events say."""
         bed = self.orch.bed
         space = self.orch.namespace
         with contextlib.suppress(Exception):

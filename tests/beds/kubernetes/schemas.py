@@ -78,7 +78,7 @@ def folder() -> Path:
 
 
 def module(name: str, version: str, checksum: str) -> Path:
-    """Where Go keeps it, downloaded if need be."""
+    """Says where Go keeps the module, downloaded if need be."""
     argv = ["go", "mod", "download", "-json", f"{name}@{version}"]
     done = subprocess.run(
         argv, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=600

@@ -370,7 +370,7 @@ _CHILDREN: dict[int, subprocess.Popen] = {}
 
 
 def _of(pid: int, question: Callable[[psutil.Process], T]) -> T | None:
-    """None: it has ended."""
+    """The answer of a process to the question; None when it has ended."""
     with suppress(psutil.Error):
         return question(psutil.Process(pid))
     return None

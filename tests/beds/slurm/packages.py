@@ -1,5 +1,5 @@
-"""Where the tests' Slurm daemons come from: what is installed, else Debian's packages where root
-and apt are."""
+"""Says where the tests' Slurm daemons come from: what is installed, else Debian's packages where
+root and apt are."""
 
 from __future__ import annotations
 
