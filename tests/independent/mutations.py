@@ -359,7 +359,7 @@ def _(patch):
 
 
 def scaled(patch: pytest.MonkeyPatch, factor_of: Callable) -> None:
-    """AdamW gets another factor on gradients: `factor_of` of the right one and of the loss scale."""
+    """AdamW gets another factor on gradients: `factor_of` the right one and the loss scale."""
     update = engine.Engine.update
     step = sharded.ShardedOptimizer.step
     scales: list[torch.Tensor] = []

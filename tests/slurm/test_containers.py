@@ -167,12 +167,12 @@ def image(orch: Orch, tmp_path_factory):
     be seen."""
     if reason := provide(("ch-run",), ("charliecloud",)):
         pytest.skip(f"no Charliecloud: {reason}")
-    image_folder = tmp_path_factory.mktemp("image")
+    root = tmp_path_factory.mktemp("image")
     empty = tmp_path_factory.mktemp("empty")
-    mounts, hidden = make_image(image_folder, empty)
+    mounts, hidden = make_image(root, empty)
     mounts = json.dumps([*mounts, "/tmp", *hidden])
     return (
-        f"backend.options.container={{runtime: charliecloud, image: '{image_folder}', mounts: {mounts},"
+        f"backend.options.container={{runtime: charliecloud, image: '{root}', mounts: {mounts},"
         f" python: {PYTHON}}}"
     )
 
