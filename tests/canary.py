@@ -19,7 +19,7 @@ WINDOW_S = 60.0
 
 def main(path: Path) -> None:
     late = deque[tuple[float, float]]()
-    part = path.with_suffix(".part")
+    partial_file = path.with_suffix(".part")
     while True:
         due = time.monotonic() + TICK_S
         time.sleep(TICK_S)
@@ -27,8 +27,8 @@ def main(path: Path) -> None:
         late.append((now, now - due))
         while late[0][0] < now - WINDOW_S:
             late.popleft()
-        part.write_text(f"{max(seconds for _, seconds in late):.2f}")
-        part.replace(path)
+        partial_file.write_text(f"{max(seconds for _, seconds in late):.2f}")
+        partial_file.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""For all tests: a home of their own, examples that are not timed, and what the machine was like
-when one failed.
+"""All tests get this: a home of their own, examples that are not timed, and what the machine was
+like when one failed.
 
 What the user has measured (`orch bench`) or run must not change a test, nor a test the user's home.
 A machine that is busy with other ranks is no failure of the code.
@@ -71,10 +71,10 @@ def pytest_runtest_makereport(item, call):
 
 def _machine() -> str:
     """Its load, and how late the canary of `make test` came at most (tests/canary.py)."""
-    text = "load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
+    load_text = "load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
     starved = Path(os.environ.get("ORCH_TEST_STARVED", os.devnull))
     late = starved.read_text() if starved.exists() else ""
-    return f"{text}; longest starved tick of the last minute: {late or '?'} s"
+    return f"{load_text}; longest starved tick of the last minute: {late or '?'} s"
 
 
 def pytest_runtest_logstart(nodeid) -> None:
@@ -88,8 +88,8 @@ def pytest_runtest_logfinish(nodeid) -> None:
 
 
 def _write_running_tests() -> None:
-    """For tests/tiers.py, which names those that never end. Workers leave it to the process that
-    started them."""
+    """Writes the file of tests/tiers.py, which names those that never end. Workers leave it to the
+    process that started them."""
     if "PYTEST_XDIST_WORKER" not in os.environ and (path := os.environ.get("ORCH_TEST_RUNNING")):
         Path(path).write_text(" ".join(sorted(_running_tests)))
 

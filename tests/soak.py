@@ -30,8 +30,8 @@ def crowd(folder: Path) -> Iterator[None]:
     writing = f"while :; do dd if=/dev/zero of={folder}/block bs=1M count=1024 conv=fsync; done"
     commands = [endless] * BUSY_LOOPS + [writing]
     crowd = [
-        subprocess.Popen(["bash", "-c", one], stderr=subprocess.DEVNULL, start_new_session=True)
-        for one in commands
+        subprocess.Popen(["bash", "-c", command], stderr=subprocess.DEVNULL, start_new_session=True)
+        for command in commands
     ]
     try:
         yield
@@ -57,10 +57,10 @@ def main(count: int) -> int:
         seconds = time.monotonic() - began
         failed += done.returncode != 0
         date = datetime.datetime.now(datetime.UTC).strftime("%F %H:%M")
-        beside = f"{BUSY_LOOPS} busy loops, dd" if busy else "nothing"
+        competitors = f"{BUSY_LOOPS} busy loops, dd" if busy else "nothing"
         counts = "; ".join(_COUNTS.findall(done.stdout)) or done.stdout[-200:].replace("\n", " ")
         load = f"{os.getloadavg()[2]:.1f}"
-        print(f"| {date} | {beside} | {load} | {seconds:.0f} | {counts} |", flush=True)
+        print(f"| {date} | {competitors} | {load} | {seconds:.0f} | {counts} |", flush=True)
         if done.returncode:
             print(done.stdout[-20000:], file=sys.stderr)
     return 1 if failed else 0

@@ -185,8 +185,8 @@ class Tiers:
             canary.wait()
         for name in (SLURM, KUBERNETES):
             if self._said(name).exists():
-                text = self._said(name).read_text(errors="replace")
-                print(f"\n{f' the {name} tier ':=^80}\n{text}", end="", flush=True)
+                tier_output = self._said(name).read_text(errors="replace")
+                print(f"\n{f' the {name} tier ':=^80}\n{tier_output}", end="", flush=True)
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._seconds.items())
         print(f"\nseconds by tier: {spent}", flush=True)
         for name in self._began.keys() & set(TIERS):

@@ -19,14 +19,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     async def main():
         async with contextlib.AsyncExitStack() as stack:
-            given = {
+            arguments = {
                 name: pyfuncitem.funcargs[name]
                 for name in inspect.signature(pyfuncitem.obj).parameters
             }
-            for name, value in given.items():
+            for name, value in arguments.items():
                 if isinstance(value, contextlib.AbstractAsyncContextManager):
-                    given[name] = await stack.enter_async_context(value)
-            await pyfuncitem.obj(**given)
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
 
     asyncio.run(main())
     return True

@@ -80,7 +80,7 @@ async def test_what_was_refused_is_told_at_once_and_kept_for_a_second_and_closed
 def test_refusals_are_one_line_a_minute_and_kind_with_a_count():
     now = [100.0]
     lines = []
-    log = RefusalLog(lambda *said: lines.append(said), lambda: now[0])
+    log = RefusalLog(lambda *log_args: lines.append(log_args), lambda: now[0])
     for _ in range(1000):
         log.refused("stranger", "peer", "x" * 5000)
         now[0] += 0.05
@@ -101,6 +101,6 @@ def test_refusals_are_one_line_a_minute_and_kind_with_a_count():
 
 async def test_a_line_longer_than_what_is_buffered_is_read_whole():
     both = await pair()
-    said = WorkerExit(rank=0, code=1, asked=False, step=None, tail=["ü" * 100_000] * 4)
-    both.agent.send(1, said)
-    assert await both.server.receive() == (1, said)
+    worker_exit = WorkerExit(rank=0, code=1, asked=False, step=None, tail=["ü" * 100_000] * 4)
+    both.agent.send(1, worker_exit)
+    assert await both.server.receive() == (1, worker_exit)

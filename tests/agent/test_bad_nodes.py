@@ -27,12 +27,12 @@ def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
     assert "3 failures in a row on node2, at different steps" in state.excluded["node2"]
 
     kill(folder, state.writer)  # the next one knows it too
-    (left,) = {"node0", "node1"} - {state.writer}
-    state = running(folder, left, after=state.epoch)
-    assert "node2" in state.excluded and state.writer == left
+    (remaining_node,) = {"node0", "node1"} - {state.writer}
+    state = running(folder, remaining_node, after=state.epoch)
+    assert "node2" in state.excluded and state.writer == remaining_node
     request = read_request(folder)
     argv = next(agent.argv for agent in request.agents if agent.node == "node2")
-    argv = [*(word for word in argv if word != "--lifeline"), "--elastic"]
+    argv = [*(argument for argument in argv if argument != "--lifeline"), "--elastic"]
     environment = compose_environment(request.environment, os.environ)
     again = subprocess.run(
         argv, env=environment, cwd=folder.path, capture_output=True, text=True, timeout=60

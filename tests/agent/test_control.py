@@ -39,22 +39,22 @@ class Pair:
 
 
 async def pair(key=KEY, run="run", server_key=KEY, server_run="run") -> Pair:
-    found: asyncio.Future = asyncio.get_running_loop().create_future()
+    accepted: asyncio.Future = asyncio.get_running_loop().create_future()
 
     async def serve(reader, writer):
         try:
-            found.set_result(await accept(reader, writer, server_run, server_key, FromAgent))
+            accepted.set_result(await accept(reader, writer, server_run, server_key, FromAgent))
         except Refused as error:
-            found.set_exception(error)
+            accepted.set_exception(error)
             writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=READ_LIMIT)
     port = server.sockets[0].getsockname()[1]
     try:
         agent = await connect("127.0.0.1", port, run, "node0", key, FromCoordinator)
-        return Pair(await found, agent, found)
+        return Pair(await accepted, agent, accepted)
     except Refused:
-        found.exception() if found.done() else found.cancel()
+        accepted.exception() if accepted.done() else accepted.cancel()
         raise
     finally:
         server.close()
@@ -75,14 +75,14 @@ async def test_messages_pass_both_ways_in_order():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "why"),
+    ("options", "error", "reason"),
     [
         ({"key": OTHER}, WrongKey, "refused this node: wrong key"),
         ({"server_run": "other"}, Refused, "run 'other'"),
     ],
 )
-def test_an_agent_of_another_key_or_run_is_refused_and_knows_why(options, error, why):
-    with pytest.raises(error, match=why):
+def test_an_agent_of_another_key_or_run_is_refused_and_knows_why(options, error, reason):
+    with pytest.raises(error, match=reason):
         asyncio.run(pair(**options))
 
 
@@ -115,21 +115,21 @@ async def _record() -> tuple[Pair, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("where", "why"),
+    ("where", "reason"),
     [
         ("replayed", "line 1 where 2 was due"),
         ("another connection", "wrong mac"),
         ("reflected", "wrong mac"),
     ],
 )
-async def test_a_line_that_was_sent_once_is_refused_anywhere_else(where, why):
+async def test_a_line_that_was_sent_once_is_refused_anywhere_else(where, reason):
     both, line = await _record()
     fresh = await pair() if where == "another connection" else both
     writer, reader = (
         (both.server._writer, both.agent) if where == "reflected" else (fresh.raw, fresh.server)
     )
     writer.write(line)
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(Refused, match=reason):
         await reader.receive()
 
 
@@ -157,13 +157,13 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "reason"),
     [*((line, None) for line in GARBAGE), (b"x" * (LONGEST_LINE + 1), "longer than")],
 )
-async def test_garbage_and_a_line_without_end_are_refused(line, why):
+async def test_garbage_and_a_line_without_end_are_refused(line, reason):
     both = await pair()
-    both.raw.write(line + (b"x" if why else b"\n"))
-    with pytest.raises(Refused, match=why):
+    both.raw.write(line + (b"x" if reason else b"\n"))
+    with pytest.raises(Refused, match=reason):
         await both.server.receive()
 
 

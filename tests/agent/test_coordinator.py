@@ -42,7 +42,10 @@ async def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(w):
     b.say(messages.Ready(port=4712))
     for agent, index in ((a, 0), (b, 1)):
         assign = (await agent.hear())[1]
-        assert [(one.rank, one.gpu) for one in assign.ranks] == [(2 * index, 0), (2 * index + 1, 1)]
+        assert [(rank.rank, rank.gpu) for rank in assign.ranks] == [
+            (2 * index, 0),
+            (2 * index + 1, 1),
+        ]
         assert (assign.node_rank, assign.world_size, assign.master_port) == (index, 4, 4711)
         agent.say(messages.Started())
     for agent in (a, b):
@@ -64,7 +67,7 @@ async def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(w):
             isinstance(stop, messages.Stop)
             and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
         )
-    a.workers_end(75, 75, asked=True)
+    a.workers_end(75, 75, stop_asked=True)
     b.say(messages.WorkerExit(rank=2, code=75, asked=True, step=7, tail=[]))
     b.say(messages.Stopped())
     await asyncio.gather(a.follow(1), b.follow(1))
@@ -81,7 +84,7 @@ async def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(w):
     a.workers_end(1, 1)
     a.say(messages.Stopped())
     a.say(messages.Stopped())
-    b.workers_end(75, 75, asked=True)
+    b.workers_end(75, 75, stop_asked=True)
     b.say(messages.Stopped())
     for agent in (a, b):
         assert isinstance((await agent.hear())[1], messages.Stop)
@@ -112,7 +115,7 @@ async def test_a_member_that_speaks_for_an_old_epoch_is_fenced_and_lost(w):
     b.say(messages.AgentAlive(step=3), epoch=5)
     assert isinstance((await b.hear())[1], messages.Fenced)
     assert isinstance((await a.hear())[1], messages.Stop)
-    a.workers_end(75, 75, asked=True)
+    a.workers_end(75, 75, stop_asked=True)
     done = (await a.hear())[1]
     assert done.code == 76 and "spoke for epoch 5" in done.reason
 
@@ -125,23 +128,23 @@ async def test_an_epoch_that_was_never_issued_is_refused(w):
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "text"),
+    ("fields", "code", "reason"),
     [
         ({"node": "node7"}, 65, "gives no rank to node 'node7'"),
         ({"node": "node1", "plan_hash": "0" * 64}, 65, "holds plan 000000000000, not"),
         ({"node": "node1", "gpus": 1}, 74, "has 1 of 2 GPUs"),
     ],
 )
-async def test_a_node_that_does_not_fit_is_told_why(w, fields, code, text):
+async def test_a_node_that_does_not_fit_is_told_why(w, fields, code, reason):
     agent = await w.join(**fields)
     done = (await agent.hear())[1]
-    assert isinstance(done, messages.Done) and done.code == code and text in done.reason
+    assert isinstance(done, messages.Done) and done.code == code and reason in done.reason
 
 
 async def test_an_unfit_node_of_the_plan_ends_the_run_but_a_stranger_does_not(w):
-    kept = await w.join("stranger"), await w.join("node1", gpus=1)
+    joined = await w.join("stranger"), await w.join("node1", gpus=1)
     decision = await w.end()
-    assert len(kept) == 2
+    assert len(joined) == 2
     assert (decision.state, decision.code, decision.cause.node) == ("failed", 74, "node1")
 
 
@@ -169,7 +172,7 @@ async def test_a_lost_connection_is_a_lost_node(w):
     b.channel.abort()
     stop = (await a.hear())[1]
     assert isinstance(stop, messages.Stop) and stop.reason == "node node1 is lost"
-    a.workers_end(75, 75, asked=True)
+    a.workers_end(75, 75, stop_asked=True)
     assert (await a.hear())[1].code == 76
     await a.channel.close()
     await w.end()
@@ -194,14 +197,14 @@ async def test_silence_is_a_lost_node_and_a_late_riser_is_fenced(w):
 
 
 async def test_missing_nodes_are_named(w, monkeypatch):
-    kept = await w.join("node0")  # or it is collected, and its connection closes
+    joined = await w.join("node0")  # or it is collected, and its connection closes
     while "node0" not in w.context.members:
         await asyncio.sleep(0.01)
     loop = asyncio.get_running_loop()
     clock = loop.time
     monkeypatch.setattr(loop, "time", lambda: clock() + PATIENCE_S)
     decision = await w.end()
-    assert kept and (decision.code, decision.reason) == (76, "node1 did not join within 300 s")
+    assert joined and (decision.code, decision.reason) == (76, "node1 did not join within 300 s")
 
 
 async def test_a_notice_before_the_start_ends_the_run(w):
@@ -215,11 +218,11 @@ async def test_a_notice_before_the_start_ends_the_run(w):
 
 async def test_discovery_names_every_endpoint_while_the_run_lives(w):
     a, b = await w.started()
-    found = json.loads(w.folder.discovery.read_text())
+    endpoints = json.loads(w.folder.discovery.read_text())
     shared = w.folder.path.parents[1] / "metrics.sd" / "test-run.json"
     assert shared.read_bytes() == w.folder.discovery.read_bytes()
-    assert [entry["labels"]["node"] for entry in found] == ["node0", "node1"]
-    assert all(entry["targets"] == ["127.0.0.1:1"] for entry in found)
+    assert [entry["labels"]["node"] for entry in endpoints] == ["node0", "node1"]
+    assert all(entry["targets"] == ["127.0.0.1:1"] for entry in endpoints)
     a.workers_end(0, 0), b.workers_end(0, 0)
     await a.hear()
     assert not w.folder.discovery.exists() and not shared.exists()
@@ -229,34 +232,34 @@ async def test_discovery_names_every_endpoint_while_the_run_lives(w):
 async def test_an_agent_with_the_wrong_key_leaves_with_78(w, tmp_path):
     """A real agent process, pointed at a live coordinator of the same run with another key."""
     bundle = make_bundle(PLAN, tmp_path / "elsewhere")
-    other = RunFolder(tmp_path / "elsewhere" / "test-run")
-    other.create()
+    foreign_folder = RunFolder(tmp_path / "elsewhere" / "test-run")
+    foreign_folder.create()
     request = msgspec.structs.replace(bundle.request, plan_hash=PLAN.hash)
-    write_private(other.request, to_bytes(request))
-    write_private(other.plan, to_json(PLAN))
-    write_private(other.key, b"ff" * 32)
-    write_private(other.coordinator, w.folder.coordinator.read_bytes())
+    write_private(foreign_folder.request, to_bytes(request))
+    write_private(foreign_folder.plan, to_json(PLAN))
+    write_private(foreign_folder.key, b"ff" * 32)
+    write_private(foreign_folder.coordinator, w.folder.coordinator.read_bytes())
     argv = [
         sys.executable,
         "-m",
         "orchestrator.agent",
         "--run-dir",
-        str(other.path),
+        str(foreign_folder.path),
         "--node",
         "node1",
     ]
     agent = await asyncio.create_subprocess_exec(
         *argv, stderr=subprocess.PIPE, env=dict(os.environ)
     )
-    _, said = await asyncio.wait_for(agent.communicate(), PATIENCE_S)
+    _, stderr = await asyncio.wait_for(agent.communicate(), PATIENCE_S)
     assert agent.returncode == 78
-    assert b"security: the coordinator refused this node: wrong key" in said
+    assert b"security: the coordinator refused this node: wrong key" in stderr
     assert "does not hold this run's key" in w.events("connection_refused")[0]["reason"]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("spoil", "code", "text"),
+    ("spoil", "code", "complaint"),
     [
         (lambda f: f.key.chmod(0o640), 78, "must belong to you alone (0600), found mode 0640"),
         (lambda f: write_private(f.key, b"short"), 78, "does not hold a 32-byte key"),
@@ -271,7 +274,7 @@ async def test_an_agent_with_the_wrong_key_leaves_with_78(w, tmp_path):
         (lambda f: f.request.write_bytes(b"{}"), 65, "request: Object missing required field"),
     ],
 )
-def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
+def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, complaint):
     folder = RunFolder(tmp_path / "runs" / "test-run")
     folder.create()
     write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "runs").request))
@@ -290,7 +293,7 @@ def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
     ]
     agent = subprocess.run(argv, capture_output=True, timeout=PATIENCE_S, text=True)
     assert agent.returncode == code
-    assert text in agent.stderr and "Traceback" not in agent.stderr
+    assert complaint in agent.stderr and "Traceback" not in agent.stderr
 
 
 async def test_heartbeats_go_on_while_a_bad_node_is_written_down(w, monkeypatch):
@@ -300,7 +303,7 @@ async def test_heartbeats_go_on_while_a_bad_node_is_written_down(w, monkeypatch)
     monkeypatch.setattr(coordinator, "remember", lambda *_: begun.set() or free.wait(PATIENCE_S))
     a, b = await w.started()
     b.say(messages.WorkerExit(rank=3, code=74, asked=False, step=7, tail=[]))
-    a.workers_end(75, 75, asked=True)
+    a.workers_end(75, 75, stop_asked=True)
     b.workers_end(75, 74)
     while not begun.is_set():
         await asyncio.sleep(0.01)
@@ -333,8 +336,8 @@ async def test_an_agent_asks_again_where_the_coordinator_is(w, monkeypatch, numb
 
     for name in ("read_bytes", "stat"):
         monkeypatch.setattr(Path, name, failing_once(getattr(Path, name)))
-    way = FixedCoordinator(w.folder, "node0", KEY, PATIENCE_S)
-    channel = await way.connect(-1, ["node0"], asyncio.get_running_loop().create_future())
+    lookup = FixedCoordinator(w.folder, "node0", KEY, PATIENCE_S)
+    channel = await lookup.connect(-1, ["node0"], asyncio.get_running_loop().create_future())
     assert len(refused) >= 2
     await channel.close()
 

@@ -1,5 +1,5 @@
-"""Which cores a worker gets, by the files of machines that are made here, and what a real worker is
-bound to."""
+"""Tests which cores a worker gets, by the files of machines that are made here, and what a real
+worker is bound to."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ A100 = dict(
 GRACE = {0: "0-71", 1: "72-143"} | dict.fromkeys(range(2, 6), "")
 
 
-def put(path: Path, text: str) -> None:
+def put(path: Path, file_text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+    path.write_text(file_text + "\n")
 
 
 def machine(
@@ -65,8 +65,8 @@ def machine(
 def bound(
     root: Path, workers: int, environ=(), allowed=range(256), one_gpu_each=False
 ) -> list[str]:
-    found = bind(root, dict(environ), set(allowed), workers, one_gpu_each)
-    return [*map(format_cpu_list, found.cores), *([found.reason] if found.reason else [])]
+    binding = bind(root, dict(environ), set(allowed), workers, one_gpu_each)
+    return [*map(format_cpu_list, binding.cores), *([binding.reason] if binding.reason else [])]
 
 
 def test_workers_get_the_cores_of_their_gpu_s_domain(tmp_path):
@@ -93,7 +93,7 @@ def test_workers_get_the_cores_of_their_gpu_s_domain(tmp_path):
 )
 def test_a_worker_s_gpu_is_the_one_that_it_sees(tmp_path, environ, domains):
     root = machine(tmp_path, TWO_SOCKETS, EIGHT)
-    assert bound(root, 2, environ) == [TWO_SOCKETS.get(one, "") for one in domains]
+    assert bound(root, 2, environ) == [TWO_SOCKETS.get(numa_domain, "") for numa_domain in domains]
 
 
 def test_ranks_of_the_trainer_take_the_first_gpus_of_more(tmp_path):
@@ -180,8 +180,8 @@ AGENT_THERE += "sys.exit(main(sys.argv[2:], root=pathlib.Path(sys.argv[1])))"
 
 @pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-@pytest.mark.parametrize("wanted", [True, False])
-def test_a_worker_and_its_children_run_on_the_cores_of_its_gpu(runs, tmp_path, wanted):
+@pytest.mark.parametrize("numa_binding", [True, False])
+def test_a_worker_and_its_children_run_on_the_cores_of_its_gpu(runs, tmp_path, numa_binding):
     *_, last = sorted(os.sched_getaffinity(0))
     root = machine(tmp_path / "machine", {0: f"0-{last - 1}", 1: str(last)}, {"07": 1})
     child = "import os; print('child', sorted(os.sched_getaffinity(0)))"
@@ -193,7 +193,7 @@ def test_a_worker_and_its_children_run_on_the_cores_of_its_gpu(runs, tmp_path, w
         make_plan(),
         runs,
         command=[sys.executable, "-c", program],
-        backend={"numa_binding": wanted},
+        backend={"numa_binding": numa_binding},
         names=["PATH"],
     )
     [agent] = bundle.request.agents
@@ -207,8 +207,8 @@ def test_a_worker_and_its_children_run_on_the_cores_of_its_gpu(runs, tmp_path, w
     request = structs.replace(bundle.request, agents=[structs.replace(agent, argv=argv)])
     folder = submitted(structs.replace(bundle, request=request))
     assert wait_end(folder).state == "done"
-    cores = [last] if wanted else sorted(os.sched_getaffinity(0))
+    cores = [last] if numa_binding else sorted(os.sched_getaffinity(0))
     assert folder.rank_log(0).read_text().splitlines() == [f"worker {cores}", f"child {cores}"]
     assert [event["cores"] for event in events(folder, "workers_bound")] == (
-        [{str(last): [0]}] if wanted else []
+        [{str(last): [0]}] if numa_binding else []
     )

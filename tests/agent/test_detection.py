@@ -18,7 +18,8 @@ pytestmark = pytest.mark.process
 
 def start(runs, wishes: dict[str, object], **backend) -> RunFolder:
     fields = {"hang_after_s": 20.0, "max_restarts": 9} | backend
-    return submit(make_plan(dp=4, nodes=2), runs, backend=fields, **{"MEET": 1, **wishes})
+    wishes = {"MEET": 1} | wishes
+    return submit(make_plan(dp=4, nodes=2), runs, backend=fields, **wishes)
 
 
 @pytest.mark.slow
@@ -44,26 +45,26 @@ def test_each_way_to_stand_still_is_told_from_the_others(runs):
     )
     hung = [int((folder.path / f"hung-{turn}").read_text()) for turn in range(5)]
     causes = [state.epochs[epoch].cause for epoch in hung]
-    for cause, (kind, (_, rank, node, step, text)) in zip(causes, faults.items(), strict=False):
+    for cause, (kind, (_, rank, node, step, phrase)) in zip(causes, faults.items(), strict=False):
         assert (cause.kind, cause.rank, cause.node, cause.step) == (kind, rank, node, step), cause
-        assert text in cause.text
+        assert phrase in cause.text
     assert (causes[4].kind, causes[4].rank, causes[4].node) == ("worker_spinning", 0, "node0"), (
         causes[4]
     )
-    for cause, place in (
+    for cause, rank_name in (
         (causes[0], "rank 1 on node0 (gpu 1)"),
         (causes[3], "rank 3 on node1 (gpu 1)"),
     ):
         assert cause.text.startswith(
-            f"{place} did not enter all-reduce (dp) of step {cause.step + 1}"
+            f"{rank_name} did not enter all-reduce (dp) of step {cause.step + 1}"
         ), cause
     assert causes[0].tail[-1] == f"orch: {causes[0].text}: killed"
     provoked = Counter([*faults, "worker_spinning"])
     by_cause = Counter(cause.kind for cause in every)
     assert provoked <= by_cause and state.restarts_by_cause == by_cause
     for cause, function in ((causes[0], "in hang"), (causes[1], "in hang"), (causes[4], "in hang")):
-        text = (folder.path / cause.stack).read_text()
-        assert text.startswith(cause.text) and function in text and "State:\t" not in text, text
+        stack = (folder.path / cause.stack).read_text()
+        assert stack.startswith(cause.text) and function in stack and "State:\t" not in stack, stack
     assert "State: T (stopped)" in (folder.path / causes[3].stack).read_text()
     stacks = list((folder.path / "stacks").glob(f"epoch-{hung[2]}-*"))
     assert len(stacks) == 4, "where nobody is missing, all are asked"
@@ -81,8 +82,8 @@ def test_a_run_that_only_starts_slowly_or_sends_no_progress_is_left_alone(runs):
     quiet = submit(
         make_plan(dp=2, nodes=1), runs, run_id="quiet", STEPS=3, STEP_S=1.5, backend=limits
     )
-    for one in (folder, quiet):
-        state = wait_end(one)
+    for run_folder in (folder, quiet):
+        state = wait_end(run_folder)
         assert (state.state, state.restarts) == ("done", 0), state.reason
 
 

@@ -29,14 +29,14 @@ RULES = Policy(max_restarts=3, grace_s=5, heartbeat_timeout_s=10, join_timeout_s
 USUAL = {"usual_step_s": 0.5, "silent_s": 0.5, "step_s": 40.0, "still_s": 40.0, "state": "S"}
 
 
-def waits(rank: int, **more) -> WorkerStatus:
-    return WorkerStatus(
-        rank=rank, **{"step": 9, "phase": "comm", "waiting": "all-reduce (dp)", **USUAL, **more}
-    )
+def waits(rank: int, **fields) -> WorkerStatus:
+    fields = {"step": 9, "phase": "comm", "waiting": "all-reduce (dp)"} | USUAL | fields
+    return WorkerStatus(rank=rank, **fields)
 
 
-def works(rank: int, **more) -> WorkerStatus:
-    return WorkerStatus(rank=rank, **{"step": 9, "phase": "backward", **USUAL, **more})
+def works(rank: int, **fields) -> WorkerStatus:
+    fields = {"step": 9, "phase": "backward"} | USUAL | fields
+    return WorkerStatus(rank=rank, **fields)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,17 @@ def works(rank: int, **more) -> WorkerStatus:
     ],
 )
 def test_the_one_that_the_others_wait_for(odd, kind):
-    found = diagnose(PLAN, [waits(0), waits(1), odd, waits(3)], RULES)
-    assert (found.kind, found.rank, found.node, found.step) == (kind, 2, "node1", 8)
-    assert found.text.startswith("rank 2 on node1 (gpu 0) ") and "of step 9" in found.text
+    diagnosis = diagnose(PLAN, [waits(0), waits(1), odd, waits(3)], RULES)
+    assert (diagnosis.kind, diagnosis.rank, diagnosis.node, diagnosis.step) == (kind, 2, "node1", 8)
+    assert diagnosis.text.startswith("rank 2 on node1 (gpu 0) ") and "of step 9" in diagnosis.text
 
 
 def test_nobody_is_blamed_for_a_wait_of_all():
-    found = diagnose(PLAN, [waits(0), waits(1), waits(2, waiting="send (pp)"), waits(3)], RULES)
-    assert (found.kind, found.rank, found.node) == ("collective_hung", None, None)
-    assert "rank 0, 1, 3 in all-reduce (dp) of step 9; rank 2 in send (pp) of step 9" in found.text
+    diagnosis = diagnose(PLAN, [waits(0), waits(1), waits(2, waiting="send (pp)"), waits(3)], RULES)
+    assert (diagnosis.kind, diagnosis.rank, diagnosis.node) == ("collective_hung", None, None)
+    assert (
+        "rank 0, 1, 3 in all-reduce (dp) of step 9; rank 2 in send (pp) of step 9" in diagnosis.text
+    )
 
 
 @given(
@@ -79,7 +81,7 @@ def test_no_rank_is_judged_while_one_of_them_gets_on(ages, usual, phase):
         for r, age in enumerate(ages)
     ]
     assert diagnose(PLAN, seen, RULES) is None
-    old = [structs.replace(one, step_s=1e4) for one in seen]
+    old = [structs.replace(status, step_s=1e4) for status in seen]
     assert diagnose(PLAN, [*old[:3], seen[3]], RULES) is None
     assert diagnose(PLAN, old, RULES) is not None
 
@@ -99,11 +101,11 @@ def test_programs_without_progress_reports_are_not_judged():
 def slow_nodes(plan, seen, ratio=1.5):
     peers = peer_medians_s(plan, seen)
     by_node = {
-        rank.node: [one for one in seen if plan.ranks[one.rank].node == rank.node]
+        rank.node: [status for status in seen if plan.ranks[status.rank].node == rank.node]
         for rank in plan.ranks
     }
-    found = {node: slowdown(plan, theirs, peers, ratio) for node, theirs in by_node.items()}
-    return {node: ratio for node, ratio in found.items() if ratio is not None}
+    slowdowns = {node: slowdown(plan, theirs, peers, ratio) for node, theirs in by_node.items()}
+    return {node: ratio for node, ratio in slowdowns.items() if ratio is not None}
 
 
 @given(st.data())
@@ -120,28 +122,30 @@ def test_what_is_usual_for_a_nodes_peers_is_the_median_of_the_others_of_that_sta
     ]
     peers = {}
     for node, stage in {(rank.node, rank.coord.pp) for rank in plan.ranks}:
-        others = [
-            one.usual_own_s
-            for one in seen
-            if one.usual_own_s is not None
-            and plan.ranks[one.rank].node != node
-            and plan.ranks[one.rank].coord.pp == stage
+        peer_s = [
+            status.usual_own_s
+            for status in seen
+            if status.usual_own_s is not None
+            and plan.ranks[status.rank].node != node
+            and plan.ranks[status.rank].coord.pp == stage
         ]
-        mine = [
-            one for one in seen if one.usual_own_s is not None and plan.ranks[one.rank].node == node
+        statuses = [
+            status
+            for status in seen
+            if status.usual_own_s is not None and plan.ranks[status.rank].node == node
         ]
-        if others and any(plan.ranks[one.rank].coord.pp == stage for one in mine):
-            peers[node, stage] = statistics.median(others)
+        if peer_s and any(plan.ranks[status.rank].coord.pp == stage for status in statuses):
+            peers[node, stage] = statistics.median(peer_s)
     assert peer_medians_s(plan, seen) == pytest.approx(peers)
 
 
 def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
     plan = make_plan(pp=2, dp=2, nodes=4)
     stage = {rank.rank: rank.coord.pp for rank in plan.ranks}
-    own = {
+    own_s = {
         rank: 0.2 + 0.3 * stage[rank] for rank in range(4)
     }  # the last stage has more to do, and nobody is slow
-    seen = [WorkerStatus(rank=rank, usual_step_s=1.0, usual_own_s=own[rank]) for rank in range(4)]
+    seen = [WorkerStatus(rank=rank, usual_step_s=1.0, usual_own_s=own_s[rank]) for rank in range(4)]
     assert slow_nodes(plan, seen) == {}
     slow = structs.replace(seen[0], usual_own_s=0.4)
     assert slow_nodes(plan, [slow, *seen[1:]]) == {plan.ranks[0].node: 2.0}
@@ -151,20 +155,20 @@ def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
 
 
 def test_who_takes_more_micro_batches_is_not_slow():
-    for zero, own in (
+    for zero, own_s in (
         (1, [0.4, 0.2, 0.2]),
         (2, [0.4, 0.4, 0.4]),
     ):  # with ZeRO-2 all compute equally many
         plan = make_plan(dp=3, nodes=3, zero=zero, replica_micro_batches=[2, 1, 1])
-        seen = [works(rank, usual_own_s=seconds) for rank, seconds in enumerate(own)]
+        seen = [works(rank, usual_own_s=seconds) for rank, seconds in enumerate(own_s)]
         assert slow_nodes(plan, seen) == {}
-        seen[1] = works(1, usual_own_s=2 * own[1])
+        seen[1] = works(1, usual_own_s=2 * own_s[1])
         assert slow_nodes(plan, seen) == {"node1": 2.0}
 
 
 def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
     lookout = HangDetector(RULES)
-    told = []
+    announcements = []
     lasting = []
     lookout.begin_epoch(PLAN)
     for second in range(30):
@@ -177,9 +181,9 @@ def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
             lookout.add_report(node, seen, float(second))
         lookout.diagnosis(float(second))
         if (news := lookout.new_stragglers()) is not None:
-            told.append((second, news))
+            announcements.append((second, news))
         lasting.append(lookout.lastingly_slow())
-    assert told == [(2, {"node1": 3.0}), (18, {})]
+    assert announcements == [(2, {"node1": 3.0}), (18, {})]
     assert lasting == [{}] * 10 + [{"node1": 3.0}] * 8 + [{}] * 12
     lookout.add_report("node1", [WorkerStatus(rank=3, usual_step_s=1.0, usual_own_s=0.9)], 30.0)
     assert lookout.new_stragglers() is None, "one slow word is none"

@@ -34,9 +34,8 @@ BATCH = 12  # samples: every size up to four nodes divides it
 def sized(nodes: int, **fields) -> Plan:
     """One rank a node; more accumulation where there are fewer of them. With the planner's
     predictions."""
-    plan = make_plan(
-        dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **{"steps": 100_000, **fields}
-    )
+    fields = {"steps": 100_000} | fields
+    plan = make_plan(dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **fields)
     return replan(plan, plan.cluster)
 
 
@@ -118,14 +117,17 @@ def test_losing_nodes_one_after_the_other_and_then_too_many(runs):
 def test_the_coordinator_moves_and_moves_again(runs):
     folder = start(runs, 3, 2, 1)
     first = running(folder, "node0", "node1", "node2")
-    left = set(first.nodes) - {first.writer}
+    survivors = set(first.nodes) - {first.writer}
     kill(folder, first.writer)
-    second = running(folder, *left, after=first.epoch)
+    second = running(folder, *survivors, after=first.epoch)
     cause = second.epochs[-2].cause
-    assert (cause.kind, cause.node) == ("coordinator_lost", first.writer) and second.writer in left
+    assert (cause.kind, cause.node) == (
+        "coordinator_lost",
+        first.writer,
+    ) and second.writer in survivors
     kill(folder, second.writer)
-    third = running(folder, *left - {second.writer}, after=second.epoch)
-    assert {third.writer} == left - {second.writer}
+    third = running(folder, *survivors - {second.writer}, after=second.epoch)
+    assert {third.writer} == survivors - {second.writer}
     assert [e.epoch for e in third.epochs] == sorted({e.epoch for e in third.epochs})
     claims = {
         int(path.name) for path in (folder.path / "claims").iterdir() if path.name.isdecimal()
@@ -146,14 +148,14 @@ def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
     first = running(folder, "node0", "node1", "node2")
     frozen = agent(folder, first.writer)
     os.kill(frozen, signal.SIGSTOP)
-    left = set(first.nodes) - {first.writer}
-    second = running(folder, *left, after=first.epoch)
+    survivors = set(first.nodes) - {first.writer}
+    second = running(folder, *survivors, after=first.epoch)
     os.kill(frozen, signal.SIGCONT)
     wait_for(
         lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77,
         what="77 of the frozen agent",
     )
-    assert running(folder, *left).epoch == second.epoch, "nobody else noticed"
+    assert running(folder, *survivors).epoch == second.epoch, "nobody else noticed"
     assert (
         events(folder, "deposed")
         and json.loads(folder.coordinator.read_text())["node"] == second.writer
@@ -175,10 +177,10 @@ def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
         "saved before it stopped"
     )
     assert [e["how"] for e in events(folder, "replanned")] == ["shrink", "grow"]
-    left = next(node for node in third.nodes if node != third.writer)
+    drained_node = next(node for node in third.nodes if node != third.writer)
     with nobody_brought_back(folder):
-        kill(folder, left, signal.SIGTERM)  # drained, and in service again
-        running(folder, *third.nodes.keys() - {left}, after=third.epoch)
+        kill(folder, drained_node, signal.SIGTERM)  # drained, and in service again
+        running(folder, *third.nodes.keys() - {drained_node}, after=third.epoch)
     running(folder, "node0", "node1", "node2", after=third.epoch + 1)
     assert [e["how"] for e in events(folder, "replanned")][2:] == ["shrink", "grow"]
     last = running(folder, "node0", "node1", "node2")
@@ -204,8 +206,8 @@ def test_a_spare_takes_the_seat_and_a_node_that_is_told_to_end_leaves(runs):
     kill(
         folder, second.writer, signal.SIGTERM
     )  # its machine is drained: it saves with the others and goes
-    left = {"node0", "node1", "spare-0"} - {second.writer}
-    third = running(folder, *left, after=second.epoch)
+    survivors = {"node0", "node1", "spare-0"} - {second.writer}
+    third = running(folder, *survivors, after=second.epoch)
     left_off = next(epoch for epoch in third.epochs if epoch.epoch == second.epoch)
     assert (left_off.outcome, left_off.cause) == ("restart", None)
     assert read_record(folder, LocalRecord).exit_codes[second.writer] == 75
@@ -241,19 +243,19 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
     index = int(first.writer[-1])
     holders = [record.supervisor[0], *record.agents.values()]
     namespaces.cut(holders, record.switches, index)
-    left = set(first.nodes) - {first.writer}
-    second = running(folder, *left, after=first.epoch)
+    survivors = set(first.nodes) - {first.writer}
+    second = running(folder, *survivors, after=first.epoch)
     wait_for(
         lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77,
         what="77 of the cut off side",
     )
     namespaces.heal(
-        [record.supervisor[0], *(record.agents[node] for node in left)], record.switches, index
+        [record.supervisor[0], *(record.agents[node] for node in survivors)], record.switches, index
     )
     assert events(folder, "stepped_back") and events(folder, "deposed")
     writers = [(e["epoch_claimed"], e["node"]) for e in events(folder, "coordinates")]
     assert len({epoch for epoch, _ in writers}) == len(writers), "one writer an epoch"
-    assert read_state(folder).writer == second.writer in left
+    assert read_state(folder).writer == second.writer in survivors
     assert cancel(folder).state == "cancelled"
 
 

@@ -28,7 +28,7 @@ from tests.beds.coordinated import PLAN, coordinating, make_folder
 from tests.beds.plans import make_plan
 
 
-def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
+def coordinated(tmp_path, heartbeat_s=30.0, least=1, **limits):
     """An elastic coordinator of two nodes or one, on node0, and the world that plays its agents."""
     sizes = {
         nodes: plan
@@ -41,7 +41,7 @@ def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     write_private(folder.plan, to_json(PLAN))
     request = make_bundle(PLAN, tmp_path / "elsewhere", sizes=sizes).request
     rules = Policy(
-        max_restarts=0, grace_s=5.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=30.0, **more
+        max_restarts=0, grace_s=5.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=30.0, **limits
     )
     lease = EpochLease(folder, "node0")
     lease.take(0)

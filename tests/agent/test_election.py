@@ -92,8 +92,8 @@ def without_coordinator(tmp_path, state: str) -> RunFolder:
     EpochLease(folder, "node1").take(2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    gone = CoordinatorAddress(host="127.0.0.1", port=port, node="node1", epoch=2)
-    write_private(folder.coordinator, msgspec.json.encode(gone))
+    lost_address = CoordinatorAddress(host="127.0.0.1", port=port, node="node1", epoch=2)
+    write_private(folder.coordinator, msgspec.json.encode(lost_address))
     return folder
 
 
@@ -102,9 +102,9 @@ def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
     folder = without_coordinator(tmp_path, "done")
 
     async def main():
-        part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
+        leader_election = LeaderElection(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
         await asyncio.wait_for(
-            part.connect(2, ["node0"], asyncio.get_running_loop().create_future()), 60
+            leader_election.connect(2, ["node0"], asyncio.get_running_loop().create_future()), 60
         )
 
     with pytest.raises(NoCoordinator, match="the run has ended meanwhile: done") as ended:
@@ -147,8 +147,8 @@ def test_a_wrong_key_is_believed_of_a_coordinator_that_lives_and_of_nobody_else(
         beating = asyncio.create_task(beat(there))
         rules = msgspec.structs.replace(RULES, heartbeat_timeout_s=2.0)
         try:
-            part = LeaderElection(folder, "node0", b"k" * 32, rules, lead)
-            await asyncio.wait_for(part.connect(2, ["node1", "node0"], over), 60)
+            leader_election = LeaderElection(folder, "node0", b"k" * 32, rules, lead)
+            await asyncio.wait_for(leader_election.connect(2, ["node1", "node0"], over), 60)
         finally:
             beating.cancel()
             server.close()
@@ -169,8 +169,8 @@ def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
             led.append(claims.held)
             over.set_result(0)
 
-        part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead)
-        await asyncio.wait_for(part.connect(2, ["node1", "node0"], over), 60)
+        leader_election = LeaderElection(folder, "node0", b"k" * 32, RULES, lead)
+        await asyncio.wait_for(leader_election.connect(2, ["node1", "node0"], over), 60)
 
     with pytest.raises(NoCoordinator):  # `over` is done
         asyncio.run(main())
@@ -178,9 +178,9 @@ def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
-@pytest.mark.parametrize("what", ["state", "claims", "plan"])
+@pytest.mark.parametrize("record_name", ["state", "claims", "plan"])
 def test_who_cannot_read_the_run_for_a_while_leads_it_afterwards(
-    tmp_path, monkeypatch, what, number
+    tmp_path, monkeypatch, record_name, number
 ):
     """Nothing is claimed while it is not known whether the run goes on; a claim that could not lead
     is followed."""
@@ -197,7 +197,7 @@ def test_who_cannot_read_the_run_for_a_while_leads_it_afterwards(
     )
 
     def refuse(which):
-        if which == what and len(refused) < 3:
+        if which == record_name and len(refused) < 3:
             refused.append(which)
             raise OSError(number, "") if which != "plan" else PlanError("unreadable")
 
@@ -210,9 +210,9 @@ def test_who_cannot_read_the_run_for_a_while_leads_it_afterwards(
             over.set_result(0)
 
         rules = msgspec.structs.replace(RULES, heartbeat_timeout_s=2.0)
-        part = LeaderElection(folder, "node0", b"k" * 32, rules, lead)
-        await asyncio.wait_for(part.connect(2, ["node1", "node0"], over), 60)
+        leader_election = LeaderElection(folder, "node0", b"k" * 32, rules, lead)
+        await asyncio.wait_for(leader_election.connect(2, ["node1", "node0"], over), 60)
 
     with pytest.raises(NoCoordinator):  # `over` is done
         asyncio.run(main())
-    assert len(refused) == 3 and led == [6 if what == "plan" else 3]
+    assert len(refused) == 3 and led == [6 if record_name == "plan" else 3]

@@ -52,12 +52,12 @@ async def two_left(tmp_path, grace_s=30.0):
             await world.join(f"node{number}", gpus=1, plan_hash=PLAN.hash) for number in range(3)
         ]
         await asyncio.gather(*(agent.follow() for agent in agents))
-        *left, lost = agents
+        *remaining_agents, lost = agents
         lost.channel.abort()
-        for agent in left:
+        for agent in remaining_agents:
             assert isinstance((await agent.hear())[1], Stop)
             agent.say(Stopped())
-        yield world, left
+        yield world, remaining_agents
 
 
 async def assigned(agents, epoch: int) -> None:
@@ -67,19 +67,19 @@ async def assigned(agents, epoch: int) -> None:
         agent.epoch = epoch
         agent.say(Ready(port=4000 + epoch))
     for index, agent in enumerate(agents):
-        heard, told = await agent.hear()
+        heard, assign = await agent.hear()
         assert (
-            isinstance(told, Assign)
-            and told.final_checkpoint
+            isinstance(assign, Assign)
+            and assign.final_checkpoint
             and heard == epoch
-            and told.plan_hash == PLAN.hash
+            and assign.plan_hash == PLAN.hash
         )
-        assert (told.node_rank, told.world_size, told.master_port) == (
+        assert (assign.node_rank, assign.world_size, assign.master_port) == (
             index,
             len(agents),
             4000 + epoch,
         )
-        assert [(one.rank, one.gpu) for one in told.ranks] == [(index, 0)]
+        assert [(rank.rank, rank.gpu) for rank in assign.ranks] == [(index, 0)]
 
 
 def says(agent, rank: int, code: int, step: int | None = None, error: str = "") -> None:

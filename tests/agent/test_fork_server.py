@@ -57,8 +57,8 @@ async def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(h,
             assert f"\nPPid:\t{h.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
         await h.until_empty()
         for rank in (0, 1):
-            by, forked, mine, cwd = h.log(rank).read_text().split()[-4:]
-            assert (forked, mine, cwd) == ("yes", f"{life}-{rank}", str(tmp_path))
+            by, forked, worker_name, cwd = h.log(rank).read_text().split()[-4:]
+            assert (forked, worker_name, cwd) == ("yes", f"{life}-{rank}", str(tmp_path))
             fork_server_pids.add(by)
         assert h.ended == {0: (0, False), 1: (0, False)}
         h.ended.clear()
@@ -93,8 +93,8 @@ async def test_a_worker_is_prepared_before_it_is_forked(h):
     h.start("import os; print(os.environ['PREPARED'], os.getpid())", 0, {"PREPARED": "no"})
     await h.until_empty()
     (fork_server_pid,) = descendants(h.supervisor_pid)
-    where, prepared_by, own = h.log().read_text().split()
-    assert (where, prepared_by) == ("in", str(fork_server_pid)) and own != prepared_by
+    where, prepared_by, worker_pid = h.log().read_text().split()
+    assert (where, prepared_by) == ("in", str(fork_server_pid)) and worker_pid != prepared_by
 
 
 async def test_a_program_that_cannot_be_preloaded_says_so_in_its_own_log(h, tmp_path, monkeypatch):
@@ -140,9 +140,9 @@ async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork
     await h.until_logged("up")
     worker = h.workers.pids[0]
     async with asyncio.timeout(PATIENCE_S):  # what bore the worker may still be going
-        while len(others := [pid for pid in descendants(h.supervisor_pid) if pid != worker]) > 1:
+        while len(pids := [pid for pid in descendants(h.supervisor_pid) if pid != worker]) > 1:
             await asyncio.sleep(0.01)
-    (fork_server_pid,) = others
+    (fork_server_pid,) = pids
     seen = [identity(worker), identity(fork_server_pid)]
     if victim == "worker supervisor":
         os.kill(h.supervisor_pid, signal.SIGKILL)
@@ -156,7 +156,7 @@ async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork
         assert h.ended == {0: (-9, False)}
     else:
         assert h.ended == {0: (0, False)}
-    assert not any(is_alive(one) for one in seen)
+    assert not any(is_alive(process_identity) for process_identity in seen)
 
 
 async def test_a_stopped_fork_server_owes_no_worker_for_long(h):

@@ -98,7 +98,7 @@ async def test_an_epoch_that_cannot_be_written_down_does_not_begin(w, monkeypatc
     a, b = await w.started()
     disk.full = True
     b.say(WorkerExit(rank=3, code=1, asked=False, step=7, tail=[]))
-    a.workers_end(75, 75, asked=True)
+    a.workers_end(75, 75, stop_asked=True)
     b.workers_end(75, 1)
     decision = await w.end()
     assert (decision.state, decision.code, decision.cause.kind) == ("stopped", 75, "disk_full")
@@ -125,7 +125,7 @@ async def test_an_epoch_waits_for_room_to_be_written_down(w, monkeypatch):
     a, b = await w.started()
     disk.full = True
     b.say(WorkerExit(rank=3, code=1, asked=False, step=7, tail=[]))
-    a.workers_end(75, 75, asked=True)
+    a.workers_end(75, 75, stop_asked=True)
     b.workers_end(75, 1)
     refused = disk.refused
     while disk.refused < refused + 3:
@@ -176,9 +176,9 @@ def log_of(folder: RunFolder, name: str) -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["records", "descriptors"])
+@pytest.mark.parametrize("fault", ["records", "descriptors"])
 @pytest.mark.parametrize("sizes", [(3, 2), (3,)], ids=["elastic", "fixed"])
-def test_records_that_fail_for_a_while_end_no_healthy_run(runs, sizes, how):
+def test_records_that_fail_for_a_while_end_no_healthy_run(runs, sizes, fault):
     folder = (
         start(runs, *sizes)
         if len(sizes) > 1
@@ -188,7 +188,9 @@ def test_records_that_fail_for_a_while_end_no_healthy_run(runs, sizes, how):
     record = read_record(folder, LocalRecord)
     pids = [record.supervisor[0], *record.agents.values()]
     fails = (
-        failing(folder.state, folder.coordinator) if how == "records" else without_descriptors(pids)
+        failing(folder.state, folder.coordinator)
+        if fault == "records"
+        else without_descriptors(pids)
     )
 
     def noticed():
@@ -226,8 +228,8 @@ class Played:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["unreadable", "old", "no socket"])
-async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, monkeypatch, how):
+@pytest.mark.parametrize("kind", ["unreadable", "old", "no socket"])
+async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, monkeypatch, kind):
     old = make_plan(dp=2, nodes=2)
     new = make_plan(dp=2, nodes=1)
     bundle = make_bundle(old, runs, STEPS=1)
@@ -241,9 +243,9 @@ async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, m
     agent._channel = played
     try:
         with contextlib.ExitStack() as fault:
-            if how == "unreadable":
+            if kind == "unreadable":
                 fault.enter_context(failing(folder.plan))
-            elif how == "no socket":
+            elif kind == "no socket":
                 fault.enter_context(without_descriptors([os.getpid()]))
             agent._handle(1, Prepare())
             ranks = [RankAssignment(rank.rank, rank.gpu) for rank in new.ranks]
@@ -254,12 +256,12 @@ async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, m
                 "master_port": 1,
                 "peers": [],
             }
-            if how != "no socket":
+            if kind != "no socket":
                 agent._handle(1, Assign(plan_hash=new.hash, ranks=ranks, **about))
             await asyncio.sleep(1.2)  # more than two looks
             assert not agent._result.done() and "started" not in played.said
         write_private(folder.plan, to_json(new))
-        while how != "no socket" and "started" not in played.said:
+        while kind != "no socket" and "started" not in played.said:
             await asyncio.sleep(0.02)
         while not any(isinstance(message, Ready) for message in played.said):
             await asyncio.sleep(0.02)
@@ -293,11 +295,11 @@ def test_an_agent_reads_again_what_a_failing_machine_refuses_at_its_start(
     opened = os.open
     attempts = []
 
-    def refuse(path, *how, **named):
+    def refuse(path, *open_args, **named):
         if path == getattr(folder, name) and len(attempts) < refusals:
             attempts.append(path)
             raise OSError(number, os.strerror(number))
-        return opened(path, *how, **named)
+        return opened(path, *open_args, **named)
 
     monkeypatch.setattr(os, "open", refuse)
     code = code or (78 if name == "key" else 65)  # of the user's
@@ -344,12 +346,12 @@ def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
     running(folder, "node0", "node1")
     with ThreadPoolExecutor(1) as pool:
         with failing(folder.plan):
-            asked = pool.submit(LocalBackend().resize, folder, read_request(folder), 1, os.environ)
+            answer = pool.submit(LocalBackend().resize, folder, read_request(folder), 1, os.environ)
             wait_for(
-                lambda: "a record cannot be" in log_of(folder, "supervisor") or asked.done(),
+                lambda: "a record cannot be" in log_of(folder, "supervisor") or answer.done(),
                 what="a refusal",
             )
-        assert asked.result(PATIENCE_S).endswith(folder.run_id)
+        assert answer.result(PATIENCE_S).endswith(folder.run_id)
     running(folder, "node0")
     assert cancel(folder).state == "cancelled"
     with (

@@ -34,25 +34,25 @@ class Loop:
 
 
 def run(
-    one: Loop, other: Loop, runs: list[tuple[float, float]], end: float, mute_at: float = 1e9
+    near: Loop, far: Loop, runs: list[tuple[float, float]], end: float, mute_at: float = 1e9
 ) -> float | None:
     """When the first side loses the other, which says nothing any more from `mute_at`. `runs`: when
     there is time."""
 
-    left = iter(runs)
-    begin, stop = next(left)
+    remaining_runs = iter(runs)
+    begin, stop = next(remaining_runs)
 
-    while (now := min(one.wakes, other.wakes)) < end:
+    while (now := min(near.wakes, far.wakes)) < end:
         while stop <= now:
-            begin, stop = next(left)
+            begin, stop = next(remaining_runs)
         now = max(now, begin)
-        for me, peer in ((one, other), (other, one)):
+        for me, peer in ((near, far), (far, near)):
             if me.wakes <= now:
                 before = len(me.sent)
                 lost = me.wake(now)
-                if len(me.sent) > before and (me is one or now < mute_at):
+                if len(me.sent) > before and (me is near or now < mute_at):
                     peer.silent = 0
-                if lost and me is one:
+                if lost and me is near:
                     return now
     return None
 

@@ -63,9 +63,9 @@ def test_a_notice_that_died_with_the_coordinator_is_given_to_the_next(runs):
     writer = running(folder, *THREE).writer
     kill(folder, writer, signal.SIGSTOP)
     os.kill(supervisor(folder), signal.SIGTERM)
-    told = [node for node in THREE if node != writer]
+    notified_nodes = [node for node in THREE if node != writer]
     wait_for(
-        lambda: all('"notice"' in folder.events(node).read_text() for node in told),
+        lambda: all('"notice"' in folder.events(node).read_text() for node in notified_nodes),
         what="all to be told",
     )
     kill(folder, writer)
@@ -87,30 +87,33 @@ def test_a_run_without_supervisor_and_coordinator_ends_and_is_resized(runs):
 
 def test_of_two_resizes_at_once_the_later_one_counts(runs, monkeypatch):
     """Both are asked before the first is looked after."""
-    asked = threading.Barrier(2)
+    request_barrier = threading.Barrier(2)
 
     def ask_together(*args, **fields):
         intent = ask(*args, **fields)
-        asked.wait(PATIENCE_S)
+        request_barrier.wait(PATIENCE_S)
         return intent
 
     monkeypatch.setattr(backend, "ask", ask_together)
     folder = start(runs, 3, 2, 1)
     first = running(folder, *THREE)
-    said: dict[int, str] = {}
+    answers: dict[int, str] = {}
     both = [
-        threading.Thread(target=lambda n=nodes: said.update({n: resize(folder, n)}))
+        threading.Thread(target=lambda n=nodes: answers.update({n: resize(folder, n)}))
         for nodes in (1, 2)
     ]
-    for each in both:
-        each.start()
-    for each in both:
-        each.join()
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
     monkeypatch.undo()
     last = newest(folder)
-    assert last.number == 2 and said[last.nodes] == ""
-    (other,) = {1, 2} - {last.nodes}
-    assert said[other] == f"run test-run has received a newer request: resize to {last.nodes} nodes"
+    assert last.number == 2 and answers[last.nodes] == ""
+    (refused_size,) = {1, 2} - {last.nodes}
+    assert (
+        answers[refused_size]
+        == f"run test-run has received a newer request: resize to {last.nodes} nodes"
+    )
     running(folder, *THREE[: last.nodes], after=first.epoch)
     assert load_plan(folder.plan).parallel.dp == last.nodes == len(read_request(folder).agents)
     assert len(read_record(folder, LocalRecord).agents) == last.nodes
@@ -122,12 +125,12 @@ def test_of_two_resizes_at_once_the_later_one_counts(runs, monkeypatch):
 def test_a_cancel_during_a_resize_ends_the_run(runs, after_s):
     folder = start(runs, 3, 2)
     running(folder, *THREE)
-    asked = threading.Thread(target=resize, args=(folder, 2))
-    asked.start()
+    resize_thread = threading.Thread(target=resize, args=(folder, 2))
+    resize_thread.start()
     wait_for(lambda: newest(folder), what="the request")
     time.sleep(after_s)
     LocalBackend().cancel(folder, force=False)
-    asked.join()
+    resize_thread.join()
     state = ended(folder)
     assert (state.state, state.exit_code) == ("cancelled", 75), state.reason
     assert newest(folder).number == 2

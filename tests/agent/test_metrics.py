@@ -40,9 +40,18 @@ def report(rank=4, epoch=1, step=1, **fields) -> StepReport:
         "mfu": 0.4,
         "hfu": 0.5,
     }
-    more = {"comm_bytes": {"tp": 10}, "comm_s": {"tp": 0.1}, "memory_bytes": {"params": 100 + rank}}
-    more |= {"phase_s": {"data": 0.01}, "bubble_ratio": rank / 100, "loss_terms": {"balance": 0.02}}
-    return StepReport(rank=rank, epoch=epoch, step=step, **{**base, **more, **fields})
+    measures = {
+        "comm_bytes": {"tp": 10},
+        "comm_s": {"tp": 0.1},
+        "memory_bytes": {"params": 100 + rank},
+    }
+    measures |= {
+        "phase_s": {"data": 0.01},
+        "bubble_ratio": rank / 100,
+        "loss_terms": {"balance": 0.02},
+    }
+    fields = base | measures | fields
+    return StepReport(rank=rank, epoch=epoch, step=step, **fields)
 
 
 def node_metrics() -> NodeMetrics:
@@ -72,44 +81,45 @@ def scrape(metrics: NodeMetrics, path="/metrics", accept="", method="GET") -> tu
     return asyncio.run(main())
 
 
-def values(text: str) -> dict[str, float]:
+def values(page: str) -> dict[str, float]:
     """name{extra labels} -> value, after checking the labels that every series has."""
-    found = {}
-    for family in classic(text):
+    sample_values = {}
+    for family in classic(page):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert (labels.pop("job"), labels.pop("node")) == ("run-1", "node1")
             assert "rank" not in labels
             extra = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
-            found[f"{sample.name}{{{extra}}}"] = sample.value
-    return found
+            sample_values[f"{sample.name}{{{extra}}}"] = sample.value
+    return sample_values
 
 
 def test_numbers_names_and_labels():
-    kind, text = scrape(node_metrics())
-    found = values(text)
+    kind, page = scrape(node_metrics())
+    samples = values(page)
     assert kind.startswith("text/plain")
-    one = "{plan_epoch=1}"
+    epoch_label = "{plan_epoch=1}"
     assert (
-        sum(value for key, value in found.items() if key.startswith("orch_wall_seconds_total{")) > 0
+        sum(value for key, value in samples.items() if key.startswith("orch_wall_seconds_total{"))
+        > 0
     )
-    assert 0 <= found["orch_ettr_ratio" + one] <= 1
-    assert found["orch_step_total{}"] == 2
-    assert found["orch_tokens_total{}"] == 1000  # 2 steps of 1000, half of the ranks are here
-    assert found["orch_tokens_per_second" + one] == 2000
-    assert found["orch_loss" + one] == 3.0
-    assert found["orch_loss_term{plan_epoch=1,term=balance}"] == 0.02
-    assert found["orch_last_durable_checkpoint_timestamp_seconds" + one] == 103.0
-    assert found["orch_checkpoint_bytes" + one] == 4096
-    assert found["orch_checkpoint_duration_seconds_sum{}"] == 0.3
-    assert found["orch_pipeline_bubble_ratio" + one] == 0.07
-    assert found["orch_comm_bytes_total{axis=tp}"] == 80  # all ranks
-    assert found["orch_memory_bytes{category=params,plan_epoch=1}"] == 107  # the fullest
-    assert found["orch_step_duration_seconds_count{phase=step}"] == 2
-    assert found["orch_step_duration_seconds_sum{phase=step}"] == 1.0
-    assert found["orch_step_duration_seconds_bucket{le=0.5,phase=step}"] == 2
-    assert found["orch_step_duration_seconds_bucket{le=0.25,phase=step}"] == 0
-    info = next(key for key in found if key.startswith("orch_plan_info"))
+    assert 0 <= samples["orch_ettr_ratio" + epoch_label] <= 1
+    assert samples["orch_step_total{}"] == 2
+    assert samples["orch_tokens_total{}"] == 1000  # 2 steps of 1000, half of the ranks are here
+    assert samples["orch_tokens_per_second" + epoch_label] == 2000
+    assert samples["orch_loss" + epoch_label] == 3.0
+    assert samples["orch_loss_term{plan_epoch=1,term=balance}"] == 0.02
+    assert samples["orch_last_durable_checkpoint_timestamp_seconds" + epoch_label] == 103.0
+    assert samples["orch_checkpoint_bytes" + epoch_label] == 4096
+    assert samples["orch_checkpoint_duration_seconds_sum{}"] == 0.3
+    assert samples["orch_pipeline_bubble_ratio" + epoch_label] == 0.07
+    assert samples["orch_comm_bytes_total{axis=tp}"] == 80  # all ranks
+    assert samples["orch_memory_bytes{category=params,plan_epoch=1}"] == 107  # the fullest
+    assert samples["orch_step_duration_seconds_count{phase=step}"] == 2
+    assert samples["orch_step_duration_seconds_sum{phase=step}"] == 1.0
+    assert samples["orch_step_duration_seconds_bucket{le=0.5,phase=step}"] == 2
+    assert samples["orch_step_duration_seconds_bucket{le=0.25,phase=step}"] == 0
+    info = next(key for key in samples if key.startswith("orch_plan_info"))
     assert f"plan_hash={PLAN.hash[:16]}" in info and "tp=2" in info
 
 
@@ -124,12 +134,12 @@ def test_load_of_experts_by_layer_and_bytes_by_level():
     sent = {"expert_bytes": {"network": 100, "nvlink": 300}, "expert_s": {"network": 0.5}}
     metrics.on_step(report(rank=2, experts=loads, **sent), at=100.0)
     metrics.on_step(report(rank=3, **sent), at=100.0)
-    found = values(scrape(metrics)[1])
-    assert found["orch_expert_bytes_total{level=network}"] == 200  # both ranks
-    assert found["orch_expert_seconds_total{level=network}"] == 1.0
+    samples = values(scrape(metrics)[1])
+    assert samples["orch_expert_bytes_total{level=network}"] == 200  # both ranks
+    assert samples["orch_expert_seconds_total{level=network}"] == 1.0
 
     def of(name: str) -> list[float | None]:
-        return [found.get(f"orch_{name}{{layer={layer},plan_epoch=1}}") for layer in (0, 1)]
+        return [samples.get(f"orch_{name}{{layer={layer},plan_epoch=1}}") for layer in (0, 1)]
 
     assert of("expert_load_ratio") == [1, 2] and of("expert_rank_load_ratio") == [1, 2]
     assert of("expert_balance_ratio") == [1, 0] and of("expert_dropped_ratio") == [0, 0.25]
@@ -139,10 +149,10 @@ def test_load_of_experts_by_layer_and_bytes_by_level():
 def test_a_new_epoch_keeps_counters_and_forgets_values_of_the_moment():
     metrics = node_metrics()
     metrics.begin_epoch(2)
-    found = values(scrape(metrics)[1])
-    assert found["orch_step_total{}"] == 2
-    assert not [key for key in found if key.startswith(("orch_loss", "orch_memory_bytes"))]
-    assert found["orch_last_durable_checkpoint_step{plan_epoch=2}"] == 2
+    samples = values(scrape(metrics)[1])
+    assert samples["orch_step_total{}"] == 2
+    assert not [key for key in samples if key.startswith(("orch_loss", "orch_memory_bytes"))]
+    assert samples["orch_last_durable_checkpoint_step{plan_epoch=2}"] == 2
 
 
 @pytest.mark.parametrize("kind", ["failure", "another plan"])
@@ -150,7 +160,7 @@ def test_the_page_does_not_grow_with_the_epochs_of_a_run(kind):
     metrics = node_metrics()
 
     def pages() -> list[dict[str, float]]:
-        found = []
+        page_samples = []
         for epoch in range(2, 22):
             metrics.add("orch_restarts", 1, "failure")
             metrics.begin_epoch(epoch)
@@ -161,8 +171,8 @@ def test_the_page_does_not_grow_with_the_epochs_of_a_run(kind):
                 EventReport(rank=4, epoch=epoch, name="checkpoint_saved", fields={"seconds": 0.1}),
                 at=1.0,
             )
-            found.append(values(scrape(metrics)[1]))
-        return found
+            page_samples.append(values(scrape(metrics)[1]))
+        return page_samples
 
     first, *_, last = pages()
     assert len(last) == len(first)
@@ -173,9 +183,9 @@ def test_the_page_does_not_grow_with_the_epochs_of_a_run(kind):
 
 
 def test_open_metrics_on_request():
-    kind, text = scrape(node_metrics(), accept="application/openmetrics-text;version=1.0.0")
+    kind, page = scrape(node_metrics(), accept="application/openmetrics-text;version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
-    assert {family.name for family in open_metrics(text)} >= {
+    assert {family.name for family in open_metrics(page)} >= {
         "orch_step",
         "orch_loss",
         "orch_step_duration_seconds",
@@ -229,8 +239,8 @@ async def test_hundreds_of_clients_that_never_ask_take_no_descriptors():
     writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
     assert b"200 OK" in await asyncio.wait_for(reader.read(), 60)
     assert len(os.listdir("/proc/self/fd")) - before <= 201 + 70, "both ends are here"
-    for _, one in silent:
-        one.close()
+    for _, silent_writer in silent:
+        silent_writer.close()
     server.close()
 
 
@@ -249,12 +259,12 @@ async def test_targets_are_those_of_the_coordinator_s_file(tmp_path):
     server = await serve(node_metrics(), "127.0.0.1", 0, targets=folder.discovery)
     port = server.sockets[0].getsockname()[1]
     assert json.loads(await ask(port)) == []
-    found = Discovery(folder, str(tmp_path / "shared"))
-    found.publish({"node0": "10.0.0.1:9401", "node1": "10.0.0.2:9401"})
+    discovery = Discovery(folder, str(tmp_path / "shared"))
+    discovery.publish({"node0": "10.0.0.1:9401", "node1": "10.0.0.2:9401"})
     targets = json.loads(await ask(port))
-    assert [one["targets"] for one in targets] == [["10.0.0.1:9401"], ["10.0.0.2:9401"]]
-    assert [one["labels"]["node"] for one in targets] == ["node0", "node1"]
-    found.withdraw()
+    assert [target["targets"] for target in targets] == [["10.0.0.1:9401"], ["10.0.0.2:9401"]]
+    assert [target["labels"]["node"] for target in targets] == ["node0", "node1"]
+    discovery.withdraw()
     assert json.loads(await ask(port)) == []
     server.close()
 
@@ -268,11 +278,11 @@ def prometheus():
 
 @pytest.mark.process
 def test_promtool_finds_nothing_to_complain_about(prometheus):
-    text = scrape(node_metrics())[1]
-    found = subprocess.run(
-        ["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=300
+    page = scrape(node_metrics())[1]
+    check = subprocess.run(
+        ["promtool", "check", "metrics"], input=page.encode(), capture_output=True, timeout=300
     )
-    assert found.returncode == 0, found.stderr.decode()
+    assert check.returncode == 0, check.stderr.decode()
 
 
 @pytest.mark.process

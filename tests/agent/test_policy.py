@@ -28,8 +28,8 @@ def end(
     """One worker a code; (code, True): it had been told to stop."""
     pairs = [code if isinstance(code, tuple) else (code, False) for code in codes]
     ends = tuple(
-        WorkerEnd(rank=order, node=f"node{order}", code=code, asked=asked, order=order)
-        for order, (code, asked) in enumerate(pairs)
+        WorkerEnd(rank=order, node=f"node{order}", code=code, asked=stop_asked, order=order)
+        for order, (code, stop_asked) in enumerate(pairs)
     )
     return EpochEnd(
         0, world or len(ends), ends, tuple(NodeLoss(n, "gone") for n in lost), request, new_steps
@@ -37,7 +37,7 @@ def end(
 
 
 @pytest.mark.parametrize(
-    ("what", "budget", "again", "state", "code", "rank"),
+    ("epoch_end", "budget", "again", "state", "code", "rank"),
     [
         (end(0, 0), Budget(3), False, "done", 0, None),
         (end(0, 1), Budget(3), True, "restarting", 0, 1),
@@ -85,11 +85,11 @@ def end(
         (end(75, new_steps=False), Budget(0, fruitless=MOST_FRUITLESS), False, "stopped", 75, 0),
     ],
 )
-def test_table(what, budget, again, state, code, rank):
-    found = decide(what, budget)
-    assert (found.again, found.state, found.code) == (again, state, code)
+def test_table(epoch_end, budget, again, state, code, rank):
+    decision = decide(epoch_end, budget)
+    assert (decision.again, decision.state, decision.code) == (again, state, code)
     if rank is not None:
-        assert found.cause.rank == rank
+        assert decision.cause.rank == rank
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_table(what, budget, again, state, code, rank):
     ],
 )
 def test_a_worker_that_fails_after_it_was_asked_to_save_is_named(ends, reason):
-    found = decide(end(*ends, request=NOTICE), Budget(3))
-    assert (found.state, found.code, found.exclude) == ("stopped", Exit.RESTART, None)
-    assert found.reason.endswith(reason)
+    decision = decide(end(*ends, request=NOTICE), Budget(3))
+    assert (decision.state, decision.code, decision.exclude) == ("stopped", Exit.RESTART, None)
+    assert decision.reason.endswith(reason)
 
 
 CODES = st.sampled_from([0, 0, 1, 3, 64, 65, 70, 74, 75, 75, 76, 77, 78, 127, -6, -9, -11, -15])
@@ -121,18 +121,18 @@ CODES = st.sampled_from([0, 0, 1, 3, 64, 65, 70, 74, 75, 75, 76, 77, 78, 127, -6
     st.integers(0, 3),
     st.integers(0, 3),
 )
-def test_every_end_has_an_answer_and_budgets_only_shrink(codes, most, used):
-    what = end(*codes)
-    found = decide(what, Budget(most, used))
-    assert found.state in ("restarting", "done", "failed", "stopped")
-    assert found.again == (found.state == "restarting")
-    assert (found.code == 0) == (found.again or found.state == "done")
-    assert found.budget.used - used == int(found.counted)
-    assert found.budget.used <= max(most, used)
-    if found.state == "done":
+def test_every_end_has_an_answer_and_budgets_only_shrink(codes, max_restarts, used):
+    epoch_end = end(*codes)
+    decision = decide(epoch_end, Budget(max_restarts, used))
+    assert decision.state in ("restarting", "done", "failed", "stopped")
+    assert decision.again == (decision.state == "restarting")
+    assert (decision.code == 0) == (decision.again or decision.state == "done")
+    assert decision.budget.used - used == int(decision.counted)
+    assert decision.budget.used <= max(max_restarts, used)
+    if decision.state == "done":
         assert all(code == 0 for code, _ in codes)
-    if not found.again and found.state == "failed":
-        assert found.code in [int(code) for code in Exit] and found.cause is not None
+    if not decision.again and decision.state == "failed":
+        assert decision.code in [int(code) for code in Exit] and decision.cause is not None
 
 
 @given(st.lists(st.tuples(CODES, st.booleans()), min_size=1, max_size=8), st.randoms())
@@ -146,9 +146,9 @@ def test_a_worker_that_failed_by_itself_is_blamed_whatever_was_heard_first(codes
 def test_restarting_for_ever_without_a_step_ends():
     budget = Budget(0)
     for _ in range(MOST_FRUITLESS):
-        found = decide(end(75, new_steps=False), budget)
-        assert found.again
-        budget = found.budget
+        decision = decide(end(75, new_steps=False), budget)
+        assert decision.again
+        budget = decision.budget
     assert not decide(end(75, new_steps=False), budget).again
     assert decide(end(75, new_steps=True), budget).budget.fruitless == 0
 
@@ -165,8 +165,8 @@ def test_an_elastic_run_goes_on_without_a_lost_node_and_pays_nothing():
     lost = (NodeLoss("node1", "connection closed"),)
     decision = decide(elastic(WorkerEnd(0, "node0", 75, True, 0), lost=lost), Budget(0))
     assert (decision.again, decision.counted, decision.cause.kind) == (True, False, "node_lost")
-    asked = decide(elastic(lost=lost, request=Request("cancelled", "enough")), Budget(0))
-    assert (asked.again, asked.state) == (False, "cancelled")
+    cancellation = decide(elastic(lost=lost, request=Request("cancelled", "enough")), Budget(0))
+    assert (cancellation.again, cancellation.state) == (False, "cancelled")
 
 
 def test_a_sick_node_is_excluded_where_the_run_can_go_on_without_it():

@@ -40,13 +40,13 @@ class Printed:
         self.steps.begin_epoch(3)
         self.steps.follow(0, self.log, self.log.stat().st_size)
 
-    def look(self, text: str, at: float) -> list[tuple]:
+    def look(self, log_text: str, at: float) -> list[tuple]:
         with self.log.open("a") as file:
-            file.write(text)
+            file.write(log_text)
         self.now = at
         self.reports.clear()
         asyncio.run(self.steps.look())
-        return [(one.step, one.step_s, one.loss, one.tokens) for one in self.reports]
+        return [(report.step, report.step_s, report.loss, report.tokens) for report in self.reports]
 
 
 def test_each_line_with_a_step_is_one(tmp_path):
@@ -65,7 +65,7 @@ def test_a_line_counts_when_it_ends_and_a_last_one_when_the_worker_does(tmp_path
     ]  # a progress bar
     assert printed.look("step 22 loss 1", 4.0) == []
     asyncio.run(printed.steps.on_worker_exit(0))
-    assert [(one.step, one.loss) for one in printed.reports] == [(22, 1.0)]
+    assert [(report.step, report.loss) for report in printed.reports] == [(22, 1.0)]
 
 
 def test_steps_that_are_not_printed_share_the_time_and_the_tokens_but_have_no_loss(tmp_path):
@@ -84,8 +84,8 @@ def test_steps_that_are_not_printed_share_the_time_and_the_tokens_but_have_no_lo
 
 def test_of_a_flood_the_newest_steps_are_read(tmp_path):
     printed = Printed(tmp_path)
-    found = printed.look("x" * _AT_ONCE + "\nstep 5\n" + "y" * _AT_ONCE + "\nstep 6\n", 1.0)
-    assert [step for step, *_ in found] == [6]
+    printed_steps = printed.look("x" * _AT_ONCE + "\nstep 5\n" + "y" * _AT_ONCE + "\nstep 6\n", 1.0)
+    assert [step for step, *_ in printed_steps] == [6]
     printed.log.unlink()  # a log that is gone ends nothing
     asyncio.run(printed.steps.look())
 
@@ -141,8 +141,8 @@ while not pathlib.Path("go").exists():
 @pytest.mark.process
 def test_status_prometheus_and_report_show_what_is_printed(home, capsys):
     Path("train.py").write_text(PROGRAM)
-    words = ["nproc=2", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "train.py"]
-    code, out, err = orch(capsys, "submit", *words)
+    argv = ["nproc=2", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "train.py"]
+    code, out, err = orch(capsys, "submit", *argv)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
 
@@ -150,20 +150,21 @@ def test_status_prometheus_and_report_show_what_is_printed(home, capsys):
         return json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
 
     wait_for(lambda: live()["step"] == 40, what="step 40")
-    found = live()
-    assert found["loss"] == pytest.approx(1 / 40) and found["step_s"] > 0
-    assert found["tokens_per_s"] * found["step_s"] == pytest.approx(1000)
+    live_status = live()
+    assert live_status["loss"] == pytest.approx(1 / 40) and live_status["step_s"] > 0
+    assert live_status["tokens_per_s"] * live_status["step_s"] == pytest.approx(1000)
     assert "step        40, as printed" in orch(capsys, "status", folder.run_id)[1]
     (target,) = json.loads(folder.discovery.read_text())
     with urllib.request.urlopen(
         f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S
     ) as page:
-        text = page.read().decode()
+        page_text = page.read().decode()
     assert any(
-        line.startswith("orch_last_step{") and line.endswith(" 40.0") for line in text.splitlines()
+        line.startswith("orch_last_step{") and line.endswith(" 40.0")
+        for line in page_text.splitlines()
     )
     assert any(
-        line.startswith("orch_loss{") and line.endswith(" 0.025") for line in text.splitlines()
+        line.startswith("orch_loss{") and line.endswith(" 0.025") for line in page_text.splitlines()
     )
     Path("go").write_text("")
     assert wait_end(folder).state == "done"
@@ -184,18 +185,18 @@ def test_without_a_match_progress_is_unknown_and_a_program_that_reports_is_belie
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done"
     assert "unknown: metrics.pattern has found no step" in orch(capsys, "status", folder.run_id)[1]
-    text = (
+    program = (
         "import orch_report, time\norch_report.report(step=2, loss=5)\ntime.sleep(1)\nprint('step"
         " 9', flush=True)"
     )
-    Path("reports.py").write_text(text)
+    Path("reports.py").write_text(program)
     _, out, _ = orch(
         capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "reports.py"
     )
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done"
-    found = json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
-    assert (found["step"], found["loss"]) == (2, 5.0)
+    live_status = json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
+    assert (live_status["step"], live_status["loss"]) == (2, 5.0)
 
 
 HELD = """
@@ -213,7 +214,7 @@ def test_a_log_that_cannot_be_read_costs_steps_and_not_the_node(home, capsys):
     writes to."""
     Path("train.py").write_text(HELD)
     rules = ["backend.heartbeat_timeout_s=5", "backend.max_restarts=0"]
-    words = [
+    argv = [
         "nproc=1",
         f"metrics.pattern={PATTERN}",
         *rules,
@@ -222,7 +223,7 @@ def test_a_log_that_cannot_be_read_costs_steps_and_not_the_node(home, capsys):
         sys.executable,
         "train.py",
     ]
-    _, out, _ = orch(capsys, "submit", *words)
+    _, out, _ = orch(capsys, "submit", *argv)
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     (target,) = wait_for(
         lambda: folder.discovery.exists() and json.loads(folder.discovery.read_text())

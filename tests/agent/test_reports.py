@@ -28,13 +28,13 @@ STEP = b'{"kind":"step","rank":1,"epoch":0,"step":5,"samples":8,"tokens":64,"ste
 def cut(chunks: list[bytes]) -> list[bytes]:
     async def main():
         read, write = os.pipe()
-        found: list[bytes] = []
-        pipe = ReportPipe(read, found.append)
+        payloads: list[bytes] = []
+        pipe = ReportPipe(read, payloads.append)
         for chunk in chunks:
             pipe.feed(chunk)
         pipe.close()
         os.close(write)
-        return found
+        return payloads
 
     return asyncio.run(main())
 

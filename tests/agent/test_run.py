@@ -43,15 +43,18 @@ def plan(nodes: int = 2, ranks: int = 4, **fields):
 
 def processes(folder: RunFolder) -> dict[str, Identity]:
     """Identities of everything a run's workers wrote down: worker pids and their grandchildren."""
-    found = {}
+    identities = {}
     for path in [*folder.path.glob("pid-*"), *folder.path.glob("grandchild-*")]:
-        if path.read_text() and (one := identity(int(path.read_text()))):
-            found[path.name] = one
-    return found
+        if path.read_text() and (process := identity(int(path.read_text()))):
+            identities[path.name] = process
+    return identities
 
 
 def wait_gone(these: dict[str, Identity]) -> None:
-    wait_for(lambda: not any(is_alive(one) for one in these.values()), what=f"end of {list(these)}")
+    wait_for(
+        lambda: not any(is_alive(process) for process in these.values()),
+        what=f"end of {list(these)}",
+    )
 
 
 def wait_workers(folder: RunFolder, count: int, epoch: int = 0) -> None:
@@ -122,7 +125,7 @@ def test_the_first_cause_is_named_and_the_others_are_stopped(runs):
     )
     assert state.reason.startswith("rank 2 on node1: killed by SIGKILL after step")
     assert state.cause.log == "logs/rank-00002.log"
-    assert not any(is_alive(one) for one in alive.values())
+    assert not any(is_alive(process) for process in alive.values())
 
 
 def test_workers_that_do_not_listen_are_killed_after_the_grace(runs):
@@ -137,7 +140,7 @@ def test_killing_an_agent_leaves_no_orphan(runs, which):
     folder = submit(plan(), runs, backend=UNHURRIED, **wishes)
     wait_workers(folder, 4)
     alive = processes(folder)
-    of_node = {name: one for name, one in alive.items() if int(name[-1]) // 2 == which}
+    of_node = {name: process for name, process in alive.items() if int(name[-1]) // 2 == which}
     assert len(alive) == 8 and len(of_node) == 4  # a worker and a grandchild each
     os.kill(agents(folder)[f"node{which}"], signal.SIGKILL)
     wait_gone(of_node)
@@ -147,7 +150,7 @@ def test_killing_an_agent_leaves_no_orphan(runs, which):
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "node_lost")
     assert f"node{which}" in state.reason
-    assert not any(is_alive(one) for one in alive.values())
+    assert not any(is_alive(process) for process in alive.values())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def test_a_dead_supervisor_or_a_schedulers_signal_to_one_agent_saves_everywhere(
     assert (state.state, state.exit_code) == ("stopped", 75)
     assert re.fullmatch(reason, state.reason)
     assert len(list(folder.path.glob("saved-*"))) == 4
-    assert not any(is_alive(one) for one in alive.values())
+    assert not any(is_alive(process) for process in alive.values())
 
 
 def test_when_everything_is_killed_the_state_is_told_truthfully_and_the_run_can_be_resumed(runs):
@@ -272,7 +275,7 @@ def test_a_forced_cancel_does_not_wait(runs):
     LocalBackend().cancel(folder, force=True)
     state = wait_end(folder)
     assert (state.state, state.exit_code) == ("cancelled", 75)
-    assert not any(is_alive(one) for one in alive.values())
+    assert not any(is_alive(process) for process in alive.values())
 
 
 def test_the_second_signal_kills(runs):
@@ -300,7 +303,7 @@ def test_a_frozen_agent_is_a_lost_node(runs):
     os.kill(agent, signal.SIGCONT)  # it wakes up late, and is told that it is fenced
     wait_end(folder)
     assert read_record(folder, LocalRecord).exit_codes["node1"] == 77
-    assert not any(is_alive(one) for one in alive.values())
+    assert not any(is_alive(process) for process in alive.values())
 
 
 def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs):
@@ -314,7 +317,7 @@ def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs
         path.unlink()
     os.kill(supervisor, signal.SIGKILL)
     wait_for(lambda: list(folder.path.glob("pid-1-*")), what="a worker of the next epoch")
-    assert not any(is_alive(one) for one in alive.values())
+    assert not any(is_alive(process) for process in alive.values())
     (folder.path / "go").touch()
     state = wait_end(folder)
     assert (state.state, state.reason, state.epoch) == ("done", "all workers are done", 1)

@@ -91,7 +91,7 @@ def test_a_spare_that_comes_changes_nothing_for_those_who_run(folder):
     nodes = read_state(folder).nodes
     states = {name: node.state for name, node in nodes.items()}
     assert states == {"node0": "running", "node1": "lost", "spare-0": "joined"}
-    found = [entry["labels"]["node"] for entry in json.loads(folder.discovery.read_text())]
-    assert sorted(found) == ["node0", "spare-0"]
+    target_nodes = [entry["labels"]["node"] for entry in json.loads(folder.discovery.read_text())]
+    assert sorted(target_nodes) == ["node0", "spare-0"]
     pen.record_running()
     assert read_state(folder).nodes["spare-0"].state == "joined", "it holds no rank"

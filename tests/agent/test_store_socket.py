@@ -59,24 +59,24 @@ def passes(program: bytes, sender: ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @given(
     st.sampled_from([V4, V6]).flatmap(
-        lambda of: st.tuples(st.sets(of, max_size=40), of, st.integers(0, 31))
+        lambda addresses: st.tuples(st.sets(addresses, max_size=40), addresses, st.integers(0, 31))
     )
 )
 def test_only_the_named_addresses_pass(drawn):
     admitted, stranger, near = drawn
     version = stranger.version
     program = drop_others(covering_networks(admitted, version), version)
-    assert all(passes(program, one) for one in admitted)
-    neighbours = {type(stranger)(int(one) ^ (1 << near)) for one in admitted}
-    assert not any(passes(program, one) for one in (neighbours | {stranger}) - admitted)
+    assert all(passes(program, address) for address in admitted)
+    neighbours = {type(stranger)(int(address) ^ (1 << near)) for address in admitted}
+    assert not any(passes(program, address) for address in (neighbours | {stranger}) - admitted)
 
 
 def test_more_nodes_than_a_program_can_name_are_let_in_by_networks():
     nodes = [ipaddress.IPv4Address(0x0A000000 + 300 * index) for index in range(16384)]
-    found = covering_networks(nodes, 4)
-    assert len(found) <= 512 and len(drop_others(found, 4)) // 8 <= 4096
-    program = drop_others(found, 4)
-    assert all(passes(program, one) for one in nodes[::97]) and not passes(
+    networks = covering_networks(nodes, 4)
+    assert len(networks) <= 512 and len(drop_others(networks, 4)) // 8 <= 4096
+    program = drop_others(networks, 4)
+    assert all(passes(program, address) for address in nodes[::97]) and not passes(
         program, ipaddress.IPv4Address("11.1.1.1")
     )
 
@@ -125,8 +125,8 @@ def test_the_kernel_drops_what_others_send_and_what_was_let_in_can_be_changed():
 
 def test_it_is_bound_to_the_nodes_address_and_nobody_takes_its_port():
     with StoreSocket("127.0.0.1") as store:
-        with socket.socket(fileno=os.dup(store.fileno())) as same:
-            assert same.getsockname() == ("127.0.0.1", store.port)
+        with socket.socket(fileno=os.dup(store.fileno())) as duplicate:
+            assert duplicate.getsockname() == ("127.0.0.1", store.port)
         for reuse in (0, 1):
             with socket.socket() as thief, pytest.raises(OSError, match="in use"):
                 thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
@@ -135,7 +135,7 @@ def test_it_is_bound_to_the_nodes_address_and_nobody_takes_its_port():
 
 
 def test_the_filter_is_set_before_anybody_knows_the_port_and_can_be_left_out(monkeypatch):
-    """Where the address is not the loopback's. An agent takes `backend.store_filter` from its
+    """The address here is not the loopback's. An agent takes `backend.store_filter` from its
     request."""
     set_to: list[int] = []
     monkeypatch.setattr(ipaddress.IPv4Address, "is_loopback", False)
@@ -176,20 +176,20 @@ def test_the_addresses_of_a_machine(tmp_path):
 
 @pytest.mark.parametrize("command", [(), ("python", "mine.py")], ids=["trainer", "program"])
 async def test_an_agent_keeps_the_port_that_it_has_promised_until_the_next_epoch(tmp_path, command):
-    said: list[Ready] = []
+    sent_messages: list[Ready] = []
     folder = make_folder(tmp_path)
     request = make_bundle(PLAN, tmp_path / "elsewhere", command=command).request
     recorder = Recorder(folder, "node0", PLAN)
     facts = NodeFacts("host", "127.0.0.1", 1, 2, 0)
     connector = FixedCoordinator(folder, "node0", b"k" * 32, 1.0)
     agent = Agent(folder, PLAN, request, "node0", facts, recorder, None, connector)
-    agent._channel = SimpleNamespace(send=lambda epoch, message: said.append(message))
+    agent._channel = SimpleNamespace(send=lambda epoch, message: sent_messages.append(message))
     for epoch in range(2):
         agent._handle(epoch, Prepare())
         with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-            thief.bind(("127.0.0.1", said[-1].port))
+            thief.bind(("127.0.0.1", sent_messages[-1].port))
     with socket.socket() as next_owner:
-        next_owner.bind(("127.0.0.1", said[0].port))
+        next_owner.bind(("127.0.0.1", sent_messages[0].port))
     agent._control.close()
     recorder.close()
 
@@ -197,17 +197,17 @@ async def test_an_agent_keeps_the_port_that_it_has_promised_until_the_next_epoch
 def test_rank_0_s_node_is_told_who_may_connect():
     def member(name: str, peer: str, *addresses: str):
         join = Join(node=name, host=name, address=f"10.0.0.{name[-1]}", pid=1, gpus=2, nics=0,
-                    **{"plan_hash": "", "metrics": None, "addresses": list(addresses)})  # fmt: skip
+                    plan_hash="", metrics=None, addresses=list(addresses))  # fmt: skip
         return Member(SimpleNamespace(address=peer), join, ready=Ready(port=7))
 
     first = member("node0", "")
-    other = member("node1", "192.0.2.7", "10.1.0.1", "fd00::1")
-    told = [
-        assignment(PLAN, name, index, first, [first, other])
+    second_member = member("node1", "192.0.2.7", "10.1.0.1", "fd00::1")
+    assignments = [
+        assignment(PLAN, name, index, first, [first, second_member])
         for index, name in enumerate(("node0", "node1"))
     ]
-    assert told[0].peers == ["10.0.0.0", "10.0.0.1", "10.1.0.1", "192.0.2.7", "fd00::1"]
-    assert told[1].peers == [] and told[1].master_address == "10.0.0.0"
+    assert assignments[0].peers == ["10.0.0.0", "10.0.0.1", "10.1.0.1", "192.0.2.7", "fd00::1"]
+    assert assignments[1].peers == [] and assignments[1].master_address == "10.0.0.0"
 
 
 @pytest.mark.process

@@ -32,13 +32,13 @@ class Harness:
         self.empty = asyncio.Event()
         program = PROGRAM if forked else ()
         self.started = 0
-        told = (
+        callbacks = (
             self._exit,
             self.empty.set,
             lambda rank, line: self.lines.append((rank, line)),
             program,
         )
-        self.workers = Workers(*told, on_started=self._count)
+        self.workers = Workers(*callbacks, on_started=self._count)
 
     async def __aenter__(self) -> Harness:
         return self
@@ -53,21 +53,21 @@ class Harness:
     def _count(self):
         self.started += 1
 
-    def _exit(self, rank, code, asked):
+    def _exit(self, rank, code, stop_asked):
         assert rank not in self.ended, "told twice"
-        self.ended[rank] = (code, asked)
+        self.ended[rank] = (code, stop_asked)
 
     def argv(self, code: str) -> list[str]:
         return [*(PROGRAM if self.forked else [sys.executable, "-S", "-c"]), code]
 
-    def start(self, code: str, rank: int = 0, environment=(), argv=None, **how):
+    def start(self, code: str, rank: int = 0, environment=(), argv=None, **options):
         self.workers.start(
             rank,
             argv or self.argv(code),
             dict(environment),
             str(self.tmp_path),
             self.log(rank),
-            **how,
+            **options,
         )
 
     def log(self, rank: int = 0):
@@ -77,14 +77,14 @@ class Harness:
         await asyncio.wait_for(self.empty.wait(), timeout_s)
         self.empty.clear()
 
-    async def until_logged(self, text: str, rank: int = 0):
+    async def until_logged(self, log_line: str, rank: int = 0):
         end = time.monotonic() + PATIENCE_S
-        while not self.has_logged(text, rank):
-            assert time.monotonic() < end, f"{text!r} never came"
+        while not self.has_logged(log_line, rank):
+            assert time.monotonic() < end, f"{log_line!r} never came"
             await asyncio.sleep(0.01)
 
-    def has_logged(self, text: str, rank: int = 0) -> bool:
-        return self.log(rank).exists() and text in self.log(rank).read_text()
+    def has_logged(self, log_line: str, rank: int = 0) -> bool:
+        return self.log(rank).exists() and log_line in self.log(rank).read_text()
 
 
 @pytest.fixture(params=["plain", "forked"])
@@ -219,8 +219,8 @@ async def test_a_stopped_worker_supervisor_hides_no_death(h):
     assert h.started == 1
     stop(h.supervisor_pid)
     os.kill(h.workers.pids[0], signal.SIGKILL)
-    said = [h.workers.watch() for _ in range(4)]
-    assert said == ["", "", "", "the worker supervisor was stopped by a signal: continued"]
+    notes = [h.workers.watch() for _ in range(4)]
+    assert notes == ["", "", "", "the worker supervisor was stopped by a signal: continued"]
     await h.until_empty()
     assert h.ended == {0: (-9, False)}
 
@@ -230,11 +230,11 @@ async def test_a_worker_supervisor_that_is_stopped_again_and_again_is_killed(h):
     while not h.workers.pids[0]:
         await asyncio.sleep(0.01)
     pid = h.supervisor_pid
-    said = []
-    while not said or "killed" not in said[-1]:
+    notes = []
+    while not notes or "killed" not in notes[-1]:
         stop(pid)
-        said.append(h.workers.watch())
-    assert len([text for text in said if text.endswith("continued")]) == 3
+        notes.append(h.workers.watch())
+    assert len([note for note in notes if note.endswith("continued")]) == 3
     await h.until_empty()
     assert h.ended == {0: (-9, False)}
 
@@ -305,14 +305,14 @@ async def test_a_program_that_is_not_there_ends_with_64_and_a_line(h, argv):
 
 
 async def test_words_and_values_arrive_byte_exact(h):
-    words = ["a b", "new\nline", "quote'\"", "$(id)", "ü\udcff", ""]
+    arguments = ["a b", "new\nline", "quote'\"", "$(id)", "ü\udcff", ""]
     code = (
         "import os, sys; os.write(1, repr((sys.argv[1:],"
         " os.environ['WORD'])).encode(errors='backslashreplace'))"
     )
-    h.start("", argv=[sys.executable, "-c", code, *words], environment={"WORD": words[-2]})
+    h.start("", argv=[sys.executable, "-c", code, *arguments], environment={"WORD": arguments[-2]})
     await h.until_empty()
-    assert h.log().read_text() == repr((words, words[-2])), h.log().read_text()
+    assert h.log().read_text() == repr((arguments, arguments[-2])), h.log().read_text()
 
 
 async def test_an_environment_that_is_too_large_is_an_error_not_a_hang(h):

@@ -11,10 +11,10 @@ from tests.beds.bundles import kill_runs
 
 def write_text(folder: Path) -> Path:
     """A folder of text in there."""
-    text = folder / "text"
-    text.mkdir()
-    (text / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
-    return text
+    text_folder = folder / "text"
+    text_folder.mkdir()
+    (text_folder / "a.py").write_text("def f(x):\n    return x + 1\n" * 400)
+    return text_folder
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def needed(program: str) -> str:
 @pytest.mark.parametrize("program", sorted(NEEDS))
 def test_steps_losses_a_save_when_asked_and_going_on(home, capsys, program, tmp_path):
     script = [sys.executable, needed(program)]
-    words = [
+    argv = [
         "nproc=2",
         "backend.grace_s=120",
         "--json",
@@ -45,7 +45,7 @@ def test_steps_losses_a_save_when_asked_and_going_on(home, capsys, program, tmp_
         str(tmp_path / "saved"),
         "0.02",
     ]
-    code, out, err = orch(capsys, "submit", *words)
+    code, out, err = orch(capsys, "submit", *argv)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
 
@@ -115,9 +115,11 @@ accelerator.log({"accuracy": 0.5})
     read, write = os.pipe2(os.O_NONBLOCK)
     env = {**os.environ, "ORCH_REPORT_FD": str(write)}
     subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[write], check=True, timeout=300)
-    told = [json.loads(line) for line in os.read(read, 1 << 16).splitlines()]
-    assert [(one["step"], one["loss"], one["tokens"]) for one in told if one["kind"] == "step"] == [
-        (3, 2.5, 64)
-    ]
+    reports = [json.loads(line) for line in os.read(read, 1 << 16).splitlines()]
+    assert [
+        (report["step"], report["loss"], report["tokens"])
+        for report in reports
+        if report["kind"] == "step"
+    ] == [(3, 2.5, 64)]
     os.close(read)
     os.close(write)

@@ -28,9 +28,9 @@ PROGRAM = Path(__file__).parents[1] / "beds" / "programs" / "reporting.py"
 def test_a_plan_is_that_of_the_command_line(home, capsys):
     from orchestrator.cli.main import main
 
-    words = ["cluster=h100x64", "parallel=tp8_pp4_zero1"]
-    plan = orchestrator.plan_job(*words)
-    assert main(["plan", *words, "--json"]) == 0
+    overrides = ["cluster=h100x64", "parallel=tp8_pp4_zero1"]
+    plan = orchestrator.plan_job(*overrides)
+    assert main(["plan", *overrides, "--json"]) == 0
     assert f'"hash":"{plan.hash}"' in capsys.readouterr().out.replace(" ", "")
     with pytest.raises(orchestrator.OrchError, match="unknown group or key") as refused:
         orchestrator.plan_job("clutser=h100x64")
@@ -53,9 +53,9 @@ def umask():
     before = os.umask(0o022)
 
     def now() -> int:
-        found = os.umask(0o022)
-        os.umask(found)
-        return found
+        current_umask = os.umask(0o022)
+        os.umask(current_umask)
+        return current_umask
 
     yield now
     os.umask(before)
@@ -67,20 +67,20 @@ def test_the_umask_of_the_caller_stays_and_the_run_is_private(home, umask, tmp_p
     by others."""
     from orchestrator.cli.main import main
 
-    here = Path("here")
-    command = ["sh", "-c", f"umask > {here}; exit 1"]
+    umask_file = Path("here")
+    command = ["sh", "-c", f"umask > {umask_file}; exit 1"]
     run = orchestrator.submit_job("nproc=1", "backend.max_restarts=0", command=command)
     assert umask() == 0o022 and run.wait(PATIENCE_S).state == "failed"
-    assert here.read_text().strip() == "0077" and run.folder.state.stat().st_mode & 0o077 == 0
-    here.unlink()
+    assert umask_file.read_text().strip() == "0077" and run.folder.state.stat().st_mode & 0o077 == 0
+    umask_file.unlink()
     run.resume()
     assert umask() == 0o022 and run.wait(PATIENCE_S).state == "failed"
-    assert here.read_text().strip() == "0077"
+    assert umask_file.read_text().strip() == "0077"
     with pytest.raises(orchestrator.OrchError):
         orchestrator.submit_job("nproc=1", command=["./missing"])
     assert umask() == 0o022
-    words = ["backend=slurm", "cluster=h100x64", "parallel=tp8", "backend.options.topology=none"]
-    assert main(["render", "--in-place", *words, "--", "sh"]) == 0
+    argv = ["backend=slurm", "cluster=h100x64", "parallel=tp8", "backend.options.topology=none"]
+    assert main(["render", "--in-place", *argv, "--", "sh"]) == 0
     assert main(["submit", "--multirun", "nproc=1", "backend.max_restarts=0,1", "--", "true"]) == 0
     assert umask() == 0o022
 
@@ -89,11 +89,11 @@ def test_the_umask_of_the_caller_stays_and_the_run_is_private(home, umask, tmp_p
 def test_what_is_to_be_describe_left_out_a_run_is_a_warning(home):
     with pytest.warns(
         UserWarning, match="2 nodes of 1 workers are simulated on this machine"
-    ) as told:
+    ) as caught_warnings:
         run = orchestrator.submit_job(
             "cluster.nodes=2", "cluster.gpus_per_node=1", command=["true"]
         )
-    assert told[0].filename == __file__
+    assert caught_warnings[0].filename == __file__
     assert run.wait(PATIENCE_S).state == "done"
 
 
@@ -102,18 +102,18 @@ def test_a_cancel_of_what_does_not_end_ends_itself(home, monkeypatch, capsys):
     returns."""
     from orchestrator.cli.main import main
 
-    words = [
+    overrides = [
         "backend=slurm",
         "cluster=h100x64",
         "parallel=tp8",
         "backend.options.topology=none",
         "backend.grace_s=0.1",
     ]
-    assert main(["render", "--in-place", "--run-id", "stuck", *words, "--", "sh"]) == 0
+    assert main(["render", "--in-place", "--run-id", "stuck", *overrides, "--", "sh"]) == 0
     monkeypatch.setattr(SlurmBackend, "is_alive", lambda *_: True)
     monkeypatch.setattr(SlurmBackend, "state", lambda _, folder: read_state(folder))
-    asked = []
-    monkeypatch.setattr(SlurmBackend, "cancel", lambda _, folder, force: asked.append(force))
+    cancels = []
+    monkeypatch.setattr(SlurmBackend, "cancel", lambda _, folder, force: cancels.append(force))
     monkeypatch.setattr(api, "_CANCEL_S", 0.1)
     for damaged in (False, True):
         if damaged:
@@ -126,7 +126,7 @@ def test_a_cancel_of_what_does_not_end_ends_itself(home, monkeypatch, capsys):
             and "orch cancel --force stuck" in err
             and err.count("\n") == 1
         )
-    assert asked == [False, False]
+    assert cancels == [False, False]
 
 
 @pytest.mark.process
@@ -137,10 +137,10 @@ def test_a_run_from_its_start_to_its_report(home):
     assert (run.id, run.handle, repr(run)) == ("mine-1", "local://mine-1", "Run('local://mine-1')")
     with pytest.raises(TimeoutError, match="mine-1 is "):
         run.wait(timeout_s=0.0)
-    same = orchestrator.Run.find("mine")
+    found_run = orchestrator.Run.find("mine")
     wait_for(lambda: list(run.logs(1)) == ["starts after step 0"], what="first line of rank 1")
-    wait_for(lambda: (same.status().live.step or 0) >= 3, what="step 3")
-    assert same.status().live.loss is not None and same.status().spent.ettr is not None
+    wait_for(lambda: (found_run.status().live.step or 0) >= 3, what="step 3")
+    assert found_run.status().live.loss is not None and found_run.status().spent.ettr is not None
     with ThreadPoolExecutor(1) as pool:
         with failing(run.folder.state):
             waiting = pool.submit(run.wait, 0.0)

@@ -72,28 +72,28 @@ def running(backend: Backend, folder: RunFolder) -> None:
 class Here(Orch):
     """Command lines on this machine, each a process that finds the other package."""
 
-    def __call__(self, *words, code=0, env=None, timeout=300):
+    def __call__(self, *arguments, code=0, env=None, timeout=300):
         paths = {"PYTHONPATH": os.pathsep.join(sys.path), "ORCH_HOME": str(self.home)}
-        argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
-        again = self._worker_variables if words[0] == "resume" else {}
+        argv = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
+        again = self._worker_variables if arguments[0] == "resume" else {}
         env = {**os.environ, **paths, **again, **(env or {})}
         done = subprocess.run(
             argv, capture_output=True, text=True, env=env, cwd=self.home, timeout=timeout
         )
         assert code is None or done.returncode == code, (
-            f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+            f"{arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
         return done
 
 
 @pytest.mark.process
 def test_a_run_is_refused_cancelled_resumed_and_done(backend, tmp_path):
-    """As on Slurm and on Kubernetes, in their tiers."""
-    words = [f"backend.name={backend.name}", "cluster=local", "parallel=dp2", "cluster.nodes=2"]
-    words.append("cluster.gpus_per_node=1")
+    """The same contract is tested on Slurm and on Kubernetes, in their tiers."""
+    overrides = [f"backend.name={backend.name}", "cluster=local", "parallel=dp2", "cluster.nodes=2"]
+    overrides.append("cluster.gpus_per_node=1")
     orch = Here(SimpleNamespace(env={}), tmp_path)
-    refusals(orch, words)
-    run = orch.submit(*words, worker={"STEPS": 9, "SAVE": 1, "HOLD": 1})
+    refusals(orch, overrides)
+    run = orch.submit(*overrides, worker={"STEPS": 9, "SAVE": 1, "HOLD": 1})
     cancel_and_resume(orch, run, run.release)
     assert (run.folder / "report.json").exists()
 
@@ -115,7 +115,7 @@ def test_a_failure_of_the_program_is_the_runs(backend, runs):
 
 
 def test_what_it_cannot_run_is_refused_before_there_is_a_folder(backend, runs):
-    for change, exit, why in (
+    for change, exit, reason in (
         ({"device": "cuda", "nodes": 9}, Exit.CAPACITY, "GPU"),
         (
             {"backend_options": {"nicee": 1}},
@@ -123,13 +123,13 @@ def test_what_it_cannot_run_is_refused_before_there_is_a_folder(backend, runs):
             r"backend\.options\.nicee is not an option",
         ),
     ):
-        one = bundle(backend, runs)
-        one = msgspec.structs.replace(one, request=msgspec.structs.replace(one.request, **change))
+        job = bundle(backend, runs)
+        job = msgspec.structs.replace(job, request=msgspec.structs.replace(job.request, **change))
         for refuse in (
-            lambda sent=one: backend.check(sent.request),
-            lambda sent=one: backend.submit(sent, os.environ),
+            lambda sent=job: backend.check(sent.request),
+            lambda sent=job: backend.submit(sent, os.environ),
         ):
-            with pytest.raises(OrchError, match=why) as refused:
+            with pytest.raises(OrchError, match=reason) as refused:
                 refuse()
             assert refused.value.exit == exit
     assert not runs.exists()
@@ -161,14 +161,14 @@ def test_other_packages_are_known_by_name_and_refused_when_they_are_no_backend(
         OrchError, match=r"unknown backend 'spwan'; did you mean 'spawn'\? choices: local, .*spawn"
     ):
         get_backend("spwan")
-    words = [
+    overrides = [
         "+cluster=local",
         "parallel=dp2_zero1",
         "cluster.nodes=1",
         "cluster.gpus_per_node=2",
         "backend.name=spawn",
     ]
-    assert main(["submit", "--dry-run", *words]) == 0 and "spawn://" in capsys.readouterr().out
+    assert main(["submit", "--dry-run", *overrides]) == 0 and "spawn://" in capsys.readouterr().out
     for value in (
         "tests.beds.plans:make_plan",
         "tests.nowhere:X",

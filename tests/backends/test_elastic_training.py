@@ -111,7 +111,7 @@ def losses(folder: RunFolder) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def undisturbed_losses(tmp_path_factory):
     """The loss of every step of one worker that nothing happens to; agents would add nothing to it
     but seconds."""
     home = tmp_path_factory.mktemp("whole")
@@ -130,24 +130,26 @@ def release_all(folder: RunFolder) -> None:
 
 
 def kill_node(folder: RunFolder, node: str) -> None:
-    """As when the machine fails."""
+    """Kills an agent and all below it, as when the machine fails."""
     agent = read_record(folder, LocalRecord).agents[node]
     for process in (*descendants(agent), agent):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 
 
-def compare(folder: RunFolder, whole: dict[int, float]) -> None:
+def compare(folder: RunFolder, undisturbed_losses: dict[int, float]) -> None:
     """Every step was made with the loss of the undisturbed run, and no sample was left out or taken
     twice."""
     assert sorted(losses(folder)) == list(range(1, STEPS + 1))
-    for step, loss in whole.items():
+    for step, loss in undisturbed_losses.items():
         assert losses(folder)[step] == pytest.approx(loss, rel=1e-5), step
     book = ledger(StepFollower(folder).read(read_state(folder).nodes))
     assert book.problems == [] and book.samples == STEPS * BATCH
 
 
-def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_path, corpus, whole):
+def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(
+    tmp_path, corpus, undisturbed_losses
+):
     """Three stages, two, one: of each lost stage another node has the state in memory, and the rest
     share it out anew. The global batch, the order of the samples and, to rounding, every loss stay
     the same."""
@@ -160,10 +162,10 @@ def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_p
             f"step {step} of epoch {epoch}",
         )
         state = read_state(broken)
-        others = {node for node, one in state.nodes.items() if one.state == "running"} - {
+        peers = {node for node, status in state.nodes.items() if status.state == "running"} - {
             state.writer
         }
-        victim = state.writer if epoch else others.pop()  # the coordinator's node the second time
+        victim = state.writer if epoch else peers.pop()  # the coordinator's node the second time
         kill_node(broken, victim)
         release(broken.path, held)
     state = wait_end(broken, 600)
@@ -172,21 +174,21 @@ def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_p
     assert [event["pp"] for event in events(broken, "replanned")] == [2, 1] and load_plan(
         broken.plan
     ).parallel.pp == 1
-    told = sorted(events(broken, "resumed"), key=lambda event: event["epoch"])
-    assert [event["epoch"] for event in told] == [1, 2]
-    for epoch, event in enumerate(told):
+    resumes = sorted(events(broken, "resumed"), key=lambda event: event["epoch"])
+    assert [event["epoch"] for event in resumes] == [1, 2]
+    for epoch, event in enumerate(resumes):
         last = max(line["step"] for line in steps_of(broken) if line["epoch"] == epoch)
         assert event["step"] >= last - 1 and not event["fields"]["same_layout"], (
             "one step is lost at most"
         )
         assert event["fields"]["source"] == "memory" or event["step"] % EVERY == 0, event
-    compare(broken, whole)
+    compare(broken, undisturbed_losses)
 
 
 def test_below_the_smallest_size_the_nodes_that_are_left_save_what_their_memories_hold(
-    tmp_path, corpus, whole
+    tmp_path, corpus, undisturbed_losses
 ):
-    """Of two stages the coordinator's node is lost. The other one alone is too few; it has both
+    """The coordinator's node is lost, of two stages. The other one alone is too few; it has both
     stages in its memory, and the run that is resumed goes on from there and not from the last
     checkpoint."""
     folder = start(tmp_path, "small", {2: staged(corpus, tmp_path, 2)}, elastic=True)
@@ -210,14 +212,14 @@ def test_below_the_smallest_size_the_nodes_that_are_left_save_what_their_memorie
     )
     assert state.epochs[-1].outcome == "saved"
     intervals = json.loads(folder.report.read_text())["goodput"]["intervals"]
-    *_, (begin, end, _) = [one for one in intervals if one[2] == "checkpoint_stall"]
+    *_, (begin, end, _) = [interval for interval in intervals if interval[2] == "checkpoint_stall"]
     assert end - begin == pytest.approx(saved["fields"]["stall_s"], abs=0.01)
     LocalBackend().resume(folder, read_request(folder), os.environ)
     state = wait_end(folder, 600)
     assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
     (resumed,) = events(folder, "resumed")
     assert (resumed["step"], resumed["fields"]["source"]) == (saved["step"], "disk")
-    compare(folder, whole)
+    compare(folder, undisturbed_losses)
 
 
 def test_experts_over_five_axes_lose_a_node_and_have_the_losses_of_one_process(tmp_path, corpus):
@@ -246,8 +248,8 @@ def test_experts_over_five_axes_lose_a_node_and_have_the_losses_of_one_process(t
 
 # test_walk.py makes two resumes with agents and a program of its own; here the real trainer
 @pytest.mark.full
-def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, whole):
-    """From three nodes, one of which takes more micro-batches than the others."""
+def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, undisturbed_losses):
+    """The run starts on three nodes, one of which takes more micro-batches than the others."""
     sizes = {nodes: sized(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
     assert sizes[3].parallel.replica_micro_batches == [2, 1, 1]
     assert {plan.parallel.global_batch_samples for plan in sizes.values()} == {BATCH}
@@ -268,4 +270,4 @@ def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, whole):
     assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
     assert [event["workers"] for event in events(folder, "epoch_runs")] == [3, 1, 2]
     assert len(events(folder, "resumed")) == 2 and state.summary["world_size"] == 2
-    compare(folder, whole)
+    compare(folder, undisturbed_losses)

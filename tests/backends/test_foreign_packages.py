@@ -80,9 +80,9 @@ def test_our_modules_are_found_by_location_and_all_others_by_the_users_paths(
 
 
 def test_a_copy_of_our_code_is_preferred_where_there_is_one(tmp_path):
-    own = start.command("trainer")
-    assert own[:2] == [sys.executable, "-P"] and own[2] == str(start.FILE)
-    assert start.command("trainer", [str(tmp_path)]) == own
+    trainer_argv = start.command("trainer")
+    assert trainer_argv[:2] == [sys.executable, "-P"] and trainer_argv[2] == str(start.FILE)
+    assert start.command("trainer", [str(tmp_path)]) == trainer_argv
     (tmp_path / "orch_start.py").write_text("")
     assert start.command("trainer", ["/nowhere", str(tmp_path)])[2] == str(
         tmp_path / "orch_start.py"
@@ -101,19 +101,19 @@ def test_the_command_orch_and_the_first_process_of_a_job_and_a_pod_are_ours(thei
         python=sys.executable,
         export=(),
     )
-    (place,) = re.findall(r"^(.* orchestrator.slurm.task) place", render(job), re.MULTILINE)
+    (place_command,) = re.findall(r"^(.* orchestrator.slurm.task) place", render(job), re.MULTILINE)
     *pod, task = _container(job.plan, KubernetesOptions(image="i", python=sys.executable))[
         "command"
     ]
     # process 1 of a container: it takes no --help
     assert task == "orchestrator.backends.kubernetes.pod"
     drilled = node_command.arguments(str(tmp_path), 1, "kill_worker", 0, 1.0, 0.0, 1.0)
-    for argv, said in (
+    for argv, expected_output in (
         ([str(script), "version"], "orch "),
-        ([*shlex.split(place), "--help"], "orchestrator.slurm.task"),
+        ([*shlex.split(place_command), "--help"], "orchestrator.slurm.task"),
         ([*pod, "orchestrator.drill.node_command", "--help"], "orchestrator.drill.node_command"),
         ([sys.executable, "-P", *drilled], '"problem"'),
     ):
         done = subprocess.run(argv, capture_output=True, text=True)
-        assert said in done.stdout and "theirs" not in done.stderr, (argv, done)
+        assert expected_output in done.stdout and "theirs" not in done.stderr, (argv, done)
     assert not (tmp_path / "hijacked").exists()

@@ -50,10 +50,10 @@ def network(nodes: int = 2, mbit: float = 16, leaves: int = 1, uplink: float = 1
         built.close()
 
 
-def on(net: Network, node: str, code: str, *words: str) -> subprocess.Popen:
-    """A Python process on a node; `code` finds `words` in `sys.argv[1:]` and may use socket and
+def on(net: Network, node: str, code: str, *arguments: str) -> subprocess.Popen:
+    """A Python process on a node; `code` finds `arguments` in `sys.argv[1:]` and may use socket and
     time."""
-    argv = [sys.executable, "-S", "-c", f"import socket, sys, time\n{code}", *words]
+    argv = [sys.executable, "-S", "-c", f"import socket, sys, time\n{code}", *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(argv, **pipes, preexec_fn=net.enter(node))
 
@@ -90,21 +90,21 @@ def transfers(net: Network, pairs: list[tuple[str, str]], size: int) -> list[flo
     for sender in senders:
         sender.stdin.write("go\n")
         sender.stdin.flush()
-    found = []
+    durations_s = []
     for receiver, sender in zip(receivers, senders, strict=True):
-        got, seconds = receiver.communicate(timeout=300)[0].split()
-        assert int(got) == size and sender.wait(300) == 0
-        found.append(float(seconds))
-    return found
+        received_bytes, seconds = receiver.communicate(timeout=300)[0].split()
+        assert int(received_bytes) == size and sender.wait(300) == 0
+        durations_s.append(float(seconds))
+    return durations_s
 
 
 def slowest(net: Network, pairs: list[tuple[str, str]], size: int, hoped_s: float) -> float:
     """Seconds of the slowest transfer, tried again while it takes longer than hoped: a machine that
     stands still makes a line slow, nothing makes one fast."""
     for _ in range(5):
-        if (found := max(transfers(net, pairs, size))) < hoped_s:
+        if (slowest_s := max(transfers(net, pairs, size))) < hoped_s:
             break
-    return found
+    return slowest_s
 
 
 def test_wiring_follows_the_plan():
@@ -196,7 +196,7 @@ while True:
             near = on(net, "a", ping, *hosts)
             far = on(net, "b", ping, *reversed(hosts))
             try:
-                said = iter(near.stdout.readline, "")
+                printed_lines = iter(near.stdout.readline, "")
                 for state, act in (
                     ("ping", None),
                     ("silence", namespaces.cut),
@@ -205,7 +205,8 @@ while True:
                     if act:
                         act([os.getpid()], net.switches, 1)
                     assert any(
-                        line.strip() == state for line, _ in zip(said, range(1000), strict=False)
+                        line.strip() == state
+                        for line, _ in zip(printed_lines, range(1000), strict=False)
                     ), state
             finally:
                 for process in (near, far):
@@ -214,18 +215,18 @@ while True:
 
     def test_the_wires_are_gone_when_nobody_holds_them(self):
         with network() as net:
-            left = on(net, "a", "print('here', flush=True)\ntime.sleep(60)")
-            assert left.stdout.readline() == "here\n"
-            assert "eth0" in Path(f"/proc/{left.pid}/net/dev").read_text()
+            survivor = on(net, "a", "print('here', flush=True)\ntime.sleep(60)")
+            assert survivor.stdout.readline() == "here\n"
+            assert "eth0" in Path(f"/proc/{survivor.pid}/net/dev").read_text()
         try:  # a process that outlives its run keeps an empty namespace, not a link
             wait_for(
-                lambda: "eth0" not in Path(f"/proc/{left.pid}/net/dev").read_text(),
+                lambda: "eth0" not in Path(f"/proc/{survivor.pid}/net/dev").read_text(),
                 120,
                 "removal of the link",
             )
         finally:
-            left.kill()
-            left.communicate()
+            survivor.kill()
+            survivor.communicate()
 
 
 class TestRuns:
@@ -233,29 +234,29 @@ class TestRuns:
 
     def test_two_at_once_with_the_same_addresses_and_nothing_of_them_on_the_host(self, runs):
         before = {name for _, name in socket.if_nameindex()}
-        two = [
+        folders = [
             submit(make_plan(dp=4, nodes=2), runs, run_id=name, env=LONG, backend=SHAPED)
             for name in ("one", "two")
         ]
-        for folder in two:
+        for folder in folders:
             wait_step(folder, 3, timeout_s=120)
-        records = [read_record(folder, LocalRecord) for folder in two]
+        records = [read_record(folder, LocalRecord) for folder in folders]
         homes = {
             os.stat(f"/proc/{pid}/ns/net").st_ino
             for record in records
             for pid in record.agents.values()
         }
         assert len(homes) == 4 and os.stat("/proc/self/ns/net").st_ino not in homes
-        coordinators = [json.loads(folder.coordinator.read_text())["host"] for folder in two]
+        coordinators = [json.loads(folder.coordinator.read_text())["host"] for folder in folders]
         assert coordinators == ["10.0.0.1", "10.0.0.1"]
-        for node in read_state(two[0]).nodes.values():  # the metrics page is read from outside
+        for node in read_state(folders[0]).nodes.values():  # the metrics page is read from outside
             with urllib.request.urlopen(f"http://{node.metrics}/metrics", timeout=30) as page:
                 assert b"orch_workers" in page.read()
         assert {name for _, name in socket.if_nameindex()} == before
-        for folder in two:
+        for folder in folders:
             LocalBackend().cancel(folder, force=False)
-        assert [wait_end(folder, 120).state for folder in two] == ["cancelled", "cancelled"]
-        assert all(len(list(folder.path.glob("saved-*"))) == 4 for folder in two)
+        assert [wait_end(folder, 120).state for folder in folders] == ["cancelled", "cancelled"]
+        assert all(len(list(folder.path.glob("saved-*"))) == 4 for folder in folders)
 
     def test_killing_the_supervisor_leaves_the_network_up_until_the_run_has_saved(self, runs):
         folder = submit(make_plan(dp=4, nodes=2), runs, env=LONG, backend=SHAPED)

@@ -28,7 +28,7 @@ def test_tiny_parameters_of_a_known_shape():
         "head_dim": 64,
         "ffn_hidden": 3072,
     }
-    words = {
+    options = {
         "vocab": 50257,
         "max_seq_len": 1024,
         "norm": "layer",
@@ -37,7 +37,7 @@ def test_tiny_parameters_of_a_known_shape():
         "bias": True,
     }
     assert (
-        tiny_model(**shape, **words, tied_embeddings=True).parameters == 124_439_808
+        tiny_model(**shape, **options, tied_embeddings=True).parameters == 124_439_808
     )  # gpt2, as published
 
 
@@ -50,7 +50,7 @@ def test_damaged_bytes_are_refused_in_one_line(raw):
 
 
 def sealed(document: dict) -> bytes:
-    """As a version of orch with these fields would have written it."""
+    """The plan as a version of orch with these fields would have written it."""
     content = msgspec.json.encode(document | {"hash": ""}, order="sorted")
     return msgspec.json.encode(document | {"hash": hashlib.sha256(content).hexdigest()})
 

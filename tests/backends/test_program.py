@@ -50,12 +50,12 @@ def test_a_program_needs_no_model_and_is_told_of_none(home, capsys):
         "measured": None,
     }
     assert not report["memory"]
-    for word in ("tiny", "ETTR", "MFU", "stdlib"):
-        for (verb, as_json), text in pages.items():
-            assert as_json or word not in text, (verb, word)
-            assert word != "tiny" or word not in text, verb
+    for model_term in ("tiny", "ETTR", "MFU", "stdlib"):
+        for (verb, as_json), page_text in pages.items():
+            assert as_json or model_term not in page_text, (verb, model_term)
+            assert model_term != "tiny" or model_term not in page_text, verb
         for path in (folder.plan, folder.config, folder.request):
-            assert word not in path.read_text(), (path, word)
+            assert model_term not in path.read_text(), (path, model_term)
 
 
 #: For every process of a run: four GPUs in /dev.
@@ -68,14 +68,14 @@ os.listdir = lambda path=".": real(path) + ([f"nvidia{index}" for index in range
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("mine", "seen"), [(None, ["0,1", "2,3"]), ("3,1,2,0", ["3,1", "2,0"]), ("", ["", ""])]
+    ("visible_gpus", "seen"), [(None, ["0,1", "2,3"]), ("3,1,2,0", ["3,1", "2,0"]), ("", ["", ""])]
 )
-def test_each_simulated_node_has_gpus_of_its_own(home, capsys, monkeypatch, mine, seen):
+def test_each_simulated_node_has_gpus_of_its_own(home, capsys, monkeypatch, visible_gpus, seen):
     Path("sitecustomize.py").write_text(FOUR_GPUS)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if mine is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    if visible_gpus is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_gpus)
     monkeypatch.setattr(gpus, "gpus_here", lambda: 4)
     program(
         "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'], sep=':')"
@@ -84,16 +84,16 @@ def test_each_simulated_node_has_gpus_of_its_own(home, capsys, monkeypatch, mine
     assert code == 0, err
     assert "orch: 2 nodes of 2 workers are simulated on this machine" in err
     (run,) = (home / "runs").iterdir()
-    found = [RunFolder(run).rank_log(rank).read_text().split("\n")[-2] for rank in range(4)]
-    assert found == [f"{seen[rank // 2]}:{rank % 2}" for rank in range(4)]
+    seen_gpus = [RunFolder(run).rank_log(rank).read_text().split("\n")[-2] for rank in range(4)]
+    assert seen_gpus == [f"{seen[rank // 2]}:{rank % 2}" for rank in range(4)]
 
 
 def test_the_dry_run_of_a_program_names_nothing_of_a_model(home, capsys):
     program("")
     _, out, _ = orch(capsys, "submit", "parallel=tp2", "--dry-run", "--", "python", "my_train.py")
     assert "Plan of a program" in out and "tp=2  dp=4" in out
-    for word in ("tiny", "MFU", "Memory", "tokens", "stdlib", "adamw"):
-        assert word not in out, word
+    for model_term in ("tiny", "MFU", "Memory", "tokens", "stdlib", "adamw"):
+        assert model_term not in out, model_term
     _, judged, _ = orch(
         capsys, "submit", "model=tiny", "parallel=tp2", "--dry-run", "--", "python", "my_train.py"
     )
@@ -182,8 +182,8 @@ def test_the_environment_is_torchrun_s_variable_by_variable(home, capsys, monkey
             assert name in OTHERWISE or ours[rank][name] == theirs[rank][name], name
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    kept = submitted("kept")["1"]
-    assert (kept["OMP_NUM_THREADS"], kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("3", "0")
+    environ = submitted("kept")["1"]
+    assert (environ["OMP_NUM_THREADS"], environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("3", "0")
 
 
 @pytest.mark.process
@@ -218,13 +218,13 @@ def test_orch_run_is_a_drop_in_for_torchrun(home, capsys):
             [*orch_run, script, "o", str(code)], capture_output=True, text=True, timeout=300
         )
         assert bool(theirs.returncode) == bool(ours.returncode) == bool(code)
-        said = {
+        printed_lines = {
             line.partition("] ")[2]
             for line in ours.stdout.splitlines()
             if line.startswith("[rank ")
         }
         assert (
-            said
+            printed_lines
             >= {line for line in theirs.stdout.splitlines() if line.startswith("hello")}
             != set()
         )

@@ -24,12 +24,12 @@ __all__ = ["home"]  # the fixture
 def test_it_goes_on_after_each_and_computes_what_it_does_under_torchrun(tmp_path, ranks_per_node):
     """Each rank imports torch in each attempt: with one rank a node every fault is met at half of
     the cost."""
-    found = measure(Orch(tmp_path / "orch", ranks_per_node))
-    assert "problem" not in found and (found["ended_code"], found["done_code"]) == (Exit.RESTART, 0)
+    score = measure(Orch(tmp_path / "orch", ranks_per_node))
+    assert "problem" not in score and (score["ended_code"], score["done_code"]) == (Exit.RESTART, 0)
     folder = tmp_path / "torchrun"
     folder.mkdir()
     (folder / "hurry").touch()
-    words = [
+    flags = [
         "--standalone",
         "--max-restarts",
         "5",
@@ -37,15 +37,15 @@ def test_it_goes_on_after_each_and_computes_what_it_does_under_torchrun(tmp_path
         str(2 * ranks_per_node),
         str(PROGRAM),
     ]
-    argv = [sys.executable, "-m", "torch.distributed.run", *words, str(STEPS), str(folder), "0"]
+    argv = [sys.executable, "-m", "torch.distributed.run", *flags, str(STEPS), str(folder), "0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(argv, env=env, check=True, capture_output=True, timeout=PATIENCE_S)
     theirs = {
         int(row[1]): float(row[3])
         for row in map(str.split, (folder / "steps.txt").read_text().splitlines())
     }
-    assert found["losses"].keys() == theirs.keys() == set(range(1, STEPS + 1))
-    assert found["losses"] == pytest.approx(
+    assert score["losses"].keys() == theirs.keys() == set(range(1, STEPS + 1))
+    assert score["losses"] == pytest.approx(
         theirs, abs=1e-4
     )  # sums in another order; some steps on one node
 

@@ -33,8 +33,8 @@ def status(capsys, folder: RunFolder) -> dict:
 @pytest.mark.process
 def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     script = [sys.executable, str(PROGRAMS / "reporting.py")]
-    words = ["nproc=2", "--json", "--", *script, "100000", "0.05", str(TOLD_STEP_S)]
-    code, out, err = orch(capsys, "submit", *words)
+    argv = ["nproc=2", "--json", "--", *script, "100000", "0.05", str(TOLD_STEP_S)]
+    code, out, err = orch(capsys, "submit", *argv)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
 
@@ -44,22 +44,22 @@ def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
             if folder.metrics("node-0").exists()
             else []
         )
-        found = [json.loads(line) for line in lines]
+        reports = [json.loads(line) for line in lines]
         return [
-            max((line["step"] for line in found if line["rank"] == rank), default=0)
+            max((line["step"] for line in reports if line["rank"] == rank), default=0)
             for rank in range(2)
         ]
 
     wait_for(lambda: min(steps()) >= 3, what="step 3 of both")
-    found = status(capsys, folder)
-    assert found["live"]["loss"] == pytest.approx(1 / found["live"]["step"])
-    assert found["live"]["tokens_per_s"] == pytest.approx(100 / TOLD_STEP_S)
-    assert found["goodput"]["ettr"] > 0
+    run_status = status(capsys, folder)
+    assert run_status["live"]["loss"] == pytest.approx(1 / run_status["live"]["step"])
+    assert run_status["live"]["tokens_per_s"] == pytest.approx(100 / TOLD_STEP_S)
+    assert run_status["goodput"]["ettr"] > 0
     assert "progress" not in orch(capsys, "status", folder.run_id)[1]
     assert orch(capsys, "cancel", folder.run_id)[0] == 0
     assert wait_end(folder).state == "cancelled"
-    kept = [int((folder.path / "checkpoints" / f"rank-{rank}").read_text()) for rank in range(2)]
-    assert min(kept) >= 3 and status(capsys, folder)["live"]["saved"]["step"] in kept
+    saved = [int((folder.path / "checkpoints" / f"rank-{rank}").read_text()) for rank in range(2)]
+    assert min(saved) >= 3 and status(capsys, folder)["live"]["saved"]["step"] in saved
     for rank in range(2):
         (folder.path / "checkpoints" / f"rank-{rank}").write_text("99998")
     assert orch(capsys, "resume", folder.run_id, "--follow")[0] == 0
@@ -116,10 +116,10 @@ WITHOUT_THE_PIPE = {
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("how", WITHOUT_THE_PIPE)
-def test_a_descriptor_that_is_not_the_agent_s_pipe_is_never_written_to(tmp_path, how, late):
+@pytest.mark.parametrize("pipe_loss", WITHOUT_THE_PIPE)
+def test_a_descriptor_that_is_not_the_agent_s_pipe_is_never_written_to(tmp_path, pipe_loss, late):
     """`late`: the program itself closes its descriptors after it has imported orch_report."""
-    first = ("import orch_report", WITHOUT_THE_PIPE[how])
+    first = ("import orch_report", WITHOUT_THE_PIPE[pipe_loss])
     order = first if late else reversed(first)
     code = "; ".join(
         ["import os", *order, "orch_report.report(step=5)", "assert not orch_report.active()"]
@@ -160,20 +160,20 @@ def test_variables_that_are_no_numbers_end_no_import(tmp_path, name, value):
     reports_of("import orch_report; orch_report.report(step=1)", tmp_path, {name: value})
 
 
-def reports_of(code: str, folder: Path, more: dict[str, str] | None = None) -> list[dict]:
+def reports_of(code: str, folder: Path, extra: dict[str, str] | None = None) -> list[dict]:
     """What a worker that runs this code reports: descriptor 3 is its pipe."""
     read, low = os.pipe()
     write = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 20)  # out of the way of the worker's number
     os.close(low)
-    made = os.fstat(write)
-    told = {"ORCH_REPORT_FD": "3", "ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"}
+    stat = os.fstat(write)
+    env = {"ORCH_REPORT_FD": "3", "ORCH_REPORT_PIPE": f"{stat.st_dev}:{stat.st_ino}"}
     shell = f'exec 3>&{write} {write}>&-; exec "$@"'
     root = str(Path(orch_report.__file__).parent)
     with os.fdopen(read, "rb") as pipe:
         done = subprocess.run(
             ["bash", "-c", shell, "bash", sys.executable, "-c", code],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": root, **told, **(more or {})},
+            env={**os.environ, "PYTHONPATH": root, **env, **(extra or {})},
             pass_fds=[write],
             capture_output=True,
             text=True,
@@ -230,8 +230,8 @@ def test_fsdp_and_tensor_parallelism_over_the_plan_s_mesh(home, capsys):
         done.stdout.splitlines()
     )  # how torchrun ends is its own: threads of torch may abort at a process' end
     assert sum(line.startswith("step") for line in theirs) == 4, done.stderr
-    words = ["cluster.gpus_per_node=2", "parallel=tp2", "--json", "--", sys.executable, script, "4"]
-    code, out, err = orch(capsys, "submit", *words)
+    argv = ["cluster.gpus_per_node=2", "parallel=tp2", "--json", "--", sys.executable, script, "4"]
+    code, out, err = orch(capsys, "submit", *argv)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done", folder.rank_log(0).read_text()

@@ -1,5 +1,5 @@
-"""Which variables of the shell a program gets: all on this machine, elsewhere those of a list;
-which not, is said."""
+"""Tests which variables of the shell a program gets: all on this machine, elsewhere those of a
+list; which not, is said."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHELL = [
     "A\nB",
 ]
 
-ALLOW = [word for name in PINS for word in ("--allow", name)]
+ALLOW = [argument for name in PINS for argument in ("--allow", name)]
 
 
 def written_pins(folder: RunFolder) -> list[Path]:
@@ -70,18 +70,18 @@ def test_on_this_machine_a_program_has_every_variable_and_no_value_is_written_do
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done"
     assert folder.rank_log(0).read_text().split("\n")[-2] == "/data/of-mine 18 0"
-    kept = [path for path in Path(home).rglob("*") if path.is_file()]
-    assert len(kept) > 5 and not [
-        path for path in kept if b"hf_never-in-a-file" in path.read_bytes()
+    run_files = [path for path in Path(home).rglob("*") if path.is_file()]
+    assert len(run_files) > 5 and not [
+        path for path in run_files if b"hf_never-in-a-file" in path.read_bytes()
     ]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "asked", [["--env", "LR", "--env", "MY_TOKEN"], ["backend.pass_env=[LR,MY_*,MY_TOKEN]"]]
+    "env_options", [["--env", "LR", "--env", "MY_TOKEN"], ["backend.pass_env=[LR,MY_*,MY_TOKEN]"]]
 )
 def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_nothing(
-    home, capsys, monkeypatch, asked
+    home, capsys, monkeypatch, env_options
 ):
     for name, value in (("LR", "1e-4"), ("MY_TOKEN", "hush"), ("MY_OTHER", "x")):
         monkeypatch.setenv(name, value)
@@ -90,7 +90,7 @@ def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_n
         " os.path.exists('go'))"
     )
     code, out, err = orch(
-        capsys, "submit", "nproc=1", *asked, "backend.max_restarts=0", "--json", *PROGRAM
+        capsys, "submit", "nproc=1", *env_options, "backend.max_restarts=0", "--json", *PROGRAM
     )
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
@@ -115,14 +115,22 @@ def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_n
 
 
 def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monkeypatch):
-    """Of a run on a cluster nothing may be deleted or cancelled, and no new size be asked for."""
+    """Nothing of a run on a cluster may be deleted or cancelled, and no new size be asked for."""
     monkeypatch.setenv("LR", "1e-4")
     program("")
-    words = ("parallel=tp8", "nodes=1..2", "cluster=h100x64", "backend.options.topology=none")
+    of_slurm = ("parallel=tp8", "nodes=1..2", "cluster=h100x64", "backend.options.topology=none")
     of_kubernetes = ("parallel=tp8", "nodes=1..2", "cluster=h100x64", "backend.options.image=x:1")
-    for backend, given in (("slurm", words), ("kubernetes", of_kubernetes)):
-        how = ("--in-place", "--run-id", backend, "--env", "LR", f"backend={backend}", "model=tiny")
-        code, _, err = orch(capsys, "render", *how, *given, "--", "python", "my_train.py")
+    for backend, overrides in (("slurm", of_slurm), ("kubernetes", of_kubernetes)):
+        argv = (
+            "--in-place",
+            "--run-id",
+            backend,
+            "--env",
+            "LR",
+            f"backend={backend}",
+            "model=tiny",
+        )
+        code, _, err = orch(capsys, "render", *argv, *overrides, "--", "python", "my_train.py")
         assert code == 0, err
         written_pins(RunFolder(home / "runs" / backend))
     monkeypatch.delenv("LR")
@@ -134,10 +142,10 @@ def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monke
         ["resume", "kubernetes", *ALLOW],
         ["resize", "kubernetes", "1"],
     ):
-        kept = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+        before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
         code, _, err = orch(capsys, *verb)
         assert code == 65 and "--env LR, not set in this shell" in err, verb
-        assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == kept
+        assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.process
@@ -147,8 +155,8 @@ def test_a_resize_asks_for_them_where_no_supervisor_has_them(home, capsys, monke
         "import os, time; print(os.environ['LR'], os.environ['WORLD_SIZE'], flush=True);"
         " time.sleep(3600)"
     )
-    words = ["nodes=1..2", "cluster.nodes=2", "cluster.gpus_per_node=1", "--env", "LR", "--json"]
-    code, out, err = orch(capsys, "submit", *words, *PROGRAM)
+    argv = ["nodes=1..2", "cluster.nodes=2", "cluster.gpus_per_node=1", "--env", "LR", "--json"]
+    code, out, err = orch(capsys, "submit", *argv, *PROGRAM)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     log = folder.rank_log(0)
@@ -182,25 +190,25 @@ def slurm(request, shell, monkeypatch):
 def kubernetes(request, shell, monkeypatch):
     """What the agent of a pod finds, which has the variables that were passed on from the run's
     Secret."""
-    found = {}
+    pod_environment = {}
     passed = {name: shell[name] for name in request.environment.names if name in shell}
-    given = SimpleNamespace(request=in_pods(request), environment=passed, key=b"")
+    secret_contents = SimpleNamespace(request=in_pods(request), environment=passed, key=b"")
     with monkeypatch.context() as pod:
         for name in DEFAULTS:
             pod.delenv(name, raising=False)
         pod.setattr(os, "chdir", lambda _: None)
         pod.setattr(os, "environ", dict(os.environ))
-        pod.setattr(agent, "main", lambda *_, **__: found.update(os.environ) or 0)
+        pod.setattr(agent, "main", lambda *_, **__: pod_environment.update(os.environ) or 0)
         end = SimpleNamespace(close=lambda: None, led=False)
         run_agent(
             SimpleNamespace(path="/"),
             SimpleNamespace(address="::"),
-            given,
+            secret_contents,
             "node-0",
             status_lines=end,
             coordinator="here",
         )
-    return found
+    return pod_environment
 
 
 def in_pods(request):
@@ -212,7 +220,7 @@ def in_pods(request):
 
 @pytest.mark.parametrize("backend", [local, slurm, kubernetes])
 @pytest.mark.parametrize(
-    "mine",
+    "user_env",
     [
         {},
         {"OMP_NUM_THREADS": "8"},
@@ -221,27 +229,27 @@ def in_pods(request):
     ],
 )
 def test_a_program_gets_torchrun_s_defaults_and_what_the_user_set_stays(
-    home, capsys, monkeypatch, backend, mine
+    home, capsys, monkeypatch, backend, user_env
 ):
     for name in DEFAULTS:
         monkeypatch.delenv(name, raising=False)
-    for name, value in mine.items():
+    for name, value in user_env.items():
         monkeypatch.setenv(name, value)
     program("")
     code, out, err = orch(capsys, "submit", "--dry-run", "--json", *SLURM, *PROGRAM)
     assert code == 0, err
-    found = backend(from_bytes(out.encode()), {"HOME": "/h", **mine}, monkeypatch)
-    assert {name: found.get(name) for name in DEFAULTS} == DEFAULTS | mine
+    environ = backend(from_bytes(out.encode()), {"HOME": "/h", **user_env}, monkeypatch)
+    assert {name: environ.get(name) for name in DEFAULTS} == DEFAULTS | user_env
 
 
 def test_elsewhere_those_that_are_not_passed_on_are_said(home, capsys, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY", "MY_DATA"):
         monkeypatch.setenv(name, "x")
     program("")
-    words = ("--dry-run", *SLURM)
-    _, out, _ = orch(capsys, "submit", *words, "--", "python", "my_train.py")
-    _, _, said = " ".join(out.split()).partition("variables not passed on: ")  # folded at words
-    assert "--env NAME" in said and "backend.pass_env" in said
+    flags = ("--dry-run", *SLURM)
+    _, out, _ = orch(capsys, "submit", *flags, "--", "python", "my_train.py")
+    _, _, omitted = " ".join(out.split()).partition("variables not passed on: ")  # folded at words
+    assert "--env NAME" in omitted and "backend.pass_env" in omitted
     script = ("--dry-run", "--json", *SLURM, "backend.pass_env=[WANDB_*,MY_DATA]")
     _, out, _ = orch(capsys, "submit", *script, "--", "python", "my_train.py")
     names = json.loads(out)["environment"]["names"]

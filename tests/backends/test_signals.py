@@ -40,23 +40,23 @@ SAVES = """
 
 
 def heard() -> None:
-    """In a child: signals as a terminal's shell leaves them, also where the tests run under
+    """Sets a child's signals as a terminal's shell leaves them, also where the tests run under
     nohup."""
     for signum in ENDING:
         signal.signal(signum, signal.SIG_DFL)
 
 
 def deaf_to_hangups() -> None:
-    """In a child: as under nohup."""
+    """Sets a child's signals as nohup does."""
     heard()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def watch(*words: str, ready=heard, text=SAVES) -> subprocess.Popen[str]:
+def watch(*arguments: str, ready=heard, program_text=SAVES) -> subprocess.Popen[str]:
     """A verb in a session of its own, once both ranks of its run have begun."""
-    program(text)
+    program(program_text)
     child = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator", *words],
+        [sys.executable, "-m", "orchestrator", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,7 +85,7 @@ RUN = ["run", "--nproc-per-node", "2", "--run-id", "mine", "my_train.py"]
     ids=["terminated", "hung up", "Ctrl-C twice", "terminated under nohup"],
 )
 def test_a_run_of_orch_run_ends_with_it(home, signals, ready):
-    """As torchrun's workers do; they save, and the code is that of a process which the signal has
+    """The workers save, as torchrun's do, and the code is that of a process which the signal has
     ended."""
     child = watch(*RUN, ready=ready)
     for signum in signals[:-1]:
@@ -107,7 +107,7 @@ STUBBORN = SAVES.replace("sys.exit(75)", "pass")
 
 @pytest.mark.process
 def test_one_more_signal_kills_a_run_that_does_not_end(home):
-    child = watch(*RUN, text=STUBBORN)
+    child = watch(*RUN, program_text=STUBBORN)
     child.send_signal(signal.SIGTERM)
     wait_for(
         lambda: all(Path(f"saved-{rank}").exists() for rank in "01"),
@@ -168,13 +168,13 @@ def test_ctrl_c_while_a_run_is_submitted_leaves_nothing_or_a_run_that_is_told(
 
     def interrupted(*args, **options):
         monkeypatch.setattr(owner, name, real)
-        found = real(*args, **options)
+        outcome = real(*args, **options)
         signal.raise_signal(signal.SIGINT)
-        return found
+        return outcome
 
     monkeypatch.setattr(owner, name, interrupted)
-    words = ["nproc=1", f"run.dir={home.parent / 'elsewhere'}", "--run-id", "mine", *follow]
-    code = main(["submit", "--snapshot", *words, "--", "python", "my_train.py"])
+    flags = ["nproc=1", f"run.dir={home.parent / 'elsewhere'}", "--run-id", "mine", *follow]
+    code = main(["submit", "--snapshot", *flags, "--", "python", "my_train.py"])
     out = capsys.readouterr().out
     folder = RunFolder(home.parent / "elsewhere" / "mine")
     assert (folder.path.exists(), (home / "runs" / "mine").is_symlink()) == (started, started)

@@ -68,9 +68,9 @@ def site(home, tmp_path, monkeypatch) -> Iterator[sshd.LoginNode]:
         yield node
 
 
-def submit(capsys, site: sshd.LoginNode, *words: str) -> tuple[str, str]:
+def submit(capsys, site: sshd.LoginNode, *arguments: str) -> tuple[str, str]:
     """The run's id, and what was said."""
-    code, out, err = orch(capsys, "submit", "nproc=2", *site.options(), "--json", *words)
+    code, out, err = orch(capsys, "submit", "nproc=2", *site.options(), "--json", *arguments)
     assert code == 0, err
     return json.loads(out)["run_id"], err
 
@@ -80,7 +80,7 @@ def submit(capsys, site: sshd.LoginNode, *words: str) -> tuple[str, str]:
 def test_a_program_goes_there_and_its_lines_state_and_report_come_back(
     site, home, capsys, tmp_path
 ):
-    words = [
+    submit_options = [
         "--env",
         "SITE",
         "--env",
@@ -91,14 +91,14 @@ def test_a_program_goes_there_and_its_lines_state_and_report_come_back(
         "train.py",
         "hold",
     ]
-    run, said = submit(capsys, site, *words)
-    assert "orch: sends 4 files" in said and "to login" in said  # .gitignore is one of them
-    assert "leaves out weights.bin (4.88 KiB)" in said
-    here = home / "runs" / run
+    run, stderr = submit(capsys, site, *submit_options)
+    assert "orch: sends 4 files" in stderr and "to login" in stderr  # .gitignore is one of them
+    assert "leaves out weights.bin (4.88 KiB)" in stderr
+    local_folder = home / "runs" / run
     there = tmp_path / "site" / "runs" / run
     assert (
         there.is_dir()
-        and not (here / "code").exists()
+        and not (local_folder / "code").exists()
         and not list((tmp_path / "site" / "shipped").iterdir())
     )
 
@@ -125,7 +125,7 @@ def test_a_program_goes_there_and_its_lines_state_and_report_come_back(
         there / "code" / "out-1.txt"
     ).read_text() == "there"  # of the shell there, not of this one
     assert json.loads(orch(capsys, "report", run, "--json")[1])["steps"]["completed"] == 5
-    assert orch(capsys, "rm", run)[0] == 0 and not there.exists() and not here.exists()
+    assert orch(capsys, "rm", run)[0] == 0 and not there.exists() and not local_folder.exists()
 
 
 @pytest.mark.process
@@ -165,20 +165,20 @@ def test_plans_groups_and_refusals_are_those_of_the_host(site, home, capsys, tmp
     code, _, err = orch(capsys, "submit", *site.options(), "nproc=1", "--", "python", "nothing.py")
     assert code == Exit.USAGE and "login: script 'nothing.py' is not in" in err
     assert not list((home / "runs").glob("*"))
-    for words, says in (
+    for arguments, says in (
         (["submit", "--in-place", "nproc=1"], "the host does not see this folder"),
         (["submit", "--multirun", "nproc=1,2"], "one job at a time"),
         (["render", "nproc=1"], "one job at a time"),
     ):
-        code, _, err = orch(capsys, *words, *site.options(), "--", "python", "train.py")
-        assert code == Exit.USAGE and says in err, (words, err)
+        code, _, err = orch(capsys, *arguments, *site.options(), "--", "python", "train.py")
+        assert code == Exit.USAGE and says in err, (arguments, err)
 
 
 @pytest.mark.process
 def test_a_host_that_does_not_answer_or_has_no_orch_is_one_line(site, home, capsys):
-    words = ["submit", "nproc=1", "backend.options.ssh=login"]
+    argv = ["submit", "nproc=1", "backend.options.ssh=login"]
     code, _, err = orch(
-        capsys, *words, "backend.options.ssh_python=/usr/bin/python3", "--", "python", "train.py"
+        capsys, *argv, "backend.options.ssh_python=/usr/bin/python3", "--", "python", "train.py"
     )
     assert (
         code == Exit.CAPACITY
@@ -186,7 +186,7 @@ def test_a_host_that_does_not_answer_or_has_no_orch_is_one_line(site, home, caps
         in err
     )
     site.stop()
-    code, _, err = orch(capsys, *words, "--", "python", "train.py")
+    code, _, err = orch(capsys, *argv, "--", "python", "train.py")
     assert code == Exit.CAPACITY and "ssh login cannot reach the host (exit code 255)" in err
 
 
@@ -282,8 +282,8 @@ def test_a_copy_has_modes_links_and_nothing_else(tmp_path):
 
 def test_what_grows_is_sent_once_and_only_into_its_place(tmp_path):
     there = RunFolder(tmp_path / "there")
-    here = RunFolder(tmp_path / "here")
-    for folder in (there, here):
+    local_folder = RunFolder(tmp_path / "here")
+    for folder in (there, local_folder):
         folder.create()
     log = there.rank_log(0)
     events = there.events("node-0")
@@ -295,10 +295,10 @@ def test_what_grows_is_sent_once_and_only_into_its_place(tmp_path):
     def look(logs: bool) -> list[tuple[str, int, int]]:
         from orchestrator.backends.ssh.mirror import known
 
-        parts, payload, more = parts_of(there, known(here), logs)
-        write_parts(here, parts, payload)
-        assert not more
-        return [(part.path, part.offset, part.size) for part in parts]
+        file_parts, payload, has_more = parts_of(there, known(local_folder), logs)
+        write_parts(local_folder, file_parts, payload)
+        assert not has_more
+        return [(file_part.path, file_part.offset, file_part.size) for file_part in file_parts]
 
     assert look(False) == [("events/node-0.jsonl", 0, 2)]
     assert look(True) == [("logs/rank-00000.log", 0, 4)]
@@ -306,13 +306,16 @@ def test_what_grows_is_sent_once_and_only_into_its_place(tmp_path):
         file.write("two\n")
     assert (
         look(True) == [("logs/rank-00000.log", 4, 4)]
-        and here.rank_log(0).read_text() == "one\ntwo\n"
+        and local_folder.rank_log(0).read_text() == "one\ntwo\n"
     )
     log.write_text("x")  # it was made anew
-    assert look(True) == [("logs/rank-00000.log", 0, 1)] and here.rank_log(0).read_text() == "x"
+    assert (
+        look(True) == [("logs/rank-00000.log", 0, 1)]
+        and local_folder.rank_log(0).read_text() == "x"
+    )
     for path in ("secret.key", "../x", "logs/../../x", "logs/a/b.log", "/etc/x.json"):
         with pytest.raises(OrchError):
-            write_parts(here, [wire.Part(path=path, offset=0, size=1)], b"x")
+            write_parts(local_folder, [wire.Part(path=path, offset=0, size=1)], b"x")
 
 
 @pytest.mark.process
@@ -370,12 +373,12 @@ def test_a_connection_that_is_lost_while_a_job_is_sent_leaves_a_run_that_can_be_
         return real(session, question, payload)
 
     monkeypatch.setattr(Session, "ask", ask)
-    words = ("submit", "nproc=1", *site.options(), "--run-id", "mine", "--", "python", "-c", "pass")
-    code, out, err = orch(capsys, *words)
+    argv = ("submit", "nproc=1", *site.options(), "--run-id", "mine", "--", "python", "-c", "pass")
+    code, out, err = orch(capsys, *argv)
     assert (code, out) == (Exit.CAPACITY, "")
-    (said,) = [line for line in err.splitlines() if line.startswith("orch: error: ")]
-    assert "the connection was lost" in said
-    assert said.endswith("run mine may have been started there: orch status mine")
+    (error_line,) = [line for line in err.splitlines() if line.startswith("orch: error: ")]
+    assert "the connection was lost" in error_line
+    assert error_line.endswith("run mine may have been started there: orch status mine")
     ends = "done" if heard else "failed"
 
     def state() -> dict:

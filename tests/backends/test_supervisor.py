@@ -70,7 +70,7 @@ def test_a_run_without_supervisor_is_cancelled(run, force):
     """Its agents are stopped, so they do not end by themselves; without force they are continued,
     and save."""
     backend, folder, pid = run
-    agents = [one for one in holders(folder.lock) if one.pid != pid]
+    agents = [process for process in holders(folder.lock) if process.pid != pid]
     assert len(agents) == 2
     for agent in agents:
         os.kill(agent.pid, signal.SIGSTOP)
@@ -78,12 +78,13 @@ def test_a_run_without_supervisor_is_cancelled(run, force):
     assert supervisor
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(supervisor), what="the supervisor's death")
-    below = [identity(one) for agent in agents for one in descendants(agent.pid)]
+    below = [identity(process) for agent in agents for process in descendants(agent.pid)]
     assert below
     backend.cancel(folder, force)
     assert ended(backend, folder).state == "cancelled"
     wait_for(
-        lambda: not any(one and is_alive(one) for one in below), what="the end of all processes"
+        lambda: not any(process and is_alive(process) for process in below),
+        what="the end of all processes",
     )
 
 
@@ -119,7 +120,7 @@ def test_a_run_whose_first_agent_is_stopped_is_given_up(runs, nodes):
     folder = submit(make_plan(dp=2, nodes=nodes), runs, STEPS=9, HOLD=1, SAVE=1, backend=rules)
     running(backend, folder)
     pid = elastic.agent(folder, "node0")
-    below = [identity(one) for one in descendants(pid)]
+    below = [identity(process) for process in descendants(pid)]
     os.kill(pid, signal.SIGSTOP)
     wait_for(
         lambda: (
@@ -134,7 +135,7 @@ def test_a_run_whose_first_agent_is_stopped_is_given_up(runs, nodes):
         "node_lost",
     ), state
     assert (state.cause.node, "stopped by a signal for" in state.reason) == ("node0", True)
-    assert not any(one and is_alive(one) for one in below)
+    assert not any(process and is_alive(process) for process in below)
 
 
 @pytest.mark.process
@@ -162,13 +163,14 @@ def test_what_a_dead_agent_leaves_behind_is_killed(runs, with_peers):
         if with_peers
         else [elastic.agent(folder, node) for node in first.nodes]
     )
-    left = [one for agent in agents for one in map(identity, descendants(agent)) if one]
+    orphans = [child for agent in agents for child in map(identity, descendants(agent)) if child]
     for agent in agents:
         for worker_supervisor in children_of(agent):
             os.kill(worker_supervisor.pid, signal.SIGSTOP)
         os.kill(agent, signal.SIGKILL)
     wait_for(
-        lambda: not any(is_alive(one) for one in left), what="the end of all that they have left"
+        lambda: not any(is_alive(child) for child in orphans),
+        what="the end of all that they have left",
     )
     if with_peers:
         elastic.running(folder, *first.nodes.keys() - {lost}, after=first.epoch)
@@ -178,29 +180,30 @@ def test_what_a_dead_agent_leaves_behind_is_killed(runs, with_peers):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [[], ["--force"]])
-def test_a_cancel_on_a_full_disk_goes_by_a_signal(run, words):
+@pytest.mark.parametrize("cancel_options", [[], ["--force"]])
+def test_a_cancel_on_a_full_disk_goes_by_a_signal(run, cancel_options):
     backend, folder, pid = run
-    argv = [sys.executable, "-m", "orchestrator.cli.main", "cancel", folder.run_id, *words]
+    argv = [sys.executable, "-m", "orchestrator.cli.main", "cancel", folder.run_id, *cancel_options]
     environment = os.environ | {"ORCH_HOME": str(folder.path.parents[1])}
-    agents = [identity(one) for one in read_record(folder, LocalRecord).agents.values()]
+    agents = [identity(process) for process in read_record(folder, LocalRecord).agents.values()]
     with without_room([pid]):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         command = subprocess.Popen(argv, env=environment, preexec_fn=no_room, text=True, **pipes)
         wait_for(
-            lambda: not any(one and is_alive(one) for one in agents), what="the end of the agents"
+            lambda: not any(process and is_alive(process) for process in agents),
+            what="the end of the agents",
         )
-    said = command.communicate(timeout=PATIENCE_S)[0]
-    assert command.returncode == 0, said
+    output = command.communicate(timeout=PATIENCE_S)[0]
+    assert command.returncode == 0, output
     state = ended(backend, folder)
     assert (state.state, state.exit_code) == ("cancelled", Exit.RESTART)
-    assert state.reason == ("cancelled by force" if words else "cancelled by the user")
+    assert state.reason == ("cancelled by force" if cancel_options else "cancelled by the user")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [[], ["--force"]])
+@pytest.mark.parametrize("cancel_options", [[], ["--force"]])
 @pytest.mark.parametrize("make", ["fixed", "elastic"])
-def test_a_cancel_on_a_full_disk_reaches_agents_without_a_supervisor(runs, make, words):
+def test_a_cancel_on_a_full_disk_reaches_agents_without_a_supervisor(runs, make, cancel_options):
     """They were stopped when it died, and hear of its death and of the cancel together."""
     backend = LocalBackend()
     folder = elastic.start(runs, 2, 1) if make == "elastic" else start(backend, runs)
@@ -211,7 +214,7 @@ def test_a_cancel_on_a_full_disk_reaches_agents_without_a_supervisor(runs, make,
             os.kill(agent.pid, signal.SIGSTOP)
     os.kill(supervisor.pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(supervisor), what="the supervisor's death")
-    argv = [sys.executable, "-m", "orchestrator.cli.main", "cancel", folder.run_id, *words]
+    argv = [sys.executable, "-m", "orchestrator.cli.main", "cancel", folder.run_id, *cancel_options]
     environment = os.environ | {"ORCH_HOME": str(folder.path.parents[1])}
     done = subprocess.run(
         argv, env=environment, preexec_fn=no_room, capture_output=True, text=True, check=False
@@ -231,10 +234,10 @@ def test_status_tells_of_a_stopped_supervisor(run, capsys, monkeypatch):
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: backend.state(folder).reason)
     assert main(["status", folder.run_id]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    status_text = " ".join(capsys.readouterr().out.split())
     assert (
         f"its supervisor (pid {pid}) is stopped by a signal: kill -CONT {pid}, or orch cancel"
-        f" {folder.run_id}" in said
+        f" {folder.run_id}" in status_text
     )
     os.kill(pid, signal.SIGCONT)
     wait_for(lambda: not backend.state(folder).reason)

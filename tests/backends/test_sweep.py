@@ -16,10 +16,10 @@ ROOT = WORKER.parents[2]
 pytestmark = pytest.mark.process
 
 
-def orch(home: Path, *words: str, **wishes: str) -> subprocess.CompletedProcess[str]:
+def orch(home: Path, *arguments: str, **wishes: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"ORCH_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    env |= {f"ORCH_TEST_{word}": value for word, value in wishes.items()}
-    argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
+    env |= {f"ORCH_TEST_{wish}": value for wish, value in wishes.items()}
+    argv = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
     return subprocess.run(argv, cwd=home, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -33,8 +33,8 @@ def test_one_after_another_and_the_first_failure_is_the_exit_code(tmp_path):
         "cluster=local",
         "cluster.gpus_per_node=2",
     ]
-    words = [*base, "backend.max_restarts=0", "parallel=tp2,zero1", "--run-id", "s"]
-    done = orch(tmp_path, *words, "--", sys.executable, str(WORKER), DIE="1:2:5")
+    arguments = [*base, "backend.max_restarts=0", "parallel=tp2,zero1", "--run-id", "s"]
+    done = orch(tmp_path, *arguments, "--", sys.executable, str(WORKER), DIE="1:2:5")
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.index("run 1 of 2: parallel=tp2") < done.stdout.index(
         "run 2 of 2: parallel=zero1"

@@ -36,14 +36,14 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
-    more = {
+    data_fields = {
         "data_paths": [str(corpus)],
         "cache_dir": str(tmp_path / "cache"),
         "checkpoint_every_steps": 5,
     }
-    return make_plan(
-        **{"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32, **more, **fields}
-    )
+    layout = {"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32}
+    fields = layout | data_fields | fields
+    return make_plan(**fields)
 
 
 def start(
@@ -63,21 +63,21 @@ def start(
 
 def losses(folder: RunFolder) -> dict[int, float]:
     """The loss of every step, the last telling of it."""
-    found = {}
+    step_losses = {}
     for line in reports(folder.path / "metrics"):
         if line.get("loss") is not None:
-            found[line["step"]] = line["loss"]
-    return found
+            step_losses[line["step"]] = line["loss"]
+    return step_losses
 
 
 def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, monkeypatch, capsys):
     steps = 40
     held = 25
     spec = plan(corpus, tmp_path, steps, trace_steps=2)
-    whole = start(
+    undisturbed = start(
         tmp_path, plan(corpus, tmp_path, steps, trace_steps=2, nodes=1), "whole"
     )  # the same layout
-    assert wait_end(whole).state == "done", whole.rank_log(0).read_text()
+    assert wait_end(undisturbed).state == "done", undisturbed.rank_log(0).read_text()
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     assert main(["report", "whole", "--rank", "1", "--json"]) == 0
     timeline = json.loads(capsys.readouterr().out)["timeline"]
@@ -104,7 +104,7 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
     LocalBackend().resume(broken, from_bytes(broken.request.read_bytes()), os.environ)
     state = wait_end(broken)
     assert (state.state, state.epoch) == ("done", 2), broken.rank_log(0).read_text()
-    assert losses(broken) == losses(whole)  # to the bit, over a crash and a cancel
+    assert losses(broken) == losses(undisturbed)  # to the bit, over a crash and a cancel
     report = json.loads(broken.report.read_text())
     assert report["steps"]["completed"] == steps and report["memory"]["params"]["measured"] > 0
 
@@ -124,9 +124,9 @@ def test_the_store_hears_the_nodes_of_the_run_and_no_other_machine(tmp_path, cor
         for pid in children_of(children_of(pids["node0"])[0])
         if comm(pid).startswith("orch-rank-")
     )
-    kept = listening(pids["node0"])
-    (store,) = kept.keys() & listening(worker).keys()
-    assert kept[store][0] == "10.0.0.1", "not on all interfaces"
+    agent_sockets = listening(pids["node0"])
+    (store,) = agent_sockets.keys() & listening(worker).keys()
+    assert agent_sockets[store][0] == "10.0.0.1", "not on all interfaces"
     assert {address for address, _ in listening(worker).values()} <= {"10.0.0.1", "127.0.0.1"}
     enter = ["nsenter", "-t", str(pids["node1"]), "-n"]
     subprocess.run([*enter, "ip", "address", "add", "10.0.0.99/8", "dev", "eth0"], check=True)
@@ -134,7 +134,7 @@ def test_the_store_hears_the_nodes_of_the_run_and_no_other_machine(tmp_path, cor
         "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1,"
         " (sys.argv[3], 0))"
     )
-    asks = [*enter, sys.executable, "-S", "-c", code, "10.0.0.1", str(kept[store][1])]
+    asks = [*enter, sys.executable, "-S", "-c", code, "10.0.0.1", str(agent_sockets[store][1])]
     assert subprocess.run([*asks, "10.0.0.2"], check=False).returncode == 0
     stranger = subprocess.run([*asks, "10.0.0.99"], check=False, capture_output=True, text=True)
     assert "TimeoutError" in stranger.stderr
@@ -144,20 +144,20 @@ def test_the_store_hears_the_nodes_of_the_run_and_no_other_machine(tmp_path, cor
 
 def listening(pid: int) -> dict[int, tuple[str, int]]:
     """Inode -> address and port of the IPv4 sockets on which a process listens."""
-    own = set()
-    found = {}
+    inodes = set()
+    sockets = {}
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed in this moment
             if (name := os.readlink(f"/proc/{pid}/fd/{fd}")).startswith("socket:["):
-                own.add(int(name[8:-1]))
+                inodes.add(int(name[8:-1]))
     for version in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{version}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
-            if state == "0A" and int(rest[5]) in own:
+            if state == "0A" and int(rest[5]) in inodes:
                 address, port = local.split(":")
                 number = bytes.fromhex(address)[::-1]
-                found[int(rest[5])] = str(ipaddress.ip_address(number)), int(port, 16)
-    return found
+                sockets[int(rest[5])] = str(ipaddress.ip_address(number)), int(port, 16)
+    return sockets
 
 
 def comm(pid: int) -> str:
@@ -166,4 +166,4 @@ def comm(pid: int) -> str:
 
 def children_of(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(word) for word in file.read().split()]
+        return [int(child_pid) for child_pid in file.read().split()]

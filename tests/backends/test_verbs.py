@@ -39,20 +39,20 @@ def home(tmp_path, monkeypatch):
     kill_runs(tmp_path / "home" / "runs")
 
 
-def program(text: str, name: str = "my_train.py") -> str:
-    Path(name).write_text(textwrap.dedent(text))
+def program(source: str, name: str = "my_train.py") -> str:
+    Path(name).write_text(textwrap.dedent(source))
     return name
 
 
-def orch(capsys, *words: str) -> tuple[int, str, str]:
+def orch(capsys, *arguments: str) -> tuple[int, str, str]:
     capsys.readouterr()
-    code = main(words)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
-def submit(capsys, *words: str, home: Path, cluster: list[str] = SMALL) -> RunFolder:
-    code, out, err = orch(capsys, "submit", *cluster, *words)
+def submit(capsys, *arguments: str, home: Path, cluster: list[str] = SMALL) -> RunFolder:
+    code, out, err = orch(capsys, "submit", *cluster, *arguments)
     assert code == 0, err
     handle = out.strip()
     assert re.fullmatch(r"local://[a-z0-9-]+", handle)
@@ -85,14 +85,14 @@ def test_a_torchrun_script_runs_unchanged(home, capsys):
         print(f"rank {rank} of {world} got {args.word!r}")
         dist.destroy_process_group()
         """)
-    word = "two words; $(reboot) 'quoted' \"twice\" ü"
+    argument = "two words; $(reboot) 'quoted' \"twice\" ü"
     folder = submit(
-        capsys, "--", "python", "my_train.py", "--word", word, home=home, cluster=small(1)
+        capsys, "--", "python", "my_train.py", "--word", argument, home=home, cluster=small(1)
     )
     state = wait_end(folder)
     assert (state.state, state.exit_code) == ("done", 0), folder.rank_log(0).read_text()
     for rank in range(2):
-        assert f"rank {rank} of 2 got {word!r}" in folder.rank_log(rank).read_text()
+        assert f"rank {rank} of 2 got {argument!r}" in folder.rank_log(rank).read_text()
     assert state.summary["program"].startswith("python my_train.py")
 
 
@@ -116,10 +116,10 @@ def test_the_exit_code_of_the_users_program_becomes_1_and_its_words_are_shown(ho
 @pytest.mark.process
 def test_dry_run_prints_what_submit_sends_and_writes_nothing(home, capsys):
     program("print('hello')")
-    words = [*SMALL, "--run-id", "golden-1", "--", "python", "my_train.py"]
-    code, shown, _ = orch(capsys, "submit", "--dry-run", "--json", *words)
+    arguments = [*SMALL, "--run-id", "golden-1", "--", "python", "my_train.py"]
+    code, shown, _ = orch(capsys, "submit", "--dry-run", "--json", *arguments)
     assert code == 0 and not home.exists()
-    code, out, _ = orch(capsys, "submit", *words)
+    code, out, _ = orch(capsys, "submit", *arguments)
     folder = RunFolder(home / "runs" / "golden-1")
     assert (code, out) == (0, "local://golden-1\n")
     assert folder.request.read_text() == shown
@@ -133,15 +133,15 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
     from orchestrator.backends.local import backend as local
 
     monkeypatch.setattr(local, "gpus_here", lambda: 0)
-    words = ["+cluster=h100x64", "parallel=tp8_pp4_zero1", "backend=local"]
-    code, out, _ = orch(capsys, "submit", *words, "--dry-run")
+    overrides = ["+cluster=h100x64", "parallel=tp8_pp4_zero1", "backend=local"]
+    code, out, _ = orch(capsys, "submit", *overrides, "--dry-run")
     assert code == 0 and not home.exists()
     assert "tp=8" in out and "Request" in out and "8, one per node, from node-0 to node-7" in out
     assert (
         "would refuse to submit it" in out
         and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in out
     )
-    code, out, err = orch(capsys, "submit", *words)
+    code, out, err = orch(capsys, "submit", *overrides)
     assert code == 76 and err.count("\n") == 1 and "this machine has no GPU" in err
     assert not (home / "runs").exists()
 
@@ -222,10 +222,10 @@ def test_list_status_logs_cancel_resume(home, capsys):
     # What a worker prints is in its log before an agent has written what it reports: only status
     # tells the latter.
     wait_for(lambda: min(told_steps(), default=0) >= 3, what="step 3 of both nodes")
-    found = told()
-    assert found["state"]["state"] == "running" and found["live"]["step"] >= 3
-    assert found["live"]["nodes"]["node-1"]["memory_bytes"] == {"total": 12345}
-    assert abs(found["live"]["tokens_per_s"] - 2000) < 1
+    run_status = told()
+    assert run_status["state"]["state"] == "running" and run_status["live"]["step"] >= 3
+    assert run_status["live"]["nodes"]["node-1"]["memory_bytes"] == {"total": 12345}
+    assert abs(run_status["live"]["tokens_per_s"] - 2000) < 1
     code, out, _ = orch(capsys, "status")
     assert "running" in out and "2,000 tokens/s" in out and "MFU 50.0%" in out and "/metrics" in out
     code, out, _ = orch(capsys, "list")
@@ -282,8 +282,8 @@ def test_the_submitting_shell_may_go_away(home, capsys):
     everybody in it."""
     held = "import os, time; path = os.path.join(os.environ['ORCH_RUN_DIR'], 'go')\n"
     program(held + "while not os.path.exists(path): time.sleep(0.05)\nprint('still here')")
-    words = ["submit", *SMALL, "--run-id", "lonely", "--", "python", "my_train.py"]
-    argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
+    submit_arguments = ["submit", *SMALL, "--run-id", "lonely", "--", "python", "my_train.py"]
+    argv = [sys.executable, "-m", "orchestrator.cli.main", *submit_arguments]
     shell = subprocess.Popen(
         argv, start_new_session=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )
@@ -297,7 +297,7 @@ def test_the_submitting_shell_may_go_away(home, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "text"),
+    ("arguments", "code", "complaint"),
     [
         (["status", "nothing"], 64, "there are no runs in"),
         (["logs"], 64, "there are no runs in"),
@@ -314,9 +314,9 @@ def test_the_submitting_shell_may_go_away(home, capsys):
         (["list", "extra"], 64, "does not take 'extra'"),
     ],
 )
-def test_refusals(home, capsys, words, code, text):
-    found, _, err = orch(capsys, *words)
-    assert found == code and text in err and err.count("\n") == 1
+def test_refusals(home, capsys, arguments, code, complaint):
+    exit_code, _, err = orch(capsys, *arguments)
+    assert exit_code == code and complaint in err and err.count("\n") == 1
     assert not list(home.glob("runs/*"))
 
 

@@ -77,11 +77,11 @@ class Bed(ABC):
             )  # fmt: skip
 
     def wait(
-        self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None
+        self, ready: Callable[[], object], seconds: float, event: str, log: str | None = None
     ) -> None:
         if not wait(ready, self.patience * seconds, 0.3):
             raise BedError(
-                f"no {what} within {self.patience * seconds:.0f}"
+                f"no {event} within {self.patience * seconds:.0f}"
                 f" s\n{self.log_tail(log) if log else ''}"
             )
 
@@ -113,19 +113,19 @@ class CommandServer:
         return self._process.poll() is None
 
     def run(
-        self, words: Sequence[str], env: Mapping[str, str], output: Path, seconds: float, cwd: Path
+        self, argv: Sequence[str], env: Mapping[str, str], output: Path, seconds: float, cwd: Path
     ) -> subprocess.CompletedProcess[str]:
         """`output`: a folder for what it says."""
         out = output / f".out-{self._process.pid}"
         err = output / f".err-{self._process.pid}"
         files = {"cwd": str(cwd), "out": str(out), "err": str(err)}
-        wish = json.dumps({"argv": words, "env": dict(env), "seconds": seconds, **files})
+        wish = json.dumps({"argv": argv, "env": dict(env), "seconds": seconds, **files})
         print(wish, file=self._process.stdin, flush=True)
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         assert answer, "the server of command lines has ended: see its error above"
         code = int(answer)
-        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
 
 
 def wait(ready: Callable[[], object], seconds: float, pause: float = 0.1) -> bool:
@@ -147,7 +147,7 @@ def orphans(prefix: str) -> Iterator[Path]:
     for home in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError, ValueError, KeyError):
             if (owner := about(home)["owner"]) and not (
-                (found := identity(owner)) and is_alive(found)
+                (process := identity(owner)) and is_alive(process)
             ):
                 yield home
 
@@ -192,14 +192,14 @@ class Run:
 
     def until(
         self,
-        what: str,
+        event: str,
         ready: Callable[[], object],
         seconds: float | None = None,
         pause: float | None = None,
     ) -> None:
         seconds = seconds or self.patience_s
         assert wait(ready, seconds, pause or self.look_s), (
-            f"not within {seconds} s: {what}\n{self.logs()}"
+            f"not within {seconds} s: {event}\n{self.logs()}"
         )
 
     def logs(self) -> str:

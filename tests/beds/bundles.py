@@ -77,8 +77,8 @@ def make_bundle(
         agent_flags=list(agent_flags),
         join_timeout_s=join_timeout_s,
     )
-    assert all(word.isupper() for word in wishes), wishes
-    env = {f"ORCH_TEST_{word}": str(value) for word, value in wishes.items()} | (env or {})
+    assert all(wish.isupper() for wish in wishes), wishes
+    env = {f"ORCH_TEST_{wish}": str(value) for wish, value in wishes.items()} | (env or {})
     return make_request(
         SmallConfig(BackendSpec(**fields, env=env)), plan, site, command, sizes=sizes
     )
@@ -160,10 +160,10 @@ def no_namespaces() -> str:
 
 def reports(files: Path) -> list[dict]:
     """Every line of a folder's .jsonl files, but for a last one that is being written."""
-    whole = (path.read_text().rpartition("\n")[0] for path in sorted(files.glob("*.jsonl")))
-    return [json.loads(line) for text in whole for line in text.splitlines()]
+    complete = (path.read_text().rpartition("\n")[0] for path in sorted(files.glob("*.jsonl")))
+    return [json.loads(line) for content in complete for line in content.splitlines()]
 
 
 def events(folder: RunFolder, name: str) -> list[dict]:
-    """Those of that name, of all nodes."""
+    """The events of that name, of all nodes."""
     return [event for event in reports(folder.path / "events") if event["name"] == name]

@@ -38,14 +38,14 @@ def cancel_and_resume(
     assert "there are no steps left" in orch("resume", run.id, code=Exit.USAGE).stderr
 
 
-def refusals(orch: Callable[..., Any], words: Sequence[str]) -> None:
+def refusals(orch: Callable[..., Any], overrides: Sequence[str]) -> None:
     """What the backend cannot take ends with its code and one line, before there is a run
     folder."""
-    for more, code, why in (
+    for arguments, code, reason in (
         (["backend.options.nonsense=1"], Exit.CONFIG, "backend.options.nonsense is not an option"),
         (["model=bert_large"], Exit.CONFIG, "is not causal"),
         (["--run-id", "Refused"], Exit.USAGE, "run id"),
     ):
-        found = orch("submit", *words, *more, code=code)
-        assert why in found.stderr and len(found.stderr.strip().splitlines()) == 1
+        completed = orch("submit", *overrides, *arguments, code=code)
+        assert reason in completed.stderr and len(completed.stderr.strip().splitlines()) == 1
     assert json.loads(orch("list", "--json").stdout) == []

@@ -54,10 +54,12 @@ class FakeAgent:
         self.say(messages.Started())
         return assigned
 
-    def workers_end(self, *codes: int, asked=False):
+    def workers_end(self, *codes: int, stop_asked=False):
         ranks = [rank.rank for rank in PLAN.ranks if rank.node == self.node]
         for rank, code in zip(ranks, codes, strict=True):
-            self.say(messages.WorkerExit(rank=rank, code=code, asked=asked, step=None, tail=[]))
+            self.say(
+                messages.WorkerExit(rank=rank, code=code, asked=stop_asked, step=None, tail=[])
+            )
         self.say(messages.Stopped())
 
 

@@ -96,12 +96,12 @@ def root(folder: Path, suite: str, packages: Sequence[str]) -> str | None:
 def _debootstrap(
     folder: Path, suite: str, packages: Sequence[str], mirror: str, lock: int
 ) -> str | None:
-    part = folder.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
+    partial_folder = folder.with_suffix(".part")
+    shutil.rmtree(partial_folder, ignore_errors=True)
     # Ended in its middle it leaves /proc mounted in the folder: for nobody but itself. While it
     # lives it has the lock.
     argv = ["unshare", "--mount", "--propagation", "private", "debootstrap", "--variant=minbase"]
-    argv += [f"--include={','.join(packages)}", suite, str(part), mirror]
+    argv += [f"--include={','.join(packages)}", suite, str(partial_folder), mirror]
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=900, check=False, pass_fds=(lock,)
@@ -110,5 +110,5 @@ def _debootstrap(
         return "debootstrap took more than 900 s"
     if done.returncode:
         return f"debootstrap failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
-    part.rename(folder)
+    partial_folder.rename(folder)
     return None

@@ -11,7 +11,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def failing(*records: Path) -> Iterator[None]:
-    """In their places are folders, which can neither be read as files nor be replaced by files."""
+    """Puts folders in the places of the records, which can neither be read as files nor be replaced
+    by files."""
     held = [record.with_name(f"{record.name}.held") for record in records]
     for record, away in zip(records, held, strict=True):
         with contextlib.suppress(FileNotFoundError):
@@ -32,26 +33,26 @@ def failing(*records: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_descriptors(pids: Iterable[int]) -> Iterator[None]:
-    """None of these processes can open anything: EMFILE."""
+    """Lets none of these processes open anything: EMFILE."""
     with _limited(pids, resource.RLIMIT_NOFILE, 3):
         yield
 
 
 @contextlib.contextmanager
 def without_room(pids: Iterable[int]) -> Iterator[None]:
-    """None of these processes can write a byte to a file: EFBIG."""
+    """Lets none of these processes write a byte to a file: EFBIG."""
     with _limited(pids, resource.RLIMIT_FSIZE, 0):
         yield
 
 
 @contextlib.contextmanager
-def _limited(pids: Iterable[int], what: int, most: int) -> Iterator[None]:
-    before = {pid: resource.prlimit(pid, what) for pid in pids}
+def _limited(pids: Iterable[int], limit_kind: int, soft_limit: int) -> Iterator[None]:
+    before = {pid: resource.prlimit(pid, limit_kind) for pid in pids}
     for pid, (_, hard) in before.items():
-        resource.prlimit(pid, what, (most, hard))
+        resource.prlimit(pid, limit_kind, (soft_limit, hard))
     try:
         yield
     finally:
         for pid, limits in before.items():
             with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, what, limits)
+                resource.prlimit(pid, limit_kind, limits)

@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def write_text(home: Path) -> None:
     """The corpus of the run, the same on every machine: `data.paths` names it from the home, so no
     plan changes."""
-    words = [
+    vocabulary = [
         "rank",
         "node",
         "plan",
@@ -31,7 +31,7 @@ def write_text(home: Path) -> None:
     picks = [hashlib.sha256(bytes([line])).digest()[:9] for line in range(100)]
     (home / "text").mkdir()
     (home / "text" / "words.txt").write_text(
-        "".join(" ".join(words[b % 12] for b in p) + "\n" for p in picks)
+        "".join(" ".join(vocabulary[b % 12] for b in p) + "\n" for p in picks)
     )
 
 
@@ -54,19 +54,19 @@ def restore(name: str, home: Path) -> Path:
     folder = home / "orch" / "runs" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(GOLDEN / f"run_{name}", folder)
-    for part in ("logs", "events", "metrics", "checkpoints"):
-        (folder / part).mkdir(exist_ok=True)
-    here = {
+    for subfolder in ("logs", "events", "metrics", "checkpoints"):
+        (folder / subfolder).mkdir(exist_ok=True)
+    replacements = {
         "<PYTHON>.bin": str(Path(sys.executable).parent),
         "<PYTHON>": sys.executable,
         "<HOME>": str(home),
     }
     for path in folder.rglob("*"):
         if path.suffix in (".json", ".jsonl", ".yaml", ".log"):
-            text = path.read_text()
-            for name, value in here.items():
-                text = text.replace(name, value)
-            path.write_text(text)
+            content = path.read_text()
+            for name, value in replacements.items():
+                content = content.replace(name, value)
+            path.write_text(content)
     (folder / "secret.key").write_text(os.urandom(32).hex() + "\n")
     for path in (home / "orch").rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)

@@ -19,7 +19,7 @@ NAME = "login"  # as ssh knows the host
 
 
 def install() -> str | None:
-    """None, or one line that says why this machine cannot have one."""
+    """One line that says why this machine cannot have an sshd, or None."""
     if os.geteuid() != 0:
         return "only root may start an sshd"
     return debian.provide(("sshd", "ssh", "ssh-keygen"), ("openssh-server", "openssh-client"))

@@ -29,8 +29,8 @@ EPOCH = int(os.environ["ORCH_EPOCH"])
 RUN = Path(os.environ["ORCH_RUN_DIR"])
 
 
-def wish(word: str, default: str = "") -> str:
-    return os.environ.get(f"ORCH_TEST_{word}", default)
+def wish(variable: str, default: str = "") -> str:
+    return os.environ.get(f"ORCH_TEST_{variable}", default)
 
 
 def report(**fields: object) -> None:
@@ -50,16 +50,16 @@ def pulse() -> None:
 def meet(step: int, apart: bool) -> bool:
     """Wait until all ranks are at this step; False when one of them is gone."""
     DOING.update(phase="comm", waiting="all-reduce (dp)", moves=DOING["moves"] + 1)
-    mine = RUN / f"at-{EPOCH}-{RANK}"
-    mine.with_suffix(".new").write_text(str(step))
-    mine.with_suffix(".new").rename(mine)
-    others = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank != RANK]
-    while apart or any(at(rank) < step for rank in others):
-        gone = (
+    step_file = RUN / f"at-{EPOCH}-{RANK}"
+    step_file.with_suffix(".new").write_text(str(step))
+    step_file.with_suffix(".new").rename(step_file)
+    other_ranks = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank != RANK]
+    while apart or any(at(rank) < step for rank in other_ranks):
+        departures = (
             path.exists() and not alive(int(path.read_text() or 1))
-            for path in map(pid_file, others)
+            for path in map(pid_file, other_ranks)
         )
-        if not apart and any(gone):
+        if not apart and any(departures):
             return False
         time.sleep(0.02)
     DOING.update(waiting=None)
@@ -82,17 +82,17 @@ def alive(pid: int) -> bool:
         return False
 
 
-def hang(how: str) -> None:
-    if how == "spin":
+def hang(kind: str) -> None:
+    if kind == "spin":
         while True:
             pass
-    elif how == "stuck":
+    elif kind == "stuck":
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
-    elif how == "held":
+    elif kind == "held":
         re.match(r"(a+)+$", "a" * 64 + "b")  # backtracks for years, and holds the interpreter
-    elif how == "stopped":
+    elif kind == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -164,15 +164,15 @@ def main() -> int:
             time.sleep(max(0.0, own_s - float(wish("STEP_S", "0.02"))))
             orders = [order.split(":") for order in filter(None, wish("HANG").split(","))]
             due = [
-                (int(rank), how) for rank, s, how, t in orders if (int(s), int(t)) == (step, turn)
+                (int(rank), kind) for rank, s, kind, t in orders if (int(s), int(t)) == (step, turn)
             ]
-            mine = [how for rank, how in due if rank == RANK]
-            apart = any(how == "apart" for _, how in due)
+            own_hangs = [kind for rank, kind in due if rank == RANK]
+            apart = any(kind == "apart" for _, kind in due)
             DOING.update(step=step, phase="forward", moves=DOING["moves"] + 1)
-            if mine:
+            if own_hangs:
                 (RUN / f"hung-{turn}").write_text(str(EPOCH))
-            for how in mine:
-                hang(how)
+            for kind in own_hangs:
+                hang(kind)
             if not meet(step, apart):
                 return 75
         weight = 3.9 * weight * (1 - weight)  # chaotic: each value tells the whole history

@@ -43,7 +43,7 @@ def noting(files: tuple[str, ...], path: Path) -> Callable[..., Any]:
 
 def lines_of(file: str) -> set[int]:
     """The lines inside functions of a file."""
-    found = set[int]()
+    line_numbers = set[int]()
     todo = list[CodeType]()
     module = compile((ROOT / file).read_text(), file, "exec")
     todo += [const for const in module.co_consts if isinstance(const, CodeType)]
@@ -51,21 +51,21 @@ def lines_of(file: str) -> set[int]:
         code = todo.pop()
         todo += [const for const in code.co_consts if isinstance(const, CodeType)]
         if code.co_name not in CLASSES:
-            found |= {
+            line_numbers |= {
                 line for _, _, line in code.co_lines() if line and line != code.co_firstlineno
             }
-    return found
+    return line_numbers
 
 
 #: Bodies of classes run once, on import.
 CLASSES = ("Case", "Where")
 
 
-def main(what: str, folder: Path) -> int:
+def main(kind: str, folder: Path) -> int:
     import torch  # noqa: F401  # before the trace: it does not look at a thing of torch's
 
-    sys.settrace(noting(SINGLE if what == "single" else NODE, folder / "lines"))
-    if what == "single":
+    sys.settrace(noting(SINGLE if kind == "single" else NODE, folder / "lines"))
+    if kind == "single":
         from benchmarks import gpu_single
 
         sys.argv = ["gpu_single", "--dry", "--rounds", "2"]
@@ -80,19 +80,19 @@ def main(what: str, folder: Path) -> int:
     def ours(plan: Plan, *rest: Any) -> Any:
         return failing() if plan.parallel.zero == 2 else real(plan, *rest)
 
-    given = node.cases
+    original_cases = node.cases
     rivals = node.available
     real = measure.ours
     measure.ours = ours
     layout = "parallel=dp2_zero1"
-    more = [
+    extra_cases = [
         Case("refused", SMALL, ("parallel=tp3",)),
         Case("compiled", SMALL, (layout, "train.compile=true"), ("loop",)),
         Case("fails", SMALL, (layout,), ("failing",)),
         Case("dies", SMALL, (layout,), ("dying",)),
         Case("ours fails", SMALL, ("parallel=dp2_zero2",), ("loop",)),
     ]
-    node.cases = lambda gpus: [*given(gpus), *more]
+    node.cases = lambda gpus: [*original_cases(gpus), *extra_cases]
     node.available = lambda folder: (
         rivals(folder) | {"failing": failing, "dying": lambda *_: os._exit(3)}
     )
@@ -101,12 +101,12 @@ def main(what: str, folder: Path) -> int:
     titan = os.environ.get("TORCHTITAN", "")
     page = folder / "performance.md"
     page.write_text((ROOT / "docs" / "performance.md").read_text())
-    words = ["--dry", "--gpus", "2", "--rounds", "1", "--out", str(out), "--page", str(page)]
-    words += ["--torchtitan", titan, "--only"]
-    node.main([*words, *CASES])
+    arguments = ["--dry", "--gpus", "2", "--rounds", "1", "--out", str(out), "--page", str(page)]
+    arguments += ["--torchtitan", titan, "--only"]
+    node.main([*arguments, *CASES])
     tempfile.tempdir = str(folder)  # where it writes unless told
     node.main(["--dry", "--gpus", "2", "--only", "refused"])
-    return 0 if node.main([*words, "fails", "dies", "ours fails"]) == 1 else 1
+    return 0 if node.main([*arguments, "fails", "dies", "ours fails"]) == 1 else 1
 
 
 if __name__ == "__main__":

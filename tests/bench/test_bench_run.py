@@ -29,24 +29,24 @@ def test_what_bench_finds_is_what_plans_use(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ORCH_HOME", str(home))
     monkeypatch.chdir(tmp_path)
     name = cluster()
-    words = [f"cluster={name}", "cluster.gpus_per_node=1"]
+    overrides = [f"cluster={name}", "cluster.gpus_per_node=1"]
     try:
-        assert main(["bench", "--json", *words]) == 0
+        assert main(["bench", "--json", *overrides]) == 0
     finally:
         kill_runs(home / "runs")
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert "21/21" in said.err or "23/23" in said.err  # the bar reached its end
-    assert set(found["links"]) == {
+    captured = capsys.readouterr()
+    measurement = json.loads(captured.out)
+    assert "21/21" in captured.err or "23/23" in captured.err  # the bar reached its end
+    assert set(measurement["links"]) == {
         "switch" if name == "local_shaped" else "host"
     }  # a node of one GPU has no inside
-    (link,) = found["links"].values()
+    (link,) = measurement["links"].values()
     if name == "local_shaped":
         assert 0 < link["bytes_per_s"] < 1.3 * 0.05e9 / 8  # what the wire lets through, and a burst
-    assert found["measured"]["matmul_flops"]["fp32"] > 0
-    assert main(["plan", "--json", "parallel=dp2", *words]) == 0
+    assert measurement["measured"]["matmul_flops"]["fp32"] > 0
+    assert main(["plan", "--json", "parallel=dp2", *overrides]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["cluster"]["measured"]["source"] == found["measured"]["source"]
-    assert min(value for name, value in found["host"].items() if name != "source") > 0
-    assert plan["cluster"]["host"] == found["host"]
+    assert plan["cluster"]["measured"]["source"] == measurement["measured"]["source"]
+    assert min(value for name, value in measurement["host"].items() if name != "source") > 0
+    assert plan["cluster"]["host"] == measurement["host"]
     assert plan["cluster"]["levels"][0]["bytes_per_s"] == link["bytes_per_s"]

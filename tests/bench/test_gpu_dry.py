@@ -18,30 +18,31 @@ from tests.bench.dry_runs import CASES, NODE, ROOT, SINGLE, lines_of
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
-def run(what, folder, fake):
+def run(kind, folder, fake):
     folder.mkdir()
     environment = fakegpu.environment() if fake else dict(os.environ)
     environment |= {"TORCH_COMPILE_DISABLE": "1"}  # minutes of a compiler, and no line of ours
-    words = [sys.executable, "-m", "tests.bench.dry_runs", what, str(folder)]
+    argv = [sys.executable, "-m", "tests.bench.dry_runs", kind, str(folder)]
     ended = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    found = defaultdict(set)
+    executed_lines = defaultdict(set)
     for line in (folder / "lines").read_text().splitlines():
         file, _, number = line.partition(":")
-        found[file].add(int(number))
-    return found
+        executed_lines[file].add(int(number))
+    return executed_lines
 
 
 def left(files, *runs):
     """Lines that no run has executed: "file:line text"."""
     missing = []
     for file in files:
-        text = (ROOT / file).read_text().splitlines()
+        source_lines = (ROOT / file).read_text().splitlines()
         done = set().union(*(run[file] for run in runs))
         missing += [
-            f"{file}:{line} {text[line - 1].strip()}" for line in sorted(lines_of(file) - done)
+            f"{file}:{line} {source_lines[line - 1].strip()}"
+            for line in sorted(lines_of(file) - done)
         ]
     return missing
 
@@ -68,16 +69,16 @@ def test_every_case_has_a_plan_that_fits_eight_gpus():
 
 @pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs")
 @pytest.mark.parametrize(
-    ("what", "files"),
+    ("kind", "files"),
     [("single", SINGLE), pytest.param("node", NODE, marks=pytest.mark.full)],  # ten minutes
 )
-def test_a_dry_run_executes_every_line(what, files, tmp_path):
-    runs = run(what, tmp_path / "cpu", False), run(what, tmp_path / "gpu", True)
-    missing = [line for line in left(files, *runs) if not any(text in line for text in ELSEWHERE)]
+def test_a_dry_run_executes_every_line(kind, files, tmp_path):
+    runs = run(kind, tmp_path / "cpu", False), run(kind, tmp_path / "gpu", True)
+    missing = [line for line in left(files, *runs) if not any(mark in line for mark in ELSEWHERE)]
     if not os.environ.get("TORCHTITAN"):  # a folder that holds it: see benchmarks/kernels.py
         missing = [line for line in missing if not in_titan(line)]
     assert missing == []
-    if what == "node":
+    if kind == "node":
         rows = json.loads((tmp_path / "cpu" / "result.json").read_text())["cases"]
         assert set(rows) == {*CASES, "fails", "dies", "ours fails"}
         assert (
@@ -98,17 +99,17 @@ def test_a_dry_run_executes_every_line(what, files, tmp_path):
 def test_a_run_that_is_broken_dry_goes_on():
     """Its pieces are tested by those of `orch drill`; the numbers of a card need the whole program
     to run."""
-    words = [sys.executable, "-m", "benchmarks.gpu_run", "--dry", "--steps", "600"]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    argv = [sys.executable, "-m", "benchmarks.gpu_run", "--dry", "--steps", "600"]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.endswith("each sample once, and all faults got over\n")
 
 
 def in_titan(line):
     number = int(line.partition(":")[2].partition(" ")[0])
-    text = (ROOT / "benchmarks/gpu_node/rivals.py").read_text().splitlines()
+    source_lines = (ROOT / "benchmarks/gpu_node/rivals.py").read_text().splitlines()
     begin, end = (
-        next(at for at, one in enumerate(text) if one.startswith(of))
-        for of in ("def titan", "RIVALS =")
+        next(at for at, source_line in enumerate(source_lines) if source_line.startswith(head))
+        for head in ("def titan", "RIVALS =")
     )
     return line.startswith("benchmarks/gpu_node/rivals.py") and begin < number <= end

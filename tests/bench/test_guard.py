@@ -108,14 +108,14 @@ def test_written_values_are_those_the_next_run_is_held_against(result, monkeypat
     result.write_bytes(msgspec.json.encode({"plan": row(1.0), "search_of_old": row(4.0)}))
     costing(monkeypatch, plan=5.0, help=2.0)
     guard.main(["--only", "help", "--write"])
-    kept = guard.committed(result)
-    assert sorted(kept) == ["help", "plan"] and kept["plan"] == row(1.0), (
+    committed = guard.committed(result)
+    assert sorted(committed) == ["help", "plan"] and committed["plan"] == row(1.0), (
         "what is not measured stays"
     )
     capsys.readouterr()
     guard.main(["--only", "help", "plan", "--json"])
     numbers = json.loads(capsys.readouterr().out)["numbers"]
-    assert {name: one["verdict"] for name, one in numbers.items()} == {
+    assert {name: verdict_row["verdict"] for name, verdict_row in numbers.items()} == {
         "help": "as before",
         "plan": "worse",
     }
@@ -138,9 +138,9 @@ def test_a_work_that_fails_is_one_line_and_the_others_are_measured(result, monke
     )
     monkeypatch.setitem(NUMBERS, "plan", broken)
     assert guard.main(["--only", "plan", "help"]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith("not measured  plan: ") and said.err.count("\n") == 1
-    assert "help: 2 canaries" in said.out
+    captured = capsys.readouterr()
+    assert captured.err.startswith("not measured  plan: ") and captured.err.count("\n") == 1
+    assert "help: 2 canaries" in captured.out
 
 
 def test_a_machine_that_is_slower_or_gets_slower_meets_canary_and_work_alike():
@@ -183,8 +183,8 @@ sys.exit(main())
 
 @pytest.mark.timing
 def test_a_search_that_is_made_twice_as_long_is_seen():
-    words = ["plan", "+cluster=h100x1024", "model=llama3_70b", "parallel=auto"]
+    arguments = ["plan", "+cluster=h100x1024", "model=llama3_70b", "parallel=auto"]
     was = row_of(NUMBERS["search_1024"].measure(3), CONDITIONS)
-    now = row_of(of_command([sys.executable, "-c", SLOWED, *words], PLAIN, 3), CONDITIONS)
-    found = Comparison("search_1024", now, was)
-    assert found.verdict == "worse", found.line
+    now = row_of(of_command([sys.executable, "-c", SLOWED, *arguments], PLAIN, 3), CONDITIONS)
+    comparison = Comparison("search_1024", now, was)
+    assert comparison.verdict == "worse", comparison.line

@@ -31,8 +31,8 @@ def test_a_nodes_rates_are_those_of_its_ranks_together(alone, tmp_path, monkeypa
     monkeypatch.setattr(bench, "_update", lambda control: 5.0)
     monkeypatch.setattr(bench, "_disk", lambda memory, folder, control: 7.0)
     monkeypatch.setattr(bench, "_link", lambda memory, control: 3.0)
-    found = bench.host(torch.device("cpu"), tmp_path, 4, alone)
-    assert (found["memory_bytes_per_s"], found["disk_bytes_per_s"], found["link_bytes_per_s"]) == (
+    rates = bench.host(torch.device("cpu"), tmp_path, 4, alone)
+    assert (rates["memory_bytes_per_s"], rates["disk_bytes_per_s"], rates["link_bytes_per_s"]) == (
         20.0,
         28.0,
         3.0,
@@ -40,8 +40,8 @@ def test_a_nodes_rates_are_those_of_its_ranks_together(alone, tmp_path, monkeypa
 
 
 def test_everything_is_measured_and_nothing_is_left(alone, tmp_path):
-    found = bench.host(torch.device("cpu"), tmp_path / "new", 1, alone)
-    assert all(value > 0 for value in found.values()) and not list((tmp_path / "new").iterdir())
+    rates = bench.host(torch.device("cpu"), tmp_path / "new", 1, alone)
+    assert all(value > 0 for value in rates.values()) and not list((tmp_path / "new").iterdir())
 
 
 def test_a_disk_without_room_is_one_line(alone, tmp_path, monkeypatch):

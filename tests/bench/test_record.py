@@ -1,4 +1,4 @@
-"""From measured rows to plans: the fit, the file, and what a plan does with it."""
+"""The way from measured rows to plans: the fit, the file, and what a plan does with it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def rows(
     level: str, latency: float, rate: float, stretch: dict[str, float] | None = None, ranks: int = 2
 ) -> list[Row]:
     """What a link would show that is exactly as the planner thinks."""
-    found = []
+    link_rows = []
     for operation in OPERATIONS:
         for size in SIZES:
             row = Row(level, operation, ranks, size, 0.0)
             seconds = predicted(row, latency, (stretch or {}).get(operation, 1.0) / rate)
-            found.append(msgspec.structs.replace(row, seconds=seconds))
-    return found
+            link_rows.append(msgspec.structs.replace(row, seconds=seconds))
+    return link_rows
 
 
 FACTORS = st.lists(st.floats(1.0, 3.0), min_size=5, max_size=5)
@@ -54,15 +54,15 @@ FACTORS = st.lists(st.floats(1.0, 3.0), min_size=5, max_size=5)
 @given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11), st.integers(2, 16), FACTORS)
 def test_the_fit_finds_what_made_the_rows(latency, rate, ranks, factors):
     stretch = dict(zip(OPERATIONS, factors, strict=True))
-    found = fit(rows("switch", latency, rate, stretch, ranks))["switch"]
+    link_fit = fit(rows("switch", latency, rate, stretch, ranks))["switch"]
     best = min(factors)
     # with few bytes against much latency (or the other way) one of the two cannot be seen in the
     # rows
-    assert found.error < 1e-3
+    assert link_fit.error < 1e-3
     if 0.02 < latency * rate / max(SIZES) < 1:
-        assert found.bytes_per_s == pytest.approx(rate / best, rel=1e-3)
-        assert found.latency_s == pytest.approx(latency, rel=1e-3)
-        assert found.stretch == pytest.approx(
+        assert link_fit.bytes_per_s == pytest.approx(rate / best, rel=1e-3)
+        assert link_fit.latency_s == pytest.approx(latency, rel=1e-3)
+        assert link_fit.stretch == pytest.approx(
             {name: f / best for name, f in stretch.items()}, rel=1e-3
         )
 
@@ -71,22 +71,22 @@ def test_noise_never_gives_a_negative_latency_or_cost():
     faster_when_larger = [
         Row("nvlink", "all_reduce", 2, size, 1e-3 / (i + 1)) for i, size in enumerate(SIZES)
     ]
-    found = fit(faster_when_larger)["nvlink"]
-    assert found.bytes_per_s > 0 and found.latency_s > 0
+    link_fit = fit(faster_when_larger)["nvlink"]
+    assert link_fit.bytes_per_s > 0 and link_fit.latency_s > 0
     all_bytes = [Row("nvlink", "all_reduce", 2, size, (size / 1e6) ** 1.2) for size in SIZES]
-    found = fit(all_bytes)["nvlink"]
-    assert found.latency_s == 0 and found.bytes_per_s > 0
+    link_fit = fit(all_bytes)["nvlink"]
+    assert link_fit.latency_s == 0 and link_fit.bytes_per_s > 0
 
 
 def test_cases_meet_on_the_tier_that_they_measure():
-    words = ["cluster=h100x64", "model=tiny", "parallel=default", "train.global_batch_samples=64"]
-    plan = plan_of(load([*words, "train.global_batch_tokens=null"]))
-    found = cases(plan)
+    job = ["cluster=h100x64", "model=tiny", "parallel=default", "train.global_batch_samples=64"]
+    plan = plan_of(load([*job, "train.global_batch_tokens=null"]))
+    link_cases = cases(plan)
     tiers = ["nvlink", *(level.name for level in plan.cluster.levels)]
-    assert {case.level for case in found} == set(tiers) and [
-        c for c in found if c.level == "nvlink"
+    assert {case.level for case in link_cases} == set(tiers) and [
+        c for c in link_cases if c.level == "nvlink"
     ][-1].ranks == 8
-    for case in found:
+    for case in link_cases:
         members = [rank for group in case.groups for rank in group]
         assert len(members) == len(set(members)) and min(map(len, case.groups)) > 1
         for group in case.groups:
@@ -104,13 +104,13 @@ def home(tmp_path, monkeypatch):
 
 
 def keep(
-    words: list[str],
+    overrides: list[str],
     home,
     stretch: dict[str, float] | None = None,
     host: dict[str, float] | None = None,
     **links: tuple[float, float],
 ) -> str:
-    config = load(words)
+    config = load(overrides)
     compute = {
         "name": "bench_compute",
         "precision": "fp32",
@@ -140,7 +140,8 @@ def test_plans_use_what_was_measured_and_say_so(home):
     assert plan.time.exposed_comm_s["dp"] > 2 * described.time.exposed_comm_s["dp"]
     rate = context_of(plan).rate
     assert {
-        (one.nvlink, one.nic, one.latency, one.launch_s) for one in (rate.tensor, rate.ring)
+        (link_rate.nvlink, link_rate.nic, link_rate.latency, link_rate.launch_s)
+        for link_rate in (rate.tensor, rate.ring)
     } == {(1.0, 1.0, 1.0, 0)}
     assert (1 / rate.gemm_s, 1 / rate.attention_s, 1 / rate.byte_s) == pytest.approx(
         (8e9, 2e9, 3e9)
@@ -160,8 +161,8 @@ HOST_FOUND = {
 
 
 def test_plans_use_the_host_that_was_measured(home):
-    """In the place of a described one; a record of before it was measured leaves what is
-    described."""
+    """The measured host takes the place of a described one; a record of before it was measured
+    leaves what is described."""
     keep(WORDS, home, switch=(LATENCY, RATE))
     away = [*WORDS, "train.offload=disk"]
     assumed = plan_of(load(away))
@@ -177,9 +178,9 @@ def test_plans_use_the_host_that_was_measured(home):
     assert not any("are assumed" in line for line in plan.warnings)
     slow = HOST_FOUND | {"disk_bytes_per_s": 1e8}
     keep(WORDS, home, host=slow, switch=(LATENCY, RATE))
-    mine = plan.model.parameters / plan.parallel.tp
+    rank_parameters = plan.model.parameters / plan.parallel.tp
     assert plan_of(load(away)).time.terms["optimizer"] == pytest.approx(
-        24 * 2 * mine / 1e8, rel=0.1
+        24 * 2 * rank_parameters / 1e8, rel=0.1
     )
 
 
@@ -193,9 +194,9 @@ def test_an_operation_that_gets_less_out_of_a_link_costs_more(home):
 
 def test_another_cluster_is_not_planned_with_it(home):
     keep(WORDS, home, switch=(LATENCY, RATE))
-    other = [*WORDS, "cluster.nic.gbit_per_s=0.3"]
-    assert key_of(load(WORDS).cluster) != key_of(load(other).cluster)
-    assert plan_of(load(other)).cluster.measured is None
+    slower_nic = [*WORDS, "cluster.nic.gbit_per_s=0.3"]
+    assert key_of(load(WORDS).cluster) != key_of(load(slower_nic).cluster)
+    assert plan_of(load(slower_nic)).cluster.measured is None
     assert key_of(load([*WORDS, "cluster.measured=false"]).cluster) == key_of(load(WORDS).cluster)
 
 

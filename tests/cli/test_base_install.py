@@ -39,17 +39,17 @@ def orch(tmp_path, monkeypatch):
         "context": {"cluster": "a", "user": "a"},
     }
     named = {f"{kind}s": [{"name": "a", kind: value}] for kind, value in where.items()}
-    known = {"apiVersion": "v1", "kind": "Config", "current-context": "a", **named}
-    (tmp_path / "kubeconfig").write_text(json.dumps(known))
+    kubeconfig = {"apiVersion": "v1", "kind": "Config", "current-context": "a", **named}
+    (tmp_path / "kubeconfig").write_text(json.dumps(kubeconfig))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    return lambda words: subprocess.run(
-        [sys.executable, "-c", WITHOUT, *words.split()], capture_output=True, text=True
+    return lambda command_line: subprocess.run(
+        [sys.executable, "-c", WITHOUT, *command_line.split()], capture_output=True, text=True
     )
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "words",
+    "command_line",
     [
         "plan +cluster=h100x64 parallel=tp8_pp4_zero1",
         "submit +cluster=h100x64 parallel=tp8_pp4_zero1 --dry-run",
@@ -63,14 +63,14 @@ def orch(tmp_path, monkeypatch):
         "version",
     ],
 )
-def test_what_needs_no_extra_works_without_any(orch, words):
-    done = orch(words)
+def test_what_needs_no_extra_works_without_any(orch, command_line):
+    done = orch(command_line)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("command_line", "says"),
     [
         (
             "submit +cluster=local",
@@ -95,8 +95,8 @@ def test_what_needs_no_extra_works_without_any(orch, words):
         ),
     ],
 )
-def test_what_needs_an_extra_names_it_in_one_line(orch, words, says, tmp_path):
-    done = orch(words)
+def test_what_needs_an_extra_names_it_in_one_line(orch, command_line, says, tmp_path):
+    done = orch(command_line)
     assert done.returncode == 65 and says in done.stderr and done.stderr.count("\n") == 1, done
     assert not list((tmp_path / "home" / "runs").glob("*")), "half submitted"
 
@@ -112,8 +112,8 @@ ORIGINS = {
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_what_is_missing_is_installed_alike_however_orch_was(tmp_path, monkeypatch, origin):
-    """And orch itself is never named: on an index that does not have it a stranger may claim its
-    name."""
+    """The name orch itself never appears: on an index that does not have it a stranger may claim
+    its name."""
     installed = tmp_path / "orch_train-9.dist-info"
     installed.mkdir()
     needs = ("numpy>=1", 'torch>=9.9; extra == "trainer"', 'safetensors>=8; extra == "trainer"')
@@ -149,9 +149,9 @@ def test_nobody_is_told_to_install_our_name_from_an_index():
         for room in ("orchestrator", "trainer", "docs")
         for path in (ROOT / room).rglob("*.[pm][yd]")
     ]
-    told = [
+    offenders = [
         str(path)
         for path in (*files, ROOT / "README.md")
         if re.search(r"install '?orch-train", path.read_text())
     ]
-    assert files and not told
+    assert files and not offenders

@@ -15,7 +15,7 @@ from orchestrator.cli.verbs.completion import complete
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "offers"),
     [
         ("orch pl", ["plan"]),
         ("orch plan cluster=h100x6", ["cluster=h100x64"]),
@@ -34,8 +34,8 @@ from orchestrator.cli.verbs.completion import complete
         ("orch nosuchverb clu", []),
     ],
 )
-def test_offers(line, found):
-    assert complete(line) == found
+def test_offers(line, offers):
+    assert complete(line) == offers
 
 
 def test_offers_all_verbs_and_all_groups():

@@ -44,10 +44,10 @@ def test_a_submission_that_the_disk_does_not_take_leaves_nothing_unseen(
     )
     if done.returncode == 99:
         pytest.skip("needs the right to mount")
-    said = done.stdout.split()
-    if "0" in said[: said.index("code") + 2]:
-        assert said == ["local://mine", "code", "0", "mine", '"run_id":"mine"'], done
+    printed = done.stdout.split()
+    if "0" in printed[: printed.index("code") + 2]:
+        assert printed == ["local://mine", "code", "0", "mine", '"run_id":"mine"'], done
     else:
-        assert said[:2] in (["code", "76"], ["code", "65"]), done
-        assert said[2:] in ([], ["mine", '"run_id":"mine"']), done
+        assert printed[:2] in (["code", "76"], ["code", "65"]), done
+        assert printed[2:] in ([], ["mine", '"run_id":"mine"']), done
         assert done.stderr.count("\n") == 1 and "No space left on device" in done.stderr, done

@@ -32,12 +32,12 @@ def test_profiles_to_start_from_render_a_job_script(tmp_path, monkeypatch, capsy
     assert files(tmp_path / "slurm") == {
         f"backend/{k}": v for k, v in files(ROOT / "slurm" / "backend").items()
     }
-    words = (
+    line = (
         "render --config-dir slurm backend=preemptible cluster=h100x64 cluster.nodes=2"
         " parallel=tp8_zero1"
     )
     assert (
-        main([*words.split(), "model=llama3_8b", "--in-place", "backend.options.topology=none"])
+        main([*line.split(), "model=llama3_8b", "--in-place", "backend.options.topology=none"])
         == Exit.DONE
     )
     assert "#SBATCH --partition=preempt" in capsys.readouterr().out
@@ -45,32 +45,33 @@ def test_profiles_to_start_from_render_a_job_script(tmp_path, monkeypatch, capsy
 
 def test_the_chart_is_whole(tmp_path, capsys):
     assert main(["init", "kubernetes", str(tmp_path / "my" / "chart"), "--json"]) == Exit.DONE
-    said = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     ours = {
-        name: text
-        for name, text in files(ROOT / "charts" / "orch").items()
+        name: content
+        for name, content in files(ROOT / "charts" / "orch").items()
         if not name.endswith(".pyc")
     }
-    assert files(tmp_path / "my" / "chart") == ours and said["files"] == sorted(ours)
+    assert files(tmp_path / "my" / "chart") == ours and report["files"] == sorted(ours)
 
 
 def test_nothing_is_overwritten_unless_forced(tmp_path, capsys):
     assert main(["init", "slurm", str(tmp_path)]) == Exit.DONE
-    mine = tmp_path / "backend" / "apptainer.yaml"
-    gone = tmp_path / "backend" / "preemptible.yaml"
-    mine.write_text("mine")
-    gone.unlink()
+    edited_file = tmp_path / "backend" / "apptainer.yaml"
+    deleted_file = tmp_path / "backend" / "preemptible.yaml"
+    edited_file.write_text("mine")
+    deleted_file.unlink()
     assert main(["init", "slurm", str(tmp_path)]) == Exit.USAGE
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        str(mine) in said
-        and "4 more would be overwritten; --force overwrites" in said
-        and said.count("\n") == 1
+        str(edited_file) in stderr
+        and "4 more would be overwritten; --force overwrites" in stderr
+        and stderr.count("\n") == 1
     )
-    assert mine.read_text() == "mine" and not gone.exists()
+    assert edited_file.read_text() == "mine" and not deleted_file.exists()
     assert main(["init", "slurm", str(tmp_path), "--force"]) == Exit.DONE
     assert (
-        mine.read_bytes() == (ROOT / "slurm/backend/apptainer.yaml").read_bytes() and gone.exists()
+        edited_file.read_bytes() == (ROOT / "slurm/backend/apptainer.yaml").read_bytes()
+        and deleted_file.exists()
     )
 
 

@@ -31,23 +31,23 @@ def runs(tmp_path, monkeypatch):
         with create_run_folder(
             make_bundle(make_plan(), tmp_path / "runs", run_id=run_id), "local"
         ) as folder:
-            found = read_state(folder)
+            run_state = read_state(folder)
         if state:
-            found = finish(found, state, int(state == "failed"), state)
+            run_state = finish(run_state, state, int(state == "failed"), state)
         else:
             folder.take_lock()  # its processes live
         write_state(
-            folder, msgspec.structs.replace(found, created_at=time.time() - days * DAY - 60)
+            folder, msgspec.structs.replace(run_state, created_at=time.time() - days * DAY - 60)
         )
 
 
-def shown(capsys, *words: str) -> set[str]:
-    assert main(["list", *words, "--json"]) == Exit.DONE
+def shown(capsys, *filters: str) -> set[str]:
+    assert main(["list", *filters, "--json"]) == Exit.DONE
     return {row["state"]["run_id"] for row in json.loads(capsys.readouterr().out)}
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("filters", "run_ids"),
     [
         ([], {"tiny-1", "tiny-2", "big-1", "big-2"}),
         (["--active"], {"big-2"}),
@@ -62,32 +62,32 @@ def shown(capsys, *words: str) -> set[str]:
         (["--backend", "slurm"], set()),
     ],
 )
-def test_what_is_asked_for_is_shown(runs, capsys, words, wanted):
-    assert shown(capsys, *words) == wanted
+def test_what_is_asked_for_is_shown(runs, capsys, filters, run_ids):
+    assert shown(capsys, *filters) == run_ids
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("filters", "says"),
     [
         (["--state", "don"], "unknown state 'don'; did you mean 'done'"),
         (["--backend", "slum"], "unknown backend 'slum'; did you mean 'slurm'"),
         (["--newer-than", "3"], "'3' is not an age"),
     ],
 )
-def test_what_cannot_be_is_one_line(runs, capsys, words, says):
-    assert main(["list", *words]) == Exit.USAGE
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
+def test_what_cannot_be_is_one_line(runs, capsys, filters, says):
+    assert main(["list", *filters]) == Exit.USAGE
+    stderr = capsys.readouterr().err
+    assert says in stderr and stderr.count("\n") == 1
 
 
 def test_the_newest_are_shown_and_the_others_counted(runs, capsys, monkeypatch):
     monkeypatch.setattr("orchestrator.cli.verbs.list._SHOWN", 1)
-    for words in ([], ["--name", "tiny"]):
-        assert main(["list", *words]) == Exit.DONE
-        text = capsys.readouterr().out
+    for filters in ([], ["--name", "tiny"]):
+        assert main(["list", *filters]) == Exit.DONE
+        listing = capsys.readouterr().out
         assert (
-            len(text.splitlines()) == 3
-            and f"... {3 if not words else 1} older: orch list --all" in text
+            len(listing.splitlines()) == 3
+            and f"... {3 if not filters else 1} older: orch list --all" in listing
         )
     assert len(shown(capsys, "--all")) == 4
     assert main(["list", "--name", "none"]) == Exit.DONE

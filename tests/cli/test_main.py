@@ -25,9 +25,9 @@ main = front.main
 ORCH = [sys.executable, "-m", "orchestrator.cli.main"]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
-def test_help_lists_every_verb_and_exit_code(capsys, words):
-    assert main(words) == Exit.DONE
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]])
+def test_help_lists_every_verb_and_exit_code(capsys, arguments):
+    assert main(arguments) == Exit.DONE
     page = capsys.readouterr().out
     for name, verb in VERBS.items():
         assert f"  {name} " in page and verb.help in " ".join(page.split())
@@ -88,9 +88,9 @@ def test_a_bug_is_one_line_and_a_kept_traceback(capsys, monkeypatch, tmp_path):
     assert main(["version"]) == Exit.INTERNAL
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "RuntimeError: two lines" in err
-    (kept,) = tmp_path.iterdir()
-    assert str(kept) in err and "in broken" in kept.read_text()
-    assert kept.stat().st_mode & 0o077 == 0
+    (traceback_file,) = tmp_path.iterdir()
+    assert str(traceback_file) in err and "in broken" in traceback_file.read_text()
+    assert traceback_file.stat().st_mode & 0o077 == 0
     assert main(["version", "--debug"]) == Exit.INTERNAL
     assert "in broken" in capsys.readouterr().err
 
@@ -159,12 +159,12 @@ def test_plan_out_writes_what_the_trainer_reads(capsys, tmp_path: Path):
 
 
 def test_config_prints_what_it_loads(capsys, tmp_path: Path):
-    words = ["cluster=h100x64", "model=deepseek_v3", "run.name=x1"]
-    assert main(["config", *words]) == 0
+    overrides = ["cluster=h100x64", "model=deepseek_v3", "run.name=x1"]
+    assert main(["config", *overrides]) == 0
     as_yaml = yaml.safe_load(capsys.readouterr().out)
-    assert main(["config", *words, "--json"]) == 0
+    assert main(["config", *overrides, "--json"]) == 0
     as_json = json.loads(capsys.readouterr().out)
-    assert as_yaml == as_json == config_tree(load(words))
+    assert as_yaml == as_json == config_tree(load(overrides))
 
 
 def test_every_choice_says_what_it_is(capsys):

@@ -44,17 +44,17 @@ def test_the_schema_is_a_schema_with_the_promised_keys():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         [],
         ["+cluster=h100x64", "parallel=tp8_pp4_zero1"],
         ["cluster=gb200_nvl72x8"],
         ["cluster=h100x64", "model=mixtral_8x7b", "parallel=ep8_pp2_zero1", "train.seq_len=8192"],
     ],
-    ids=lambda words: "_".join(words) or "defaults",
+    ids=lambda overrides: "_".join(overrides) or "defaults",
 )
-def test_real_plans_obey_the_schema(words):
-    document = json.loads(to_json(build_plan(load(words))))
+def test_real_plans_obey_the_schema(overrides):
+    document = json.loads(to_json(build_plan(load(overrides))))
     validator = jsonschema.Draft202012Validator(json_schema())
     assert [error.message for error in validator.iter_errors(document)] == []
     del document["memory"]["total"]

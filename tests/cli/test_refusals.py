@@ -323,14 +323,14 @@ WRONG_FILES = [
 
 
 @pytest.mark.parametrize(
-    ("group", "text", "code", "message"),
+    ("group", "content", "code", "message"),
     WRONG_FILES,
     ids=[f"{g}-{t!r:.40}" for g, t, _, _ in WRONG_FILES],
 )
-def test_wrong_file(capsys, tmp_path: Path, group, text, code, message):
+def test_wrong_file(capsys, tmp_path: Path, group, content, code, message):
     path = tmp_path / group / "mine.yaml"
     path.parent.mkdir()
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["plan", f"{group}=mine", "--config-dir", str(tmp_path)]) == code
     err = capsys.readouterr().err
     assert re.search(message, err), err
@@ -339,10 +339,10 @@ def test_wrong_file(capsys, tmp_path: Path, group, text, code, message):
 
 
 def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    deleted_folder = tmp_path / "gone"
+    deleted_folder.mkdir()
+    monkeypatch.chdir(deleted_folder)
+    deleted_folder.rmdir()
     assert main(["plan"]) == Exit.USAGE
     assert (
         capsys.readouterr().err
@@ -352,8 +352,8 @@ def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("cluster", ["local", "h100x8", "v100x400"])
 def test_the_refusal_of_fp64_names_the_words_that_allow_it(capsys, cluster):
-    words = ["plan", f"cluster={cluster}", "model=tiny", "parallel=tp2", "train.precision=fp64"]
-    assert main(words) == C
-    way = capsys.readouterr().err.rpartition("to verify in fp64, ")[2].split()
-    assert len(way) == 2 and main([*words, *way]) == 0
+    arguments = ["plan", f"cluster={cluster}", "model=tiny", "parallel=tp2", "train.precision=fp64"]
+    assert main(arguments) == C
+    fp64_overrides = capsys.readouterr().err.rpartition("to verify in fp64, ")[2].split()
+    assert len(fp64_overrides) == 2 and main([*arguments, *fp64_overrides]) == 0
     assert "best ever measured" not in capsys.readouterr().out

@@ -19,7 +19,7 @@ from tests.beds.plans import make_plan
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
+def make_run(tmp_path, monkeypatch):
     """Makes a run that ended so many seconds before now; None: that has not ended, and whose
     processes live."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
@@ -40,14 +40,14 @@ def made(tmp_path, monkeypatch):
     return make
 
 
-def test_ended_runs_go_whole_also_those_in_other_folders(made, tmp_path, capsys):
-    here = made("here-1", 1.0)
-    other = made("other-1", 1.0, runs=tmp_path / "elsewhere")
-    register(tmp_path, other)
+def test_ended_runs_go_whole_also_those_in_other_folders(make_run, tmp_path, capsys):
+    home_run = make_run("here-1", 1.0)
+    outside_run = make_run("other-1", 1.0, runs=tmp_path / "elsewhere")
+    register(tmp_path, outside_run)
     assert main(["rm", "here-1", "other", "--dry-run"]) == Exit.DONE
     assert (
-        here.path.exists()
-        and other.path.exists()
+        home_run.path.exists()
+        and outside_run.path.exists()
         and "would remove  here-1" in capsys.readouterr().out
     )
     assert main(["rm", "here-1", "other-1", "--json"]) == Exit.DONE
@@ -55,37 +55,37 @@ def test_ended_runs_go_whole_also_those_in_other_folders(made, tmp_path, capsys)
     assert not list((tmp_path / "runs").iterdir()) and not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_of_several_runs_none_goes_where_one_lives(made, capsys):
-    ended = made("ended-1", 1.0)
-    alive = made("alive-1", None)
+def test_of_several_runs_none_goes_where_one_lives(make_run, capsys):
+    ended = make_run("ended-1", 1.0)
+    alive = make_run("alive-1", None)
     assert main(["rm", "ended-1", "alive-1"]) == Exit.USAGE
     assert "run alive-1 is pending: cancel it first" in capsys.readouterr().err
     assert ended.path.exists() and alive.path.exists()
 
 
-def test_the_oldest_go_until_the_rest_fits_and_the_newest_stay(made, tmp_path, capsys):
+def test_the_oldest_go_until_the_rest_fits_and_the_newest_stay(make_run, tmp_path, capsys):
     now = 1e9
-    runs = [made(f"run-{index}", now + index, size=1 << 20) for index in range(5)]
-    alive = made("alive-1", None, size=1 << 20)
+    runs = [make_run(f"run-{index}", now + index, size=1 << 20) for index in range(5)]
+    alive = make_run("alive-1", None, size=1 << 20)
     (tmp_path / "runs" / ".removed-broken-off").mkdir()
     assert main(["gc", "--size", "4M", "--keep", "2", "--json"]) == Exit.DONE
-    gone = [row["run_id"] for row in json.loads(capsys.readouterr().out)]
-    assert gone == ["run-0", "run-1", "run-2"]
+    removed_ids = [row["run_id"] for row in json.loads(capsys.readouterr().out)]
+    assert removed_ids == ["run-0", "run-1", "run-2"]
     assert [run.path.exists() for run in runs] == [False] * 3 + [True] * 2 and alive.path.exists()
     assert not (tmp_path / "runs" / ".removed-broken-off").exists()
 
 
-def test_the_young_stay(made, capsys):
-    old = made("old-1", 1.0)
-    young = made("young-1", 4e9)
+def test_the_young_stay(make_run, capsys):
+    old = make_run("old-1", 1.0)
+    young = make_run("young-1", 4e9)
     assert main(["gc", "--keep", "0"]) == Exit.DONE
     assert not old.path.exists() and young.path.exists()
     assert "1 run, " in capsys.readouterr().out
 
 
-def test_the_best_of_each_model_stay(made, capsys):
+def test_the_best_of_each_model_stay(make_run, capsys):
     losses = {"a-1": 2.0, "a-2": 1.0, "a-3": 3.0, "a-4": None, "b-1": 9.0, "b-2": 8.0}
-    runs = {name: made(name, 1.0) for name in losses}
+    runs = {name: make_run(name, 1.0) for name in losses}
     for name, loss in losses.items():
         runs[name].report.write_text(json.dumps({"loss": {"first": 0.0, "last": loss}}))
         if name.startswith("b"):
@@ -100,11 +100,11 @@ def test_the_best_of_each_model_stay(made, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--older-than", "3"], ["--size", "lots"], ["--keep", "-1"], ["--keep-best", "-1"]]
+    "options", [["--older-than", "3"], ["--size", "lots"], ["--keep", "-1"], ["--keep-best", "-1"]]
 )
-def test_what_is_no_age_size_or_number_removes_nothing(made, words, capsys):
-    old = made("old-1", 1.0)
-    assert main(["gc", *words]) == Exit.USAGE and old.path.exists()
+def test_what_is_no_age_size_or_number_removes_nothing(make_run, options, capsys):
+    old = make_run("old-1", 1.0)
+    assert main(["gc", *options]) == Exit.USAGE and old.path.exists()
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -113,8 +113,8 @@ def test_ages_and_sizes():
     assert [byte_count("500M"), byte_count("20GiB"), byte_count("7")] == [500 << 20, 20 << 30, 7]
 
 
-def test_paths_of_the_user_and_of_a_run(made, tmp_path, capsys):
-    folder = made("here-1", 1.0)
+def test_paths_of_the_user_and_of_a_run(make_run, tmp_path, capsys):
+    folder = make_run("here-1", 1.0)
     assert main(["paths", "--json"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out)["runs"] == str(tmp_path / "runs")
     assert main(["paths", "here"]) == Exit.DONE

@@ -19,7 +19,7 @@ def rendered(tmp_path, monkeypatch) -> RunFolder:
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
-    words = [
+    overrides = [
         "parallel=tp2_pp2",
         "nodes=2..4",
         "cluster.nodes=4",
@@ -27,7 +27,7 @@ def rendered(tmp_path, monkeypatch) -> RunFolder:
         "backend=kubernetes",
     ]
     assert (
-        main(["render", "--in-place", "--run-id", "r1", "backend.options.image=x:1", *words])
+        main(["render", "--in-place", "--run-id", "r1", "backend.options.image=x:1", *overrides])
         == Exit.DONE
     )
     return RunFolder(tmp_path / "runs" / "r1")
@@ -47,8 +47,8 @@ def test_a_run_of_one_size_is_told_so(rendered, capsys):
 
 def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
     sent = []
-    gone = []
-    monkeypatch.setattr(submission, "delete_run_objects", lambda *what: gone.append(what[1:]))
+    deleted = []
+    monkeypatch.setattr(submission, "delete_run_objects", lambda *args: deleted.append(args[1:]))
     monkeypatch.setattr(
         direct_runs.DirectRuns,
         "_send",
@@ -56,7 +56,7 @@ def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
     )
     assert main(["resize", "r1", "2"]) == Exit.DONE
     folder, request, plan, _, keywords = sent[0]
-    kind, name, run_id, wait_s = gone[0]
+    kind, name, run_id, wait_s = deleted[0]
     assert (folder, kind, name, run_id) == (rendered, "Job", "r1", "r1")
     assert keywords["generation"] == 1
     assert wait_s > 120  # of a run that lives, the grace period and more

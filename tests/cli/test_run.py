@@ -31,13 +31,13 @@ def here(tmp_path, monkeypatch):
         (tmp_path / name).touch()
 
 
-def request(capsys, *words: str) -> dict:
-    assert main(["run", "--dry-run", "--json", *words]) == 0
+def request(capsys, *arguments: str) -> dict:
+    assert main(["run", "--dry-run", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, *words: str) -> str:
-    assert main(["run", *words]) == 64
+def refused(capsys, *arguments: str) -> str:
+    assert main(["run", *arguments]) == 64
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     return err
@@ -61,48 +61,48 @@ def test_every_flag_of_torchrun_is_known_or_refused_by_name():
     "flags", [["--nnodes", "2", "--nproc-per-node", "3"], ["--nnodes=2", "--nproc_per_node=3"]]
 )
 def test_nodes_and_workers_on_each(capsys, flags):
-    found = request(capsys, *flags, "train.py", "--nnodes", "9", "x=1")
-    assert (found["nodes"], found["gpus_per_node"], found["summary"]["world_size"]) == (2, 3, 6)
-    assert found["worker"]["argv"][1:] == [
+    parsed = request(capsys, *flags, "train.py", "--nnodes", "9", "x=1")
+    assert (parsed["nodes"], parsed["gpus_per_node"], parsed["summary"]["world_size"]) == (2, 3, 6)
+    assert parsed["worker"]["argv"][1:] == [
         "-u",
         "train.py",
         "--nnodes",
         "9",
         "x=1",
     ]  # all after the script is its own
-    assert found["code"]["kind"] == "none" and found["policy"]["max_restarts"] == 0
+    assert parsed["code"]["kind"] == "none" and parsed["policy"]["max_restarts"] == 0
 
 
 @pytest.mark.parametrize(
-    ("fed", "said"), [("pipe", 1), ("file", 1), ("empty", 0), ("null", 0), ("closed", 0)]
+    ("fed", "notice_count"), [("pipe", 1), ("file", 1), ("empty", 0), ("null", 0), ("closed", 0)]
 )
-def test_what_is_piped_in_and_not_passed_on_is_said(tmp_path, fed, said):
-    text = tmp_path / "text"
-    text.write_text("hello" if fed == "file" else "")
+def test_what_is_piped_in_and_not_passed_on_is_said(tmp_path, fed, notice_count):
+    input_file = tmp_path / "text"
+    input_file.write_text("hello" if fed == "file" else "")
     argv = [sys.executable, "-m", "orchestrator.cli.main", "run", "--dry-run", "--json", "train.py"]
     closed = ["bash", "-c", 'exec "$@" <&-', "bash"] if fed == "closed" else []
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with text.open() as file:
-        how = (
+    with input_file.open() as file:
+        stdin = (
             {"input": "hello"}
             if fed == "pipe"
             else {"stdin": subprocess.DEVNULL if fed == "null" else file}
         )
         done = subprocess.run(
-            [*closed, *argv], env=env, capture_output=True, text=True, timeout=PATIENCE_S, **how
+            [*closed, *argv], env=env, capture_output=True, text=True, timeout=PATIENCE_S, **stdin
         )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("standard input is not passed on") == said
+    assert done.stderr.count("standard input is not passed on") == notice_count
 
 
 def other_python(tmp_path, monkeypatch) -> str:
     """A shell whose first python is not the one that orch runs in."""
-    found = tmp_path / "bin" / "python3"
-    found.parent.mkdir()
-    found.symlink_to(sys.executable)
-    found.with_name("python").symlink_to(sys.executable)
-    monkeypatch.setenv("PATH", str(found.parent), prepend=os.pathsep)
-    return str(found)
+    python_link = tmp_path / "bin" / "python3"
+    python_link.parent.mkdir()
+    python_link.symlink_to(sys.executable)
+    python_link.with_name("python").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(python_link.parent), prepend=os.pathsep)
+    return str(python_link)
 
 
 def test_the_interpreter_is_said_where_the_shell_has_another(capsys, tmp_path, monkeypatch):
@@ -111,25 +111,25 @@ def test_the_interpreter_is_said_where_the_shell_has_another(capsys, tmp_path, m
     monkeypatch.delenv("PYTHON_EXEC", raising=False)
     submit = ["submit", "--dry-run", "--json", "nproc=1", "--"]
     run = ["run", "--dry-run", "--json"]
-    for words in ([*submit, "python3"], run):
-        assert main([*words, "train.py"]) == 0
+    for command in ([*submit, "python3"], run):
+        assert main([*command, "train.py"]) == 0
         assert "which runs orch" not in capsys.readouterr().err
     theirs = other_python(tmp_path, monkeypatch)
-    for words in ([*submit, "python3"], [*submit, "python"], run):
-        assert main([*words, "train.py"]) == 0
+    for command in ([*submit, "python3"], [*submit, "python"], run):
+        assert main([*command, "train.py"]) == 0
         err = capsys.readouterr().err
         line = next(line for line in err.splitlines() if "which runs orch" in line)
         assert ours in line and str(Path(theirs).parent) in line
     monkeypatch.setenv("PYTHON_EXEC", theirs)
-    others = ([*submit, theirs], [*submit, sys.executable], [*submit, "/bin/echo"])
-    for words in (*others, run, [*run, "--no-python"]):
-        assert main([*words, "train.py"]) == 0
+    other_commands = ([*submit, theirs], [*submit, sys.executable], [*submit, "/bin/echo"])
+    for command in (*other_commands, run, [*run, "--no-python"]):
+        assert main([*command, "train.py"]) == 0
         assert "which runs orch" not in capsys.readouterr().err
 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """As if this machine had so many GPUs."""
+    """Makes orch see so many GPUs in this machine."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return lambda count: monkeypatch.setattr(machine, "gpus_here", lambda: count)
 
@@ -164,17 +164,17 @@ def test_as_many_workers_as_the_program_sees_gpus(capsys, monkeypatch, gpus, vis
 def test_nodes_that_are_simulated_are_said(capsys, flags, as_json):
     shown = ["--json"] if as_json else []
     assert main(["run", "--dry-run", *shown, *flags, "--nproc-per-node", "3", "train.py"]) == 0
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert "2 nodes of 3 workers are simulated on this machine" in (
-        said.err if as_json else said.out
+        captured.err if as_json else captured.out
     )
     assert main(["run", "--dry-run", *shown, "--nproc-per-node", "3", "train.py"]) == 0
-    said = capsys.readouterr()
-    assert "simulated on this machine" not in said.out + said.err
+    captured = capsys.readouterr()
+    assert "simulated on this machine" not in captured.out + captured.err
 
 
-def refusal_of(capsys, *words: str) -> str:
-    assert main([*words, "train.py"]) == 65
+def refusal_of(capsys, *arguments: str) -> str:
+    assert main([*arguments, "train.py"]) == 65
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     return err
@@ -184,21 +184,21 @@ def test_no_two_workers_are_put_on_one_gpu(capsys, monkeypatch, gpus):
     """Simulated nodes number their workers from 0 each. Where the GPUs are not enough for all, they
     are refused."""
     gpus(4)
-    for nodes, asked in (("2", 2), ("1:2", 2), ("3", 3)):
-        said = refusal_of(capsys, "run", "--nnodes", nodes, "--nproc-per-node", "4")
+    for nodes, node_count in (("2", 2), ("1:2", 2), ("3", 3)):
+        stderr = refusal_of(capsys, "run", "--nnodes", nodes, "--nproc-per-node", "4")
         assert (
-            f"{asked} simulated nodes of 4 workers on 4 GPUs would put two workers on one GPU"
-            in said
+            f"{node_count} simulated nodes of 4 workers on 4 GPUs would put two workers on one GPU"
+            in stderr
         )
-    words = ("submit", "--in-place", "cluster.nodes=2", "cluster.gpus_per_node=2", "nodes=1..2")
-    said = refusal_of(capsys, *words, "backend.options.spare_nodes=1", "--", "python")
-    assert "3 simulated nodes of 2 workers on 4 GPUs" in said
-    for enough in (
+    argv = ("submit", "--in-place", "cluster.nodes=2", "cluster.gpus_per_node=2", "nodes=1..2")
+    stderr = refusal_of(capsys, *argv, "backend.options.spare_nodes=1", "--", "python")
+    assert "3 simulated nodes of 2 workers on 4 GPUs" in stderr
+    for flags in (
         ["--nnodes", "2", "--nproc-per-node", "2"],
         ["--nproc-per-node", "4"],
         ["--nproc-per-node", "6"],
     ):
-        assert main(["run", "--dry-run", *enough, "train.py"]) == 0
+        assert main(["run", "--dry-run", *flags, "train.py"]) == 0
         assert "would be refused" not in capsys.readouterr().out
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["run", "--dry-run", "--nnodes", "2", "--nproc-per-node", "4", "train.py"]) == 0
@@ -206,7 +206,7 @@ def test_no_two_workers_are_put_on_one_gpu(capsys, monkeypatch, gpus):
 
 
 @pytest.mark.parametrize(
-    ("count", "words", "shape"),
+    ("count", "overrides", "shape"),
     [
         (8, ["nproc=8"], (1, 8)),
         (8, ["nproc=5"], (1, 8)),
@@ -216,26 +216,26 @@ def test_no_two_workers_are_put_on_one_gpu(capsys, monkeypatch, gpus):
         (0, ["nproc=8"], (2, 4)),
     ],
 )
-def test_a_program_gets_the_gpus_of_this_machine_as_one_node(capsys, gpus, count, words, shape):
+def test_a_program_gets_the_gpus_of_this_machine_as_one_node(capsys, gpus, count, overrides, shape):
     gpus(count)
-    code = main(["submit", "--dry-run", "--json", *words, "--", "python", "train.py"])
-    said = capsys.readouterr()
+    code = main(["submit", "--dry-run", "--json", *overrides, "--", "python", "train.py"])
+    captured = capsys.readouterr()
     if shape is None:
-        assert code in (64, 65) and said.err.count("\n") == 1
+        assert code in (64, 65) and captured.err.count("\n") == 1
         return
-    assert code == 0, said.err
-    found = json.loads(said.out)
-    used = -(-found["summary"]["world_size"] // shape[1])
-    assert (found["nodes"], found["gpus_per_node"]) == (min(shape[0], used), shape[1])
-    assert ("are simulated" in said.err) == (found["nodes"] > 1)
+    assert code == 0, captured.err
+    parsed = json.loads(captured.out)
+    used = -(-parsed["summary"]["world_size"] // shape[1])
+    assert (parsed["nodes"], parsed["gpus_per_node"]) == (min(shape[0], used), shape[1])
+    assert ("are simulated" in captured.err) == (parsed["nodes"] > 1)
 
 
 def test_a_range_of_nodes_is_elastic(capsys):
-    found = request(
+    parsed = request(
         capsys, "--nnodes", "2:4", "--nproc-per-node", "2", "-m", "pkg.train", "--lr", "1"
     )
-    assert found["sizes"] == [4, 3, 2] and found["policy"]["max_restarts"] == 3
-    assert found["worker"]["argv"][1:] == ["-u", "-m", "pkg.train", "--lr", "1"]
+    assert parsed["sizes"] == [4, 3, 2] and parsed["policy"]["max_restarts"] == 3
+    assert parsed["worker"]["argv"][1:] == ["-u", "-m", "pkg.train", "--lr", "1"]
     assert (
         request(capsys, "--nnodes", "1:2", "--max-restarts", "7", "train.py")["policy"][
             "max_restarts"
@@ -245,12 +245,12 @@ def test_a_range_of_nodes_is_elastic(capsys):
 
 
 def test_overrides_come_before_the_script_and_a_script_may_hold_an_equals_sign(capsys):
-    for words in (
+    for overrides in (
         ["run.name=mine", "--nproc-per-node", "2"],
         ["--nproc-per-node", "2", "run.name=mine"],
     ):
-        found = request(capsys, *words, "a=b.py", "c=d")
-        assert found["run_id"].startswith("mine-") and found["worker"]["argv"][2:] == [
+        parsed = request(capsys, *overrides, "a=b.py", "c=d")
+        assert parsed["run_id"].startswith("mine-") and parsed["worker"]["argv"][2:] == [
             "a=b.py",
             "c=d",
         ]
@@ -267,17 +267,17 @@ def test_pet_variables_are_torchrun_s_defaults(capsys, monkeypatch):
 
 
 def test_what_is_not_needed_is_said(capsys):
-    given = ["--standalone", "--rdzv-backend", "c10d", "-t", "3", "--numa-binding=node"]
-    assert main(["run", *given, "--dry-run", "--json", "train.py"]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "--" in line.split()[1]]
-    assert [line.split(" is not needed")[0] for line in said] == [
+    flags = ["--standalone", "--rdzv-backend", "c10d", "-t", "3", "--numa-binding=node"]
+    assert main(["run", *flags, "--dry-run", "--json", "train.py"]) == 0
+    notices = [line for line in capsys.readouterr().err.splitlines() if "--" in line.split()[1]]
+    assert [line.split(" is not needed")[0] for line in notices] == [
         "orch: --rdzv-backend",
         "orch: --tee",
     ]
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         ([], "needs a script"),
         (["--nnodes", "4:2", "train.py"], "--nnodes 4:2: the smaller number must come first"),
@@ -302,5 +302,5 @@ def test_what_is_not_needed_is_said(capsys):
         (["--module", "--no-python", "train.py"], "exclude each other"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(capsys, words, line):
-    assert line in refused(capsys, *words)
+def test_what_is_not_there_is_refused_by_name(capsys, arguments, line):
+    assert line in refused(capsys, *arguments)

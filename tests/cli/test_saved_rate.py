@@ -39,10 +39,10 @@ def words(folder: Path, steps: int, **changes: str) -> list[str]:
     return ["+cluster=local", *shape, *optim, f"train.steps={steps}", f"checkpoint.dir={folder}"]
 
 
-def saved(capsys, folder: Path, step: int, given: list[str], changes: dict | None = None) -> Path:
+def saved(capsys, folder: Path, step: int, argv: list[str], changes: dict | None = None) -> Path:
     """The manifest of the checkpoint that a job of these words would have made of a step; of it
     only what is looked at. Returns its file."""
-    assert main(["plan", *given, "--json"]) == Exit.DONE
+    assert main(["plan", *argv, "--json"]) == Exit.DONE
     Path("plan.json").write_text(capsys.readouterr().out)
     job = load_plan(Path("plan.json")).job
     head = {
@@ -57,11 +57,11 @@ def saved(capsys, folder: Path, step: int, given: list[str], changes: dict | Non
     return manifest
 
 
-def said(capsys, *given: str) -> list[str]:
+def said(capsys, *job: str) -> list[str]:
     """What a dry run says of the learning rate; the same in both of its shapes."""
-    assert main(["submit", *given, "--dry-run"]) == Exit.DONE
+    assert main(["submit", *job, "--dry-run"]) == Exit.DONE
     page = " ".join(capsys.readouterr().out.split())
-    assert main(["submit", *given, "--dry-run", "--json"]) == Exit.DONE
+    assert main(["submit", *job, "--dry-run", "--json"]) == Exit.DONE
     lines = [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line]
     assert page.count("learning rate jumps") == len(lines)
     return lines
@@ -119,38 +119,34 @@ def test_a_curve_that_goes_on_says_nothing(tmp_path, capsys, name):
 
 def test_what_cannot_be_read_says_nothing(tmp_path, capsys):
     folder = tmp_path / "kept"
-    given = words(tmp_path / "kept", 40)
-    assert said(capsys, *given) == [], "no folder"
+    job = words(tmp_path / "kept", 40)
+    assert said(capsys, *job) == [], "no folder"
     folder.write_text("a file")
-    assert said(capsys, *given) == []
+    assert said(capsys, *job) == []
     folder.unlink()
-    whole = saved(capsys, folder, 10, words(folder, 20))
+    good_manifest = saved(capsys, folder, 10, words(folder, 20))
     for damage in (b"{", b"[]", b"\xff", b"[" * 100_000):
         newest = saved(capsys, folder, 20, words(folder, 20))
         newest.write_bytes(damage)
-        assert ["saved step 10" in line for line in said(capsys, *given)] == [True], (
-            "the one before"
-        )
-    whole.unlink()
+        assert ["saved step 10" in line for line in said(capsys, *job)] == [True], "the one before"
+    good_manifest.unlink()
     for head in ({"schema": "orch.checkpoint/99"}, {"scalars": {"loss_scale": 2.0}}, {"step": 10}):
         saved(capsys, folder, 20, words(folder, 20), head)
-        assert said(capsys, *given) == []
+        assert said(capsys, *job) == []
     saved(capsys, folder, 20, words(folder, 20))
-    assert len(said(capsys, *given)) == 1
-    assert said(capsys, *given, "backend=kubernetes", "backend.options.image=orch:1") == [], (
+    assert len(said(capsys, *job)) == 1
+    assert said(capsys, *job, "backend=kubernetes", "backend.options.image=orch:1") == [], (
         "its pods have other folders"
     )
-    assert said(capsys, *given, "--", "true") == [], "a program has its own checkpoints"
+    assert said(capsys, *job, "--", "true") == [], "a program has its own checkpoints"
 
 
 def test_a_sweep_says_it_of_the_run_that_breaks(tmp_path, capsys):
     saved(capsys, tmp_path / "kept", 20, words(tmp_path / "kept", 20))
-    given = [word for word in words(tmp_path / "kept", 40) if "decay_steps" not in word]
-    assert (
-        main(["submit", "--multirun", *given, "optim.decay_steps=20,40", "--dry-run"]) == Exit.DONE
-    )
-    kept, broken = capsys.readouterr().out.split("==> ")[1:]
-    assert "learning rate jumps" not in kept and "learning rate jumps" in broken
+    job = [key for key in words(tmp_path / "kept", 40) if "decay_steps" not in key]
+    assert main(["submit", "--multirun", *job, "optim.decay_steps=20,40", "--dry-run"]) == Exit.DONE
+    smooth_run, broken = capsys.readouterr().out.split("==> ")[1:]
+    assert "learning rate jumps" not in smooth_run and "learning rate jumps" in broken
 
 
 def test_a_resume_says_it_where_others_have_gone_on_in_the_folder(tmp_path, capsys, monkeypatch):

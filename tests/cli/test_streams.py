@@ -60,7 +60,7 @@ def test_a_refusal_keeps_its_code(runs, flags, where):
     "where", [">&-", ">/dev/full", ">/dev/full 2>&1", "2>/dev/full", "> >(exec true)"]
 )
 def test_a_run_that_was_started_is_told(runs, flags, where):
-    """On standard error where standard output takes nothing; its code is that of the run."""
+    """Standard error tells it where standard output takes nothing; the code is that of the run."""
     code, out, err = shell(
         f"{ORCH} submit nproc=1 --run-id mine {flags} {where} -- {sys.executable} -c pass"
     )

@@ -43,9 +43,9 @@ def test_no_line_is_longer_than_80(home, capsys, monkeypatch, line):
     assert code == 0
     folder = str(home)  # a path is one word
     assert [
-        text
-        for text in out.splitlines()
-        if len(text) > 80 and folder not in text and " " in text.strip()
+        output_line
+        for output_line in out.splitlines()
+        if len(output_line) > 80 and folder not in output_line and " " in output_line.strip()
     ] == []
 
 
@@ -60,7 +60,7 @@ def test_cases_side_by_side_go_on_below_one_another():
     from tests.planner import configs
 
     columns = [column(f"case {number}", configs.main_line(), None) for number in range(5)]
-    text = page(columns, 80)
-    assert max(map(len, text.splitlines())) <= 80 and "\n\n" in text
-    assert [f"case {number}" in text for number in range(5)] == [True] * 5
+    printed_page = page(columns, 80)
+    assert max(map(len, printed_page.splitlines())) <= 80 and "\n\n" in printed_page
+    assert [f"case {number}" in printed_page for number in range(5)] == [True] * 5
     assert len(page(columns, 400).split("\n\n")) == 1

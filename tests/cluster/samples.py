@@ -15,11 +15,11 @@ def ibnetdiscover(
     """`pods` pods; pod p has groups of `nodes` nodes, each group with one leaf a rail; cores only
     between pods."""
     links: dict[str, list[tuple[str, str]]] = {}
-    text: dict[str, str] = {}
+    desc: dict[str, str] = {}
 
     def switch(kind: int, *index: int) -> str:
         guid = f"S-{kind:04x}" + "".join(f"{i:04x}" for i in (*index, 0, 0, 0)[:3])
-        text.setdefault(
+        desc.setdefault(
             guid, f"MF0;{('leaf', 'spine', 'core')[kind]}-{'-'.join(map(str, index))}:MQM9700/U1"
         )
         return guid
@@ -34,7 +34,7 @@ def ibnetdiscover(
             for _ in range(size):
                 for rail in range(rails):
                     adapter = f"H-{number:012x}{rail:04x}"
-                    text[adapter] = f"node{number} mlx5_{rail}"
+                    desc[adapter] = f"node{number} mlx5_{rail}"
                     link(adapter, switch(0, pod, group, rail))
                 number += 1
             for rail in range(rails):
@@ -45,13 +45,13 @@ def ibnetdiscover(
                 for core in range(cores):
                     link(switch(1, pod, spine), switch(2, core))
     lines = ["#", "# Topology file: generated on Sat Nov 21 09:00:00 2026", "#", ""]
-    for name in sorted(text, reverse=True):
+    for name in sorted(desc, reverse=True):
         kind = "Switch\t65" if name[0] == "S" else "Ca\t1"
         tail = " enhanced port 0 lid 1 lmc 0" if name[0] == "S" else ""
-        lines += ["vendid=0x2c9", "devid=0xd2f2", f'{kind} "{name}"\t\t# "{text[name]}"{tail}']
-        for port, (other, rate) in enumerate(links[name], 1):
-            guid = f"({other[2:]})" if other[0] == "H" else ""
-            lines.append(f'[{port}]\t"{other}"[1]{guid} \t\t# "{text[other]}" lid {port} {rate}')
+        lines += ["vendid=0x2c9", "devid=0xd2f2", f'{kind} "{name}"\t\t# "{desc[name]}"{tail}']
+        for port, (peer, rate) in enumerate(links[name], 1):
+            guid = f"({peer[2:]})" if peer[0] == "H" else ""
+            lines.append(f'[{port}]\t"{peer}"[1]{guid} \t\t# "{desc[peer]}" lid {port} {rate}')
         lines.append("")
     return "\n".join(lines)
 
@@ -60,12 +60,12 @@ def kubernetes(labels: dict[str, dict[str, str]], **extra: dict) -> str:
     """`kubectl get nodes -o json`: labels of each node; `extra`: node name (with - as _) -> further
     fields."""
     items = []
-    for name, own in labels.items():
+    for name, node_labels in labels.items():
         status = {"allocatable": {"nvidia.com/gpu": "8", "rdma/ib": "8", "cpu": "128"},
                   "conditions": [{"type": "Ready", "status": "True"}]}  # fmt: skip
         item = {
             "kind": "Node",
-            "metadata": {"name": name, "labels": own, "uid": "x"},
+            "metadata": {"name": name, "labels": node_labels, "uid": "x"},
             "spec": {},
             "status": status,
         }

@@ -67,8 +67,8 @@ NAMES = {
 @pytest.mark.parametrize(("model", "label"), NAMES)
 def test_every_name_of_a_model_is_the_same_one(model, label):
     assert {gpu_model(name) for name in (label, *NAMES[model, label])} == {model}
-    others = [other for known, other in NAMES if known != model]
-    assert not any(same_model(name, other) for name in NAMES[model, label] for other in others)
+    rest = [gpu for kind, gpu in NAMES if kind != model]
+    assert not any(same_model(name, gpu) for name in NAMES[model, label] for gpu in rest)
 
 
 @pytest.mark.parametrize("name", ["", "cpu", "our GPUs", "tesla", "80GB HBM3", "NVL72", "SXM5"])
@@ -77,7 +77,7 @@ def test_a_name_without_a_model_is_of_any(name):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "same", "others"),
+    ("gpu", "same_names", "other_names"),
     [
         ("3090", ("3090", "rtx3090", "NVIDIA-GeForce-RTX-3090"), ("3090ti", "RTX 3090 Ti", "4090")),
         ("RTX-3090", ("3090", "geforce_rtx_3090"), ("rtx2080ti", "rtx_a6000")),
@@ -95,6 +95,6 @@ def test_a_name_without_a_model_is_of_any(name):
         ("L4", ("l4", "nvidia_l4"), ("l40", "l40s")),
     ],
 )
-def test_a_gpu_is_told_by_its_model(gpu, same, others):
-    assert all(same_model(gpu, name) for name in same)
-    assert not any(same_model(gpu, name) for name in others)
+def test_a_gpu_is_told_by_its_model(gpu, same_names, other_names):
+    assert all(same_model(gpu, name) for name in same_names)
+    assert not any(same_model(gpu, name) for name in other_names)

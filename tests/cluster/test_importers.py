@@ -33,26 +33,26 @@ def sizes(topology: Topology) -> list[list[int]]:
 
 
 def test_rails_make_one_leaf_group():
-    found = parse_ibnetdiscover(samples.ibnetdiscover(1, [3, 2], rails=4))
-    assert sizes(found) == [[2, 3], [5]]
-    assert [tier.name for tier in found.tiers] == ["leaf", "spine"]
-    assert found.tiers[0].switches["leaf-0-0-0"] == ("node0", "node1", "node2")
-    assert found.tiers[0].gbit_per_s == 400
+    topology = parse_ibnetdiscover(samples.ibnetdiscover(1, [3, 2], rails=4))
+    assert sizes(topology) == [[2, 3], [5]]
+    assert [tier.name for tier in topology.tiers] == ["leaf", "spine"]
+    assert topology.tiers[0].switches["leaf-0-0-0"] == ("node0", "node1", "node2")
+    assert topology.tiers[0].gbit_per_s == 400
     assert (
-        found.tiers[0].oversubscription == 5 / 4
+        topology.tiers[0].oversubscription == 5 / 4
     )  # 5 nodes x 4 rails below, 2 groups x 4 rails x 2 spines upwards
-    assert found.machines["node4"] == Machine(nics=4)
+    assert topology.machines["node4"] == Machine(nics=4)
 
 
 def test_three_levels_and_a_cut_rail():
-    text = samples.ibnetdiscover(2, [2, 2])
-    assert sizes(parse_ibnetdiscover(text)) == [[2, 2, 2, 2], [4, 4], [8]]
-    gone = "H-0000000000030001"
-    records = [record for record in text.split("\n\n") if f'Ca\t1 "{gone}"' not in record]
-    cut = "\n".join(line for line in "\n\n".join(records).splitlines() if gone not in line)
-    found = parse_ibnetdiscover(cut)
-    assert sizes(found) == [[2, 2, 2, 2], [4, 4], [8]], "one rail of one node may be missing"
-    assert found.machines["node3"].nics == 1
+    dump = samples.ibnetdiscover(2, [2, 2])
+    assert sizes(parse_ibnetdiscover(dump)) == [[2, 2, 2, 2], [4, 4], [8]]
+    lost = "H-0000000000030001"
+    records = [record for record in dump.split("\n\n") if f'Ca\t1 "{lost}"' not in record]
+    cut = "\n".join(line for line in "\n\n".join(records).splitlines() if lost not in line)
+    topology = parse_ibnetdiscover(cut)
+    assert sizes(topology) == [[2, 2, 2, 2], [4, 4], [8]], "one rail of one node may be missing"
+    assert topology.machines["node3"].nics == 1
 
 
 # ----------------------------------------------------------------------------------------
@@ -69,25 +69,25 @@ def test_every_family_of_labels(name):
         path = [f"v{i >> (len(keys) - depth)}" for depth in range(len(keys))]
         labels[f"n{i}"] = {**dict(zip(keys, path, strict=True)), "kubernetes.io/hostname": f"n{i}"}
         labels[f"n{i}"] |= {"topology.kubernetes.io/zone": "z"} if name != "generic" else {}
-    found = parse_nodes(samples.kubernetes(labels))
-    wanted = [tier for depth, tier in enumerate(profile.levels) if 2 ** (len(keys) - depth) > 1]
-    assert [tier.name for tier in found.tiers] == wanted[::-1]
-    assert found.machines["n3"] == Machine(gpus=8, nics=8)
+    topology = parse_nodes(samples.kubernetes(labels))
+    levels = [tier for depth, tier in enumerate(profile.levels) if 2 ** (len(keys) - depth) > 1]
+    assert [tier.name for tier in topology.tiers] == levels[::-1]
+    assert topology.machines["n3"] == Machine(gpus=8, nics=8)
 
 
 def test_ragged_drained_and_unlabelled_nodes():
     labels = {f"n{i}": {"example.org/rack": f"r{i // 3}"} for i in range(7)} | {"n9": {}}
-    text = samples.kubernetes(
+    nodes_json = samples.kubernetes(
         labels,
         n1={"spec": {"unschedulable": True}},
         n2={"spec": {"taints": [{"key": "broken", "effect": "NoSchedule"}]}},
         n3={"spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}},
         n4={"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}},
     )
-    found = parse_nodes(text, profile_of("rack=example.org/rack"))
-    assert sizes(found) == [[1, 3, 3]]
-    assert found.free == ["n0", "n3", "n5", "n6", "n9"]
-    assert (found.machines["n1"].reason, found.machines["n2"].reason) == (
+    topology = parse_nodes(nodes_json, profile_of("rack=example.org/rack"))
+    assert sizes(topology) == [[1, 3, 3]]
+    assert topology.free == ["n0", "n3", "n5", "n6", "n9"]
+    assert (topology.machines["n1"].reason, topology.machines["n2"].reason) == (
         "cordoned",
         "taint broken",
     )
@@ -105,9 +105,9 @@ def test_every_family_of_labels_beside_cpu_nodes_and_ragged(name):
     for i in (3, 7, 11):
         del labels[f"n{i}"][keys[-1]]
     system = {f"cpu{i}": {"status": {"allocatable": {"cpu": "8"}}} for i in range(9)}
-    found = parse_nodes(samples.kubernetes(labels, **system))
-    assert found.tiers[0].name == list(profiles()[name].levels)[-1]
-    leaves = found.tiers[0].switches
+    topology = parse_nodes(samples.kubernetes(labels, **system))
+    assert topology.tiers[0].name == list(profiles()[name].levels)[-1]
+    leaves = topology.tiers[0].switches
     assert [nodes for nodes in leaves.values() if {"n3", "n7", "n11"} & set(nodes)] == [
         ("n3",),
         ("n7",),
@@ -116,32 +116,32 @@ def test_every_family_of_labels_beside_cpu_nodes_and_ragged(name):
     assert ("n0", "n1") in leaves.values() and not any(
         "cpu" in str(nodes) for nodes in leaves.values()
     )
-    assert {found.machines[f"cpu{i}"].reason for i in range(9)} == {"no GPUs"}
-    assert found.free == found.order(f"n{i}" for i in range(12))
+    assert {topology.machines[f"cpu{i}"].reason for i in range(9)} == {"no GPUs"}
+    assert topology.free == topology.order(f"n{i}" for i in range(12))
 
 
 def test_a_missing_level_is_that_of_the_neighbours():
     labels = {f"n{i}": {"z": f"zone{i // 4}", "r": f"rack{i // 2}"} for i in range(8)}
     del labels["n1"]["z"], labels["n6"]["r"], labels["n6"]["z"]
     labels["n6"]["nvidia.com/gpu.clique"] = labels["n7"]["nvidia.com/gpu.clique"] = "nvl"
-    found = parse_nodes(samples.kubernetes(labels), profile_of("zone=z,rack=r"))
-    assert sizes(found) == [[2, 2, 2, 2], [4, 4]]
+    topology = parse_nodes(samples.kubernetes(labels), profile_of("zone=z,rack=r"))
+    assert sizes(topology) == [[2, 2, 2, 2], [4, 4]]
 
 
 def test_other_makers_gpus_count():
     taints = [{"key": "amd.com/gpu", "effect": "NoSchedule"}]
     amd = {"status": {"allocatable": {"amd.com/gpu": "8"}}, "spec": {"taints": taints}}
-    found = parse_nodes(
+    topology = parse_nodes(
         samples.kubernetes({"n0": {}, "n1": {}}, n0=amd, n1={"status": {"allocatable": {}}})
     )
-    assert (found.machines["n0"].gpus, found.free) == (8, ["n0"])
+    assert (topology.machines["n0"].gpus, topology.free) == (8, ["n0"])
 
 
 A100 = {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB", "nvidia.com/gpu.count": "8"}
 
 
 @pytest.mark.parametrize(
-    ("labels", "amounts", "cards", "why"),
+    ("labels", "amounts", "cards", "reason"),
     [
         ({"nvidia.com/gpu.replicas": "1"}, {}, 8, ""),
         ({"nvidia.com/gpu.sharing-strategy": "none", "nvidia.com/gpu.replicas": "0"}, {}, 8, ""),
@@ -179,31 +179,31 @@ A100 = {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB", "nvidia.com/gpu.count
         ({"nvidia.com/gpu.product": "cards-of-ours", "nvidia.com/gpu.slices.gi": "1"}, {}, 8, MIG),
     ],
 )
-def test_what_a_plugin_advertises_is_not_what_the_cards_are(labels, amounts, cards, why):
+def test_what_a_plugin_advertises_is_not_what_the_cards_are(labels, amounts, cards, reason):
     status = {"status": {"allocatable": {"nvidia.com/gpu": "8"} | amounts}}
-    found = parse_nodes(samples.kubernetes({"a": A100 | labels, "b": A100}, a=status))
-    assert (found.machines["a"].gpus, found.machines["a"].reason) == (cards, why)
-    assert found.free == (["b"] if why else ["a", "b"])
+    topology = parse_nodes(samples.kubernetes({"a": A100 | labels, "b": A100}, a=status))
+    assert (topology.machines["a"].gpus, topology.machines["a"].reason) == (cards, reason)
+    assert topology.free == (["b"] if reason else ["a", "b"])
 
 
 def test_nvlink_racks_and_slinky():
     labels = {f"n{i}": {"nvidia.com/gpu.clique": f"uuid.{i // 4}"} for i in range(8)}
-    found = parse_nodes(samples.kubernetes(labels))
-    assert (found.kind, sorted(map(len, found.domains.values()))) == ("flat", [4, 4])
+    topology = parse_nodes(samples.kubernetes(labels))
+    assert (topology.kind, sorted(map(len, topology.domains.values()))) == ("flat", [4, 4])
     note = "topology.slinky.slurm.net/spec"
     notes = {
         f"n{i}": {"name": f"n{i}", "annotations": {note: f"tree:top:leaf{i // 2}"}}
         for i in range(4)
     }
     extra = {name: {"metadata": metadata} for name, metadata in notes.items()}
-    found = parse_nodes(samples.kubernetes({name: {} for name in notes}, **extra))
-    assert sizes(found) == [[2, 2], [4]]
+    topology = parse_nodes(samples.kubernetes({name: {} for name in notes}, **extra))
+    assert sizes(topology) == [[2, 2], [4]]
 
 
 def test_one_rack_name_in_two_zones_is_two_racks():
     labels = {f"n{i}": {"z": f"zone{i // 4}", "r": f"rack{i // 2 % 2}"} for i in range(8)}
-    found = parse_nodes(samples.kubernetes(labels), profile_of("zone=z,rack=r"))
-    assert sizes(found) == [[2, 2, 2, 2], [4, 4]]
+    topology = parse_nodes(samples.kubernetes(labels), profile_of("zone=z,rack=r"))
+    assert sizes(topology) == [[2, 2, 2, 2], [4, 4]]
 
 
 # ---------------------------------------------------------------------------------------- broken,
@@ -215,7 +215,7 @@ TWICE = samples.kubernetes({"a": {}}).replace(
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "said"),
+    ("read", "document", "complaint"),
     [
         (parse_ibnetdiscover, '[1]\t"H-1"[1]', "line 1"),
         (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n[1]\tnonsense', "line 2"),
@@ -256,10 +256,10 @@ TWICE = samples.kubernetes({"a": {}}).replace(
         (parse_topology, "- topology: t\n  tree:\n    switches: [{nodes: n1}]", "switches[0]"),
     ],
 )
-def test_refusals_name_the_place(read, text, said):
+def test_refusals_name_the_place(read, document, complaint):
     with pytest.raises(OrchError) as refused:
-        read(text)
-    assert said in refused.value.message and "\n" not in refused.value.message
+        read(document)
+    assert complaint in refused.value.message and "\n" not in refused.value.message
 
 
 BOMB = "".join(f"- &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
@@ -276,12 +276,12 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_texts_without_an_end_are_refused_in_one_line(name):
-    text = ENDLESS[name]
+    endless_text = ENDLESS[name]
     refusals = 0
     for format in FORMATS:
-        for whole in (text, f"schema: orch.topology/1\nclusters:\n{text}"):
+        for document in (endless_text, f"schema: orch.topology/1\nclusters:\n{endless_text}"):
             try:
-                parse(whole, format)
+                parse(document, format)
             except OrchError as error:
                 refusals += 1
                 assert (
@@ -304,10 +304,10 @@ def test_a_chain_of_switches_is_refused_quickly():
 
 @given(st.text(alphabet="SwitchNameBlock=[]0123456789-,\n :{}\"'#\\", max_size=200))
 @settings(max_examples=200, deadline=None)
-def test_any_text_is_read_or_refused(text):
+def test_any_text_is_read_or_refused(document):
     for format in ("slurm", "slurm-nodes", "kubernetes", "ibnetdiscover", "orch"):
         try:
-            parse(text, format)
+            parse(document, format)
         except OrchError as error:
             assert "\n" not in error.message
 
@@ -322,19 +322,19 @@ def topologies(draw):
     owner = [leaf for leaf, size in enumerate(leaves) for _ in range(size)]
     group = draw(st.integers(1, 3))
     tiers = [("leaf", 1), ("spine", group), ("core", 10**6)]
-    made = []
+    drawn_tiers = []
     for name, width in tiers:
         switches: dict[str, list[str]] = {}
         for node, leaf in enumerate(owner):
             switches.setdefault(f"{name}{leaf // width}", []).append(f"n{node}")
-        made.append(Tier(name, {k: tuple(v) for k, v in switches.items()}))
+        drawn_tiers.append(Tier(name, {k: tuple(v) for k, v in switches.items()}))
     out = draw(st.sets(st.integers(0, len(owner) - 1)))
     machines = [
         Machine(gpus=8, free=i not in out, reason="bad" if i in out else "")
         for i in range(len(owner))
     ]
     named = {f"n{i}": machine for i, machine in enumerate(machines)}
-    return Topology("tree", tuple(made), name="c", machines=named)
+    return Topology("tree", tuple(drawn_tiers), name="c", machines=named)
 
 
 def members(topology: Topology) -> list[set[frozenset[str]]]:
@@ -344,9 +344,9 @@ def members(topology: Topology) -> list[set[frozenset[str]]]:
 @given(topologies())
 @settings(max_examples=60, deadline=None)
 def test_exports_read_back(topology):
-    for text in (slurm_conf(topology), slurm_yaml(topology)):
-        assert recognise(text) == "slurm"
-        assert members(parse(text)) == members(topology)
+    for exported in (slurm_conf(topology), slurm_yaml(topology)):
+        assert recognise(exported) == "slurm"
+        assert members(parse(exported)) == members(topology)
     assert parse_document(to_document([topology])) == topology
     assert diff(topology, parse_document(to_document([topology]))) == []
     blocks = parse_topology(slurm_block(topology))
@@ -372,14 +372,14 @@ def test_diff_in_words():
 
 
 def test_several_clusters_in_one_file():
-    one = parse_topology("SwitchName=a Nodes=n[0-3]")
-    two = parse_topology("SwitchName=b Nodes=m[0-1]")
-    text = to_document([structs.replace(one, name="one"), structs.replace(two, name="two")])
-    assert parse_document(text, "two").nodes == ["m0", "m1"]
+    first = parse_topology("SwitchName=a Nodes=n[0-3]")
+    second = parse_topology("SwitchName=b Nodes=m[0-1]")
+    both = to_document([structs.replace(first, name="one"), structs.replace(second, name="two")])
+    assert parse_document(both, "two").nodes == ["m0", "m1"]
     with pytest.raises(OrchError, match="one, two"):
-        parse_document(text)
+        parse_document(both)
     with pytest.raises(OrchError, match="two"):
-        parse_document(text, "tow")
+        parse_document(both, "tow")
 
 
 @pytest.mark.parametrize("sizes", ["4", "3", "4,8", "4,16", "4,8,16", "2,16", ""])
@@ -402,11 +402,11 @@ def test_block_sizes_read_back_as_they_were(sizes):
 
 
 def test_other_block_sizes_are_a_difference_and_blocks_stay_blocks_beside_domains():
-    text = "BlockName=a Nodes=n[1-4]\nBlockName=b Nodes=n[5-8]\nBlockSizes="
-    one = parse(text + "4")
-    assert diff(one, parse(text + "2")) == ["block sizes: 4 before, 2 now"]
+    block_conf = "BlockName=a Nodes=n[1-4]\nBlockName=b Nodes=n[5-8]\nBlockSizes="
+    topology = parse(block_conf + "4")
+    assert diff(topology, parse(block_conf + "2")) == ["block sizes: 4 before, 2 now"]
     domains = {"d0": ("n1", "n2"), "d1": ("n3", "n4")}
-    assert slurm_block(structs.replace(one, domains=domains)) == slurm_block(one)
+    assert slurm_block(structs.replace(topology, domains=domains)) == slurm_block(topology)
 
 
 def test_blocks_of_our_own_file_without_sizes_get_some():
@@ -441,9 +441,9 @@ def fabric(*adapters: tuple[str, str, str], cable: bool = False) -> str:
         ports["a"].append('[30]\t"S-b"[30]\t\t# "leaf-b" lid 1 4xSDR')
         ports["b"].append('[30]\t"S-a"[30]\t\t# "leaf-a" lid 1 4xSDR')
     switches = [
-        f'Switch\t32 "S-{leaf}"\t\t# "leaf-{leaf}"\n' + "\n".join(its)
-        for leaf, its in ports.items()
-        if its
+        f'Switch\t32 "S-{leaf}"\t\t# "leaf-{leaf}"\n' + "\n".join(port_lines)
+        for leaf, port_lines in ports.items()
+        if port_lines
     ]
     return "\n\n".join([*switches, *blocks]) + "\n"
 
@@ -460,13 +460,13 @@ MODEL = "MT23108 InfiniHost Mellanox Technologies"
 )
 def test_adapters_of_one_description_are_nodes_by_their_systems(name):
     adapters = ((name, "a1", "a"), (name, "a2", "a"), (name, "", "b"), (name, "a4", "ab"))
-    found = parse_ibnetdiscover(fabric(*adapters, cable=True))
+    topology = parse_ibnetdiscover(fabric(*adapters, cable=True))
     guids = [f"{number:016x}" for number in (0xA1, 0xA2, 2, 0xA4)]
-    assert sorted(found.nodes) == sorted(guids), "the third, without a system, by its own"
-    assert sorted(map(len, found.tiers[0].switches.values())) == [1, 3], (
+    assert sorted(topology.nodes) == sorted(guids), "the third, without a system, by its own"
+    assert sorted(map(len, topology.tiers[0].switches.values())) == [1, 3], (
         "two switches, the last node under one of them"
     )
-    assert [len(tier.switches) for tier in found.tiers] == [2, 1]
+    assert [len(tier.switches) for tier in topology.tiers] == [2, 1]
 
 
 def test_named_hosts_stay_beside_nameless_ones():
@@ -492,7 +492,7 @@ def test_a_host_with_several_adapters_stays_one_node():
 
 
 def test_hosts_of_one_name_with_several_adapters_each_are_refused():
-    text = fabric(
+    fabric_text = fabric(
         *(
             (f"localhost mlx5_{device}", f"a{host}{device}", "a")
             for host in range(3)
@@ -503,12 +503,12 @@ def test_hosts_of_one_name_with_several_adapters_each_are_refused():
         OrchError,
         match=r"3 adapters are described as 'localhost mlx5_0'.*set the hosts' node descr",
     ):
-        parse_ibnetdiscover(text)
+        parse_ibnetdiscover(fabric_text)
 
 
 def test_a_node_with_links_to_two_groups_does_not_join_them():
     adapters = [(f"n{number} mlx5_0", f"a{number}", "ab"[number // 4]) for number in range(8)]
-    found = parse_ibnetdiscover(
+    topology = parse_ibnetdiscover(
         fabric(*adapters, ("store mlx5_0", "b0", "a"), ("store mlx5_1", "b1", "b"))
     )
-    assert sorted(map(len, found.tiers[0].switches.values())) == [4, 5]
+    assert sorted(map(len, topology.tiers[0].switches.values())) == [4, 5]

@@ -85,8 +85,8 @@ def test_a_name_of_ones_own_for_a_gpu_finds_its_nodes(tmp_path):
     )
     spec = configs.cluster(8, 8, topology_file=str(file))
     for name in ("NVIDIA H100 80GB", "H100-SXM5-80GB", "h100"):
-        found = resolve(structs.replace(spec, gpu=structs.replace(spec.gpu, name=name)))
-        assert found.node_names == ["n0", "n1"] and found.left_out == {
+        resolved = resolve(structs.replace(spec, gpu=structs.replace(spec.gpu, name=name)))
+        assert resolved.node_names == ["n0", "n1"] and resolved.left_out == {
             "with 8 gh200": 1,
             "with 8 h200": 1,
         }
@@ -99,12 +99,12 @@ def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):
     labels |= {"sliced": product | {"nvidia.com/gpu.replicas": "4", "nvidia.com/gpu.count": "2"}}
     labels |= {"cut": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"}}
     file.write_text(samples.kubernetes(labels))
-    found = resolve(configs.cluster(4, 8, topology_file=str(file)))
-    assert found.node_names == ["whole-0", "whole-1"]
-    assert found.left_out == {"with MIG slices": 1, "with shared GPUs": 1}
+    resolved = resolve(configs.cluster(4, 8, topology_file=str(file)))
+    assert resolved.node_names == ["whole-0", "whole-1"]
+    assert resolved.left_out == {"with MIG slices": 1, "with shared GPUs": 1}
     assert main(["topology", "show", str(file)]) == Exit.DONE
-    told = capsys.readouterr().out
-    assert "4 nodes, 1 with MIG slices, 1 with shared GPUs" in told and "2/8 GPUs per node" in told
+    page = capsys.readouterr().out
+    assert "4 nodes, 1 with MIG slices, 1 with shared GPUs" in page and "2/8 GPUs per node" in page
     job = [
         "cluster=h100x64",
         f"cluster.topology_file={file}",
@@ -137,9 +137,9 @@ def test_nodes_of_other_models_slices_and_impossible_counts_are_left_out(tmp_pat
         spec = configs.cluster(7, gpus, topology_file=str(file), **values)
         return resolve(structs.replace(spec, gpu=structs.replace(spec.gpu, name=gpu)))
 
-    found = taken("RTX-3090", 8)
-    assert found.node_names == ["g1", "g2", "g7"]
-    assert found.left_out == {
+    resolved = taken("RTX-3090", 8)
+    assert resolved.node_names == ["g1", "g2", "g7"]
+    assert resolved.left_out == {
         "with 4 a100 and 8 2080ti": 1,
         "with 3090 GPUs": 1,
         "without GPUs": 1,
@@ -173,7 +173,7 @@ BlockSizes=13
 """
 
 
-def of_file(tmp_path, *words: str) -> Config:
+def of_file(tmp_path, *overrides: str) -> Config:
     file = tmp_path / "topology.conf"
     file.write_text(BLOCKS)
     job = (
@@ -182,7 +182,7 @@ def of_file(tmp_path, *words: str) -> Config:
         "parallel=tp8_pp2_zero1",
         "train.global_batch_samples=1024",
     )
-    return load([*job, f"cluster.topology_file={file}", *words])
+    return load([*job, f"cluster.topology_file={file}", *overrides])
 
 
 @pytest.mark.parametrize("key", ["cluster.nodes", "cluster.topology_nodes"])
@@ -212,7 +212,7 @@ def test_the_entrys_own_number_takes_every_node_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "exit", "says"),
+    ("overrides", "exit", "says"),
     [
         (["cluster.nodes=48"], Exit.CAPACITY, "48 nodes are wanted, 47 fit"),
         (["cluster.topology_nodes=0"], Exit.USAGE, "cluster.topology_nodes=0"),
@@ -233,17 +233,17 @@ def test_the_entrys_own_number_takes_every_node_of_a_file(tmp_path):
         ),
     ],
 )
-def test_what_a_file_cannot_give_is_refused(words, exit, says, tmp_path):
+def test_what_a_file_cannot_give_is_refused(overrides, exit, says, tmp_path):
     with refusal(says, exit):
-        resolve(of_file(tmp_path, *words).cluster)
+        resolve(of_file(tmp_path, *overrides).cluster)
 
 
 def test_bad_nodes_are_left_out_of_a_running_cluster():
     spec = configs.cluster(3, 8, topology_file="slurm:batch")
     assert resolve(spec, sources()).node_names == ["n3", "n4", "n5"], "those under one switch"
-    found = resolve(spec, sources("n4", "gone"))
-    assert "n4" not in found.node_names and len(found.node_names) == 3
-    assert found.left_out == {"found bad by earlier runs": 1, "out of service": 1}
+    resolved = resolve(spec, sources("n4", "gone"))
+    assert "n4" not in resolved.node_names and len(resolved.node_names) == 3
+    assert resolved.left_out == {"found bad by earlier runs": 1, "out of service": 1}
     with pytest.raises(OrchError, match="3 nodes are wanted, 2 are free") as refused:
         resolve(spec, sources("n1", "n2", "n4"))
     assert refused.value.exit == Exit.CAPACITY
@@ -253,7 +253,7 @@ JOB = ("cluster=slurm", "cluster.nodes=4", "model=llama3_8b")
 
 
 @pytest.mark.parametrize(
-    ("verb", "words"),
+    ("verb", "argv"),
     [
         ("plan", ("parallel=tp8_zero1",)),
         ("tune", ("parallel.tp=8", "parallel.pp=1")),
@@ -262,13 +262,13 @@ JOB = ("cluster=slurm", "cluster.nodes=4", "model=llama3_8b")
         ("bench", ()),
     ],
 )
-def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monkeypatch, capsys):
-    asked = []
+def test_every_verb_leaves_them_out_and_says_so_once(verb, argv, tmp_path, monkeypatch, capsys):
+    reads = []
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(slurm_backend, "read_cluster", lambda *which: asked.append(which) or LIVE)
+    monkeypatch.setattr(slurm_backend, "read_cluster", lambda *which: reads.append(which) or LIVE)
     resolved = []
     monkeypatch.setattr(
-        edge, "resolve", lambda *given: resolved.append(resolve(*given)) or resolved[-1]
+        edge, "resolve", lambda *args: resolved.append(resolve(*args)) or resolved[-1]
     )
     sent = []
 
@@ -283,12 +283,12 @@ def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monk
         BadNode(cluster="slurm", node="n4", why="ECC", run="r", at=now, until=now + 60)
     )
     sends = verb in ("submit", "bench")
-    assert main([verb, *JOB, *words]) == (Exit.CAPACITY if sends else Exit.DONE)
+    assert main([verb, *JOB, *argv]) == (Exit.CAPACITY if sends else Exit.DONE)
     err = capsys.readouterr().err
     assert resolved and all(
         cluster.node_names and "n4" not in cluster.node_names for cluster in resolved
     )
-    assert err.count("without n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
+    assert err.count("without n4, found bad by earlier runs (orch nodes)") == 1 and len(reads) == 1
     assert sent == ([["n4"]] if sends else [])
 
 
@@ -299,8 +299,8 @@ def test_a_plan_is_made_without_asking_anybody(monkeypatch):
     cluster = resolve(config.cluster)
     before = build_plan(config, cluster)  # what is imported is imported
 
-    def refuse(*args, **more):
-        raise AssertionError(f"{args} {more}")
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"{args} {kwargs}")
 
     for module, names in (
         (builtins, ["open"]),

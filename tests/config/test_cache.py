@@ -21,10 +21,10 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def composed(monkeypatch):
     """Counts what Hydra is asked for."""
-    asked = []
+    calls = []
     real = hydra_compose.compose
-    monkeypatch.setattr(hydra_compose, "compose", lambda *what: asked.append(what) or real(*what))
-    return asked
+    monkeypatch.setattr(hydra_compose, "compose", lambda *args: calls.append(args) or real(*args))
+    return calls
 
 
 def files(home):
@@ -42,9 +42,9 @@ def test_the_same_words_are_composed_once(home, composed):
 def test_a_changed_file_is_seen(home, composed, tmp_path):
     user = tmp_path / "conf"
     (user / "train").mkdir(parents=True)
-    mine = user / "train" / "mine.yaml"
+    group_file = user / "train" / "mine.yaml"
     for steps in (5, 6, 5):
-        mine.write_text(f"steps: {steps}\nseq_len: 8\nglobal_batch_samples: 4\n")
+        group_file.write_text(f"steps: {steps}\nseq_len: 8\nglobal_batch_samples: 4\n")
         assert load(["train=mine"], user).train.steps == steps
     assert len(composed) == 2  # the first content is the first content again
 
@@ -62,8 +62,8 @@ def test_what_cannot_be_read_is_composed_again(home, composed, content):
 
 
 def test_an_environment_is_not_written_down(home, composed):
-    words = [*WORDS, "backend.env={TOKEN: hidden}"]
-    assert load(words) == load(words) and len(composed) == 2
+    overrides = [*WORDS, "backend.env={TOKEN: hidden}"]
+    assert load(overrides) == load(overrides) and len(composed) == 2
     assert not home.exists()
 
 

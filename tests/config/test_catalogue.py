@@ -78,7 +78,7 @@ def test_deepseek_v3_with_its_prediction_module_has_the_size_of_the_release():
     alone, ahead = (
         parameter_count(load(["model=deepseek_v3", f"model.mtp.depth={d}"]).model) for d in (0, 1)
     )
-    own = ahead - alone
+    module_parameters = ahead - alone
     tables = 2 * 129280 * 7168
     attention = (
         7168 * 1536
@@ -90,11 +90,11 @@ def test_deepseek_v3_with_its_prediction_module_has_the_size_of_the_release():
         + 128 * 128 * 7168
     )
     experts = 257 * 3 * 7168 * 2048 + 256 * 7168
-    assert own == attention + experts + 2 * 7168 * 7168 + 5 * 7168
-    assert own == pytest.approx(11.5e9, rel=0.01)
-    assert own + tables == pytest.approx(14e9, rel=0.04) and alone + own + tables == pytest.approx(
-        685e9, rel=0.001
-    )
+    assert module_parameters == attention + experts + 2 * 7168 * 7168 + 5 * 7168
+    assert module_parameters == pytest.approx(11.5e9, rel=0.01)
+    assert module_parameters + tables == pytest.approx(
+        14e9, rel=0.04
+    ) and alone + module_parameters + tables == pytest.approx(685e9, rel=0.001)
 
 
 def test_plans_without_it_do_not_name_it():
@@ -130,17 +130,17 @@ def test_every_cluster_plans_with_its_defaults(name):
 
 def number_blocks(tree: object, where: str = "") -> list[tuple[str, dict]]:
     """Every mapping that holds a rate, a size or a latency of hardware."""
-    found = []
+    blocks = []
     if isinstance(tree, dict):
         measured = ("_gib", "_tflops", "_per_s", "_us", "oversubscription")
         if any(key.endswith(measured) for key in tree):
-            found.append((where, tree))
+            blocks.append((where, tree))
         for key, value in tree.items():
-            found += number_blocks(value, f"{where}.{key}")
+            blocks += number_blocks(value, f"{where}.{key}")
     elif isinstance(tree, list):
         for index, value in enumerate(tree):
-            found += number_blocks(value, f"{where}.{index}")
-    return found
+            blocks += number_blocks(value, f"{where}.{index}")
+    return blocks
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_every_number_block_of_a_cluster_has_a_source(path):
     "name", [n for n in LIBRARY.files("parallel") if grammar.looks_like_spec(n)]
 )
 def test_a_file_named_as_a_word_is_that_word(name):
-    text = yaml.safe_load((shipped() / "parallel" / f"{name}.yaml").read_text())
-    assert text == grammar.parse(name)
+    file_content = yaml.safe_load((shipped() / "parallel" / f"{name}.yaml").read_text())
+    assert file_content == grammar.parse(name)
 
 
 def test_the_ragged_pods_of_the_16k_cluster_hold_all_nodes():

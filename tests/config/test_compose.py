@@ -21,25 +21,25 @@ TRAIN = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
 
 def write(folder: Path, **files: str) -> Path:
     """`train__mine="..."` becomes train/mine.yaml."""
-    for name, text in files.items():
+    for name, content in files.items():
         path = folder.joinpath(*name.split("__")).with_suffix(".yaml")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(content)
     return folder
 
 
 def test_defaults_on_this_machine_and_away_from_it():
-    here = load([])
+    local = load([])
     away = load(["cluster=h100x64"])
-    names = [part.name for part in (here.cluster, here.model, here.data, here.backend)]
+    names = [group.name for group in (local.cluster, local.model, local.data, local.backend)]
     assert names == ["local", "tiny", "stdlib", "local"]
     assert (away.model.name, away.data.name) == ("llama3_70b", "stdlib")
-    assert here.data.demo and here.train.precision == "fp32"
-    assert here.cluster.nodes >= 2
+    assert local.data.demo and local.train.precision == "fp32"
+    assert local.cluster.nodes >= 2
 
 
 @pytest.mark.parametrize(
-    ("words", "folder"),
+    ("line", "folder"),
     [
         ("backend=slurm", None),
         ("cluster=h100x64", None),
@@ -49,13 +49,13 @@ def test_defaults_on_this_machine_and_away_from_it():
         ("cluster=h100x64 backend=nvl72_block", "slurm"),
     ],
 )
-def test_on_schedulers_no_rank_records_its_first_steps_unasked(words, folder):
+def test_on_schedulers_no_rank_records_its_first_steps_unasked(line, folder):
     """It is a file a rank, and the device is waited for at both ends of each step."""
     where = None if folder is None else Path(__file__).parents[2] / folder
-    metrics = load(words.split(), where).metrics
+    metrics = load(line.split(), where).metrics
     assert (metrics.trace_steps, metrics.memory_every_steps) == (0, 100)
-    asked = load([*words.split(), "metrics=default", "metrics.trace_steps=3"], where).metrics
-    assert (asked.trace_steps, asked.memory_every_steps) == (3, 10), "the command line wins"
+    wished = load([*line.split(), "metrics=default", "metrics.trace_steps=3"], where).metrics
+    assert (wished.trace_steps, wished.memory_every_steps) == (3, 10), "the command line wins"
     assert load([]).metrics.trace_steps == 2, "on this machine"
 
 
@@ -124,18 +124,18 @@ def test_a_word_equals_its_file_and_is_recorded():
 
 
 def test_an_experiment_chooses_files_of_the_other_groups_and_words_win_over_it():
-    found = load(["+experiment=megatron_530b", "cluster.nodes=70", "train.recompute=full"])
-    assert (found.model.name, found.cluster.name, found.choices["parallel"]) == (
+    config = load(["+experiment=megatron_530b", "cluster.nodes=70", "train.recompute=full"])
+    assert (config.model.name, config.cluster.name, config.choices["parallel"]) == (
         "megatron_530b",
         "selene",
         "tp8_pp35_vpp3",
     )
-    assert (found.cluster.nodes, found.train.recompute, found.cost.software) == (
+    assert (config.cluster.nodes, config.train.recompute, config.cost.software) == (
         70,
         "full",
         "megatron_2021",
     )
-    assert found.experiment.step_s == 37.83 and load([]).experiment is None
+    assert config.experiment.step_s == 37.83 and load([]).experiment is None
     assert (
         load(["experiment=megatron_530b", "parallel=tp8_pp7", "cluster=h100x64"]).parallel.pp == 7
     )

@@ -24,16 +24,16 @@ degrees = st.fixed_dictionaries(
 
 
 @given(degrees, st.randoms())
-def test_any_order_reads_the_same_and_goes_round(wanted, random):
-    word = grammar.canonical(wanted)
-    parts = word.split("_")
-    random.shuffle(parts)
-    assert grammar.parse("_".join(parts)) == grammar.parse(word) == wanted
-    assert grammar.canonical(grammar.parse(word)) == word and grammar.looks_like_spec(word)
+def test_any_order_reads_the_same_and_goes_round(layout, random):
+    spec = grammar.canonical(layout)
+    spec_parts = spec.split("_")
+    random.shuffle(spec_parts)
+    assert grammar.parse("_".join(spec_parts)) == grammar.parse(spec) == layout
+    assert grammar.canonical(grammar.parse(spec)) == spec and grammar.looks_like_spec(spec)
 
 
 @pytest.mark.parametrize(
-    ("word", "axis", "folds"),
+    ("spec", "axis", "folds"),
     [
         ("tp8_ep8_etp1", 1, None),
         ("tp8_ep16_etp1", 2, None),
@@ -44,17 +44,17 @@ def test_any_order_reads_the_same_and_goes_round(wanted, random):
         ("tp2_cp2_ep2_etp2", 1, True),
     ],
 )
-def test_with_etp_ep_counts_the_ranks_of_the_expert_mesh(word, axis, folds):
+def test_with_etp_ep_counts_the_ranks_of_the_expert_mesh(spec, axis, folds):
     """tp is taken first, then cp, then an axis of its own."""
-    found = grammar.parse(word)
-    assert (found["ep"], found.get("fold_cp")) == (axis, folds)
-    assert grammar.canonical(found) == word
+    layout = grammar.parse(spec)
+    assert (layout["ep"], layout.get("fold_cp")) == (axis, folds)
+    assert grammar.canonical(layout) == spec
 
 
 @given(st.text(alphabet="tpdcezrovs0123456789_-=. ", max_size=24))
-def test_a_word_is_read_or_refused_with_a_legal_suggestion(text):
+def test_a_word_is_read_or_refused_with_a_legal_suggestion(spec):
     try:
-        grammar.parse(text)
+        grammar.parse(spec)
     except OrchError as error:
         assert error.exit == Exit.USAGE
         assert grammar.RULE in error.message
@@ -71,7 +71,7 @@ def test_what_sp_may_be():
 
 
 @pytest.mark.parametrize(
-    ("word", "why", "near"),
+    ("spec", "rule", "near"),
     [
         ("tp8-pp4", "not a name with a number", "tp8_pp4"),
         ("TP8_PP4", "not a name with a number", "tp8_pp4"),
@@ -90,10 +90,10 @@ def test_what_sp_may_be():
         ("tp=8_pp=4", "not a name with a number", "tp8_pp4"),
     ],
 )
-def test_refusals_name_the_rule_and_the_nearest_word(word, why, near):
+def test_refusals_name_the_rule_and_the_nearest_word(spec, rule, near):
     with pytest.raises(OrchError) as refused:
-        grammar.parse(word)
-    assert why in refused.value.message
+        grammar.parse(spec)
+    assert rule in refused.value.message
     assert f"did you mean {near!r}" in refused.value.message
 
 

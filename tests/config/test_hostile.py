@@ -33,90 +33,90 @@ HOSTILE = [
 
 def text_keys(struct: Any = Config, where: str = "") -> list[str]:
     """Every dotted key that holds free text."""
-    found = []
+    keys = []
     for name, field in fields(struct).items():
         nested = struct_of(field.type)
         if nested:
-            found += text_keys(nested, f"{where}{name}.")
+            keys += text_keys(nested, f"{where}{name}.")
         elif is_text(field.type):
-            found.append(where + name)
-    return found
+            keys.append(where + name)
+    return keys
 
 
 KEYS = [key for key in text_keys() if not key.startswith("choices")]
 
 
 def get(config: Config, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
+    for field_name in key.split("."):
+        config = getattr(config, field_name)
     return config
 
 
-def assert_refused_or_exact(key: str, text: str) -> None:
+def assert_refused_or_exact(key: str, raw: str) -> None:
     try:
-        got = get(load([f"{key}={text}"]), key)
+        loaded = get(load([f"{key}={raw}"]), key)
     except OrchError as error:
         assert error.exit in (Exit.USAGE, Exit.SECURITY)
         assert len(error.message) < 1000 and error.message.isprintable()
         error.message.encode()  # can be printed
         return
-    if text == "null":
-        assert got is None or got == "null" or key == "run.name"  # null asks for the default
+    if raw == "null":
+        assert loaded is None or loaded == "null" or key == "run.name"  # null asks for the default
     else:
-        assert got == text
-        assert json.loads(json.dumps(got)) == text
+        assert loaded == raw
+        assert json.loads(json.dumps(loaded)) == raw
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=[ascii(text)[:24] for text in HOSTILE])
+@pytest.mark.parametrize("raw", HOSTILE, ids=[ascii(raw)[:24] for raw in HOSTILE])
 @pytest.mark.parametrize(
     "key",
     ["run.name", "cluster.gpu.source", pytest.param("data.tokenizer", marks=pytest.mark.full)],
 )
-def test_hostile_text_is_refused_or_exact(key, text):
-    assert_refused_or_exact(key, text)
+def test_hostile_text_is_refused_or_exact(key, raw):
+    assert_refused_or_exact(key, raw)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_text_field_refuses_a_newline_and_an_endless_name(key):
-    for text in ("a\nb", "a\0b", "\ud800"):
+    for bad_text in ("a\nb", "a\0b", "\ud800"):
         with pytest.raises(OrchError):
-            load([f"{key}={text}"])
+            load([f"{key}={bad_text}"])
     with pytest.raises(OrchError) as refused:
         load([f"{key}={'x' * 5000}"])
     assert len(refused.value.message) < 1000
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(max_size=30).filter(lambda text: "${" not in text and text not in ("null", "???")))
+@given(st.text(max_size=30).filter(lambda path: "${" not in path and path not in ("null", "???")))
 @example("\\")
 @example("a\\'b\\\\'")
 @example("'\\'")
-def test_any_text_of_a_path_is_refused_or_exact(text):
+def test_any_text_of_a_path_is_refused_or_exact(path):
     try:
-        assert load([f"data.tokenizer={text}"]).data.tokenizer == text
+        assert load([f"data.tokenizer={path}"]).data.tokenizer == path
     except OrchError:
-        bare = text.strip()
+        bare = path.strip()
         assert (
-            not text.isprintable()
-            or not text
-            or "_target_" in text
+            not path.isprintable()
+            or not path
+            or "_target_" in path
             or (bare[0] == bare[-1] and bare[0] in "'\"")
         )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=st.sampled_from("ab'\"\\ $,[]{}=:#~éß"), max_size=12))
-def test_quote_is_read_back_by_hydra_exactly(text):
+def test_quote_is_read_back_by_hydra_exactly(raw_text):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    assert OverridesParser.create().parse_override(f"k={quote(text)}").value() == text
+    assert OverridesParser.create().parse_override(f"k={quote(raw_text)}").value() == raw_text
 
 
 @pytest.mark.parametrize(
-    "text", ["/a b/$(id)", "/größe", "it's", 'say "x"', "a\\b", "a,b", "#x", "C:\\dir\\"]
+    "raw_text", ["/a b/$(id)", "/größe", "it's", 'say "x"', "a\\b", "a,b", "#x", "C:\\dir\\"]
 )
-def test_lists_pass_quoted_text_exactly(text):
-    assert load([f"data.paths=[{quote(text)}]"]).data.paths == [text]
+def test_lists_pass_quoted_text_exactly(raw_text):
+    assert load([f"data.paths=[{quote(raw_text)}]"]).data.paths == [raw_text]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_configuration_runs_no_code(tmp_path):
             f"name: mine\noptions:\n  _target_: pathlib.Path.touch\n  _args_: ['{mark}']\n"
         ),
     )
-    for words, folder in ((["backend=mine"], tmp_path), (["+train._target_=os.system"], None)):
+    for overrides, folder in ((["backend=mine"], tmp_path), (["+train._target_=os.system"], None)):
         with pytest.raises(OrchError) as refused:
-            load(words, folder)
+            load(overrides, folder)
         assert refused.value.exit == Exit.SECURITY
     write(tmp_path, backend__mine="name: mine\noptions: !!python/object/apply:os.system ['true']\n")
     with pytest.raises(OrchError):
@@ -150,7 +150,7 @@ def test_configuration_runs_no_code(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
+    "source_text",
     [
         "${oc.env:ORCH_SECRET}",
         "${${run.name}:ORCH_SECRET}",
@@ -158,9 +158,9 @@ def test_configuration_runs_no_code(tmp_path):
         "${oc.decode:'${oc.env:X}'}",
     ],
 )
-def test_secrets_of_the_environment_cannot_come_in(tmp_path, monkeypatch, text):
+def test_secrets_of_the_environment_cannot_come_in(tmp_path, monkeypatch, source_text):
     monkeypatch.setenv("ORCH_SECRET", "hunter2")
-    write(tmp_path, model__mine=f"defaults:\n- tiny\n- _self_\nsource: {json.dumps(text)}\n")
+    write(tmp_path, model__mine=f"defaults:\n- tiny\n- _self_\nsource: {json.dumps(source_text)}\n")
     with pytest.raises(OrchError) as refused:
         load(["model=mine"], tmp_path)
     assert refused.value.exit == Exit.SECURITY
@@ -174,7 +174,7 @@ BOMB = "a0: &a0 [1, 2]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("file_text", "says"),
     [
         (BOMB, "expand it to more than 20,000 values"),
         (BOMB.replace("[", "{k: 1, <<: [").replace("]", "]}"), "aliases expand it"),
@@ -199,8 +199,9 @@ BOMB = "a0: &a0 [1, 2]\n" + "".join(
     ],
 )
 @pytest.mark.parametrize("where", ["model__mine", "train__mine", "orch"])
-def test_files_whose_values_have_no_end_are_refused_in_one_line(tmp_path, where, text, says):
-    write(tmp_path, **{where: text})
+def test_files_whose_values_have_no_end_are_refused_in_one_line(tmp_path, where, file_text, says):
+    files = {where: file_text}
+    write(tmp_path, **files)
     group = where.partition("__")[0]
     with refusal(says, Exit.CONFIG):
         load([f"{group}=mine"] if group != where else [], tmp_path)

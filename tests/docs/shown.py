@@ -26,7 +26,7 @@ class File(NamedTuple):
 
 
 def steps(page: str) -> Iterator[Command | File]:
-    """In the order of the page."""
+    """The commands and files that the page shows, in its order."""
     for kind, name, body in _BLOCK.findall(page):
         if name:
             yield File(name, body)
@@ -44,16 +44,16 @@ def steps(page: str) -> Iterator[Command | File]:
                 yield command
 
 
-def matches(said: list[str], shown: list[str]) -> bool:
+def matches(lines: list[str], shown: list[str]) -> bool:
     """Whether lines are as they are shown."""
     if not shown:
-        return not said
+        return not lines
     if shown[0] == "...":
-        return any(matches(said[skip:], shown[1:]) for skip in range(len(said) + 1))
-    if not said:
+        return any(matches(lines[skip:], shown[1:]) for skip in range(len(lines) + 1))
+    if not lines:
         return False
-    wanted = ".*".join(map(re.escape, shown[0].rstrip().split("…")))
-    return re.fullmatch(wanted, said[0].rstrip()) is not None and matches(said[1:], shown[1:])
+    pattern = ".*".join(map(re.escape, shown[0].rstrip().split("…")))
+    return re.fullmatch(pattern, lines[0].rstrip()) is not None and matches(lines[1:], shown[1:])
 
 
 def play(page: str, folder: Path, environ: Mapping[str, str], limit_s: float = 600) -> None:
@@ -67,7 +67,7 @@ def play(page: str, folder: Path, environ: Mapping[str, str], limit_s: float = 6
             ["bash", "-c", step.line], cwd=folder, env=dict(environ), text=True, timeout=limit_s,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        said = done.stdout.rstrip("\n").split("\n") if done.stdout.strip() else []
-        assert matches(said, step.shown), (
+        lines = done.stdout.rstrip("\n").split("\n") if done.stdout.strip() else []
+        assert matches(lines, step.shown), (
             f"$ {step.line}\n{done.stdout}\n--- is shown as\n" + "\n".join(step.shown)
         )

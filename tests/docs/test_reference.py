@@ -28,17 +28,17 @@ def generator():
 
 
 def test_the_reference_is_current():
-    made = generator().pages()
-    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
-    assert kept.keys() == made.keys()
-    old = [name for name in made if kept[name] != made[name]]
+    new = generator().pages()
+    disk = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert disk.keys() == new.keys()
+    old = [name for name in new if disk[name] != new[name]]
     assert not old, f"{', '.join(old)}: python docs/make_reference.py"
 
 
 def test_the_reference_names_every_verb_key_and_option():
-    made = generator().pages()
+    generated = generator().pages()
     for verb in VERBS:
-        assert f"## orch {verb}\n" in made["verbs.md"]
+        assert f"## orch {verb}\n" in generated["verbs.md"]
     for key in (
         "train.seq_len",
         "parallel.schedule",
@@ -46,33 +46,33 @@ def test_the_reference_names_every_verb_key_and_option():
         "metrics.pattern",
         "optim.lr",
     ):
-        assert f"| `{key}` |" in made["configuration.md"], key
+        assert f"| `{key}` |" in generated["configuration.md"], key
     for option in ("partition", "ssh", "queue", "rdma"):
-        assert f"| `{option}` |" in made["options.md"], option
+        assert f"| `{option}` |" in generated["options.md"], option
     for name in ("orchestrator.plan_job", "Run.logs", "orch_report.report"):
-        assert f"`{name}`" in made["python.md"], name
+        assert f"`{name}`" in generated["python.md"], name
 
 
 def pages() -> list[Path]:
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
-    found = listed.stdout.split() if listed.returncode == 0 else []
-    if not found:
+    page_names = listed.stdout.split() if listed.returncode == 0 else []
+    if not page_names:
         pytest.skip("not a git checkout")
-    return [ROOT / name for name in found]
+    return [ROOT / name for name in page_names]
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
-    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
-    heads = re.findall(r"^#+\s+(.*)$", text, flags=re.M)
+    """The anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    heads = re.findall(r"^#+\s+(.*)$", prose, flags=re.M)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
 
 
 def test_every_link_leads_somewhere():
     lost = []
     for page in pages():
-        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
-        for target in _LINK.findall(text):
+        prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+        for target in _LINK.findall(prose):
             if re.match(r"[a-z]+:", target):
                 continue  # elsewhere: nothing of ours
             path, _, anchor = target.partition("#")

@@ -20,15 +20,16 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.fixture
 def environ(tmp_path) -> dict[str, str]:
-    """Of somebody who has just installed orch: a home of their own, and `orch` on PATH."""
-    kept = {
+    """The environment of somebody who has just installed orch: a home of their own, and `orch` on
+    PATH."""
+    variables = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("ORCH", "SLURM", "KUBE", "COLUMNS"))
     }
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     (tmp_path / "work").mkdir()
-    return {**kept, "ORCH_HOME": str(tmp_path / "home"), "PATH": path, "OMP_NUM_THREADS": "1"}
+    return {**variables, "ORCH_HOME": str(tmp_path / "home"), "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def test_how_output_is_compared():
@@ -62,11 +63,11 @@ def test_what_the_readme_shows(environ, tmp_path):
 
 def quickstarts() -> dict[str, list[str]]:
     """Title -> its lines, of the README."""
-    part = README.partition("## Four ways in")[2].partition("\n## ")[0]
-    found = re.findall(r"^\*\*(.+?)\*\*.*?^```sh\n(.*?)^```", part, re.M | re.S)
+    section = README.partition("## Four ways in")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^\*\*(.+?)\*\*.*?^```sh\n(.*?)^```", section, re.M | re.S)
     return {
         title: [line.partition("  #")[0].strip() for line in body.splitlines()]
-        for title, body in found
+        for title, body in blocks
     }
 
 
@@ -83,14 +84,14 @@ def test_the_readme_s_order():
         "## Compared with other tools",
     ]
     order += ["## What it cannot do", "## Links"]
-    at = [README.index(word) for word in order]
+    at = [README.index(phrase) for phrase in order]
     assert at == sorted(at)
     first_screen = README.splitlines()[:22]
     commands = [line for line in first_screen if re.match(r"(make|pip|git|curl|conda|orch) ", line)]
     assert [line.split("#")[0].strip() for line in commands] == ["make demo", "make test"]
     assert any("pip install ." in line for line in first_screen)
-    found = quickstarts()
-    assert len(found) == 4 and {len(lines) for lines in found.values()} == {3}
+    lines_by_title = quickstarts()
+    assert len(lines_by_title) == 4 and {len(lines) for lines in lines_by_title.values()} == {3}
 
 
 @pytest.mark.process
@@ -104,15 +105,15 @@ def test_each_quickstart_runs(title, environ, tmp_path):
         "import os\nprint('hello from', os.environ['RANK'], flush=True)\n"
     )
     for line in quickstarts()[title]:
-        words = shlex.split(line)
-        if "cluster=slurm" in words or "cluster=kubernetes" in words:
-            words = ["cluster=h100x64" if word.startswith("cluster=") else word for word in words]
-            words = ["--dry-run" if word == "--follow" else word for word in words]
-        words = [word.replace("REGISTRY", "registry.example") for word in words]
-        if words[:2] == ["orch", "submit"] and "+cluster=local" in words:
-            words.append("train.steps=5")
+        argv = shlex.split(line)
+        if "cluster=slurm" in argv or "cluster=kubernetes" in argv:
+            argv = ["cluster=h100x64" if arg.startswith("cluster=") else arg for arg in argv]
+            argv = ["--dry-run" if arg == "--follow" else arg for arg in argv]
+        argv = [arg.replace("REGISTRY", "registry.example") for arg in argv]
+        if argv[:2] == ["orch", "submit"] and "+cluster=local" in argv:
+            argv.append("train.steps=5")
         done = subprocess.run(
-            words, cwd=work, env=environ, capture_output=True, text=True, timeout=600
+            argv, cwd=work, env=environ, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip(), line

@@ -26,13 +26,13 @@ class Page(HTMLParser):
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        if found.get("id"):
-            self.ids.add(found["id"])
-        if tag == "a" and found.get("href"):
-            self.links.append(found["href"])
-        if tag == "img" and found.get("src"):
-            self.links.append(found["src"])
+        attributes = dict(attrs)
+        if attributes.get("id"):
+            self.ids.add(attributes["id"])
+        if tag == "a" and attributes.get("href"):
+            self.links.append(attributes["href"])
+        if tag == "img" and attributes.get("src"):
+            self.links.append(attributes["src"])
 
 
 @pytest.mark.process
@@ -54,17 +54,17 @@ def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path):
     pages = {path: Page(path) for path in site.rglob("*.html")}
     assert len(pages) > 30 and (site / "search.html").exists()
     index = (site / "searchindex.js").read_text()
-    for word in ("tutori", "elast", "ssh_python"):
-        assert word in index, word
+    for term in ("tutori", "elast", "ssh_python"):
+        assert term in index, term
     lost = []
     for path, page in pages.items():
         for link in page.links:
             if re.match(r"[a-z]+:", link):
                 continue
-            where, place = urldefrag(link)
+            where, anchor = urldefrag(link)
             target = (path.parent / unquote(where)).resolve() if where else path
             if not target.exists() or (
-                place and target in pages and unquote(place) not in pages[target].ids
+                anchor and target in pages and unquote(anchor) not in pages[target].ids
             ):
                 lost.append(f"{path.relative_to(site)}: {link}")
     assert lost == []

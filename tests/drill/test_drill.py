@@ -67,15 +67,15 @@ def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
             "--json",
         ]
     )
-    said = json.loads(capsys.readouterr().out)
-    assert code == 0, (said["score"], folder.state.read_text()[-3000:])
-    trials = said["trials"]
+    drill_report = json.loads(capsys.readouterr().out)
+    assert code == 0, (drill_report["score"], folder.state.read_text()[-3000:])
+    trials = drill_report["trials"]
     assert [trial["fault"] for trial in trials] == FAULTS.split(",") and all(
         trial["ok"] for trial in trials
     )
     for trial in trials:
         assert trial["noticed_s"] is not None and trial["stepping_s"] > 0, trial
-    assert len(said["score"]) == len(trials) and not said["stopped"]
+    assert len(drill_report["score"]) == len(trials) and not drill_report["stopped"]
     lines = (folder.path / "drills.jsonl").read_bytes().splitlines()
     assert [json.loads(line) for line in lines] == trials
     kinds = [epoch.cause.kind for epoch in read_state(folder).epochs if epoch.cause]
@@ -84,8 +84,8 @@ def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
         "coordinator_lost",
     } & set(kinds)
     assert cancel(folder).state == "cancelled"
-    told = ledger(StepFollower(folder).read(read_state(folder).nodes))
-    assert told.problems == [] and uneven(told.entries, 12) == [] and told.samples > 0
+    book = ledger(StepFollower(folder).read(read_state(folder).nodes))
+    assert book.problems == [] and uneven(book.entries, 12) == [] and book.samples > 0
     report = json.loads(folder.report.read_bytes())
     assert sum(report["goodput"]["seconds"].values()) == pytest.approx(report["goodput"]["wall_s"])
     assert sum(not fault["planned"] for fault in report["faults"]) == len(kinds)
@@ -94,12 +94,12 @@ def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
 def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
     folder = start(home, sizes=(1,), max_restarts=0)
     before = running(folder, "node0")
-    for fault, why in (
+    for fault, reason in (
         ("kill_agent", "not elastic"),
         ("kill_worker", "used up"),
         ("partition", "not elastic"),
     ):
-        with refusal(why, 64):
+        with refusal(reason, 64):
             open_drill(folder, [fault], "any", 5.0)
     with pytest.raises(OrchError, match="did you mean 'node0'"):
         open_drill(folder, ["slow_worker"], "node9", 5.0)
@@ -118,7 +118,7 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "why", "waits"),
+    ("pattern", "reason", "waits"),
     [
         (
             "",
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
         (r"step (?P<step>\d+)", "metrics.pattern has found no step in what it prints", 0),
     ],
 )
-def test_a_program_that_tells_no_steps_is_told_how_to(home, capsys, pattern, why, waits):
+def test_a_program_that_tells_no_steps_is_told_how_to(home, capsys, pattern, reason, waits):
     bundle = make_bundle(
         sized(1), home / "runs", command=("sleep", "3600"), backend={"max_restarts": 1}
     )
@@ -141,8 +141,10 @@ def test_a_program_that_tells_no_steps_is_told_how_to(home, capsys, pattern, why
     )
     running(folder, "node0")
     assert main(["drill", "--limit-s", "0.5"]) == 1
-    said = capsys.readouterr().out
-    assert f"run test-run: {why}" in said and said.count("waits up to 0.5 s for the first") == waits
+    out = capsys.readouterr().out
+    assert (
+        f"run test-run: {reason}" in out and out.count("waits up to 0.5 s for the first") == waits
+    )
     assert read_state(folder).epoch == 0, "nothing was injected"
     assert cancel(folder).state == "cancelled"
 
@@ -154,11 +156,11 @@ def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):
         ).request
         check_allowed(request, get_backend(backend))
 
-    for backend, wish, why in (
+    for backend, wish, reason in (
         ("slurm", None, "does not allow drills"),
         ("local", False, "allow_drills=false"),
     ):
-        with refusal(why, 78):
+        with refusal(reason, 78):
             asked(backend, wish)
     asked("local", None)
     asked("slurm", True)

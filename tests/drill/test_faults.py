@@ -1,4 +1,4 @@
-"""Which fault hits whom, and what a run cannot spare."""
+"""Tests which fault hits whom, and what a run cannot spare."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ nodes = st.dictionaries(
 
 @given(nodes, st.sampled_from(POSITIONS), st.floats(0, 1), st.sampled_from("abcz"))
 def test_a_victim_holds_a_rank_and_has_the_position(ranks, position, pick, coordinator):
-    found = victim(Injection("kill_worker", position, pick), ranks, coordinator)
-    if found is None:
+    target = victim(Injection("kill_worker", position, pick), ranks, coordinator)
+    if target is None:
         assert position != "any" or not any(ranks.values())
         return
-    node, rank = found
+    node, rank = target
     assert rank in ranks[node]
     if position == "rank0":
         assert rank == 0
@@ -58,8 +58,8 @@ def test_a_victim_holds_a_rank_and_has_the_position(ranks, position, pick, coord
 
 def test_a_seed_gives_the_same_drill_and_another_one_another():
     faults = list(KINDS)
-    one, again, another = (plan_injections(faults, "any", 30, seed, True) for seed in (7, 7, 8))
-    assert one == again != another
+    first, again, another = (plan_injections(faults, "any", 30, seed, True) for seed in (7, 7, 8))
+    assert first == again != another
     in_turn = plan_injections(["kill_agent", "notice"], "other", 2, 0, False)
     assert [injection.fault for injection in in_turn] == ["kill_agent", "notice"] * 2
 
@@ -136,7 +136,7 @@ def test_a_flipped_bit_is_one(tmp_path_factory, content, seed):
 
 
 def test_a_full_disk_is_one_where_checkpoints_have_a_small_one_of_their_own(tmp_path):
-    """In a mount namespace of a child: nothing is full for anybody else."""
+    """The disk is mounted in the namespace of a child: nothing is full for anybody else."""
     child = os.fork()
     if child == 0:
         os._exit(on_a_small_disk(tmp_path))
@@ -169,8 +169,8 @@ def on_a_small_disk(folder: Path) -> int:
     make_room()
     make_room()  # may be said twice
     (disk / "save").write_bytes(b"x" * 500_000)
-    left = sorted(path.name for path in disk.iterdir())
-    return 0 if left == ["before", "save"] and node_faults.is_small_disk(disk, folder) else 4
+    file_names = sorted(path.name for path in disk.iterdir())
+    return 0 if file_names == ["before", "save"] and node_faults.is_small_disk(disk, folder) else 4
 
 
 #: An agent with a worker, and that worker with what may run below it: an instance of itself, and a

@@ -67,7 +67,8 @@ def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options)
 
 
 def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool = False) -> None:
-    """That many faults, drawn by the seed; nodes come back meanwhile, and the run grows again.
+    """Injects that many faults, drawn by the seed; nodes come back meanwhile, and the run grows
+    again.
 
     `down`: nodes are lost first, until a single one is left.
     """
@@ -112,10 +113,10 @@ def test_a_walk_over_one_to_four_nodes_has_each_sample_once(runs):
     wait_for(lambda: ledger_of(folder).samples, what="first steps")
     walk(folder, seed=3, faults=4, pause_s=1.0)
     assert cancel(folder).state == "cancelled"
-    found = ledger_of(folder)
-    assert found.problems == [] and uneven(found.entries, 12) == [], "stand-ins take 12"
-    places = [place for entry in found.entries for place in range(entry.first, entry.last)]
-    assert places == list(range(found.samples)) and sizes_seen(folder)
+    book = ledger_of(folder)
+    assert book.problems == [] and uneven(book.entries, 12) == [], "stand-ins take 12"
+    samples = [sample for entry in book.entries for sample in range(entry.first, entry.last)]
+    assert samples == list(range(book.samples)) and sizes_seen(folder)
     assert json.loads(folder.report.read_bytes())["samples"]["problems"] == []
 
 
@@ -139,10 +140,10 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
         )
         assert load_plan(folder.plan).parallel.dp == 3 - len(lost)
     assert cancel(folder).state == "cancelled"
-    found = ledger_of(folder)
+    book = ledger_of(folder)
     assert (
-        found.problems == []
-        and uneven(found.entries, 12) == []
+        book.problems == []
+        and uneven(book.entries, 12) == []
         and len(read_state(folder).pauses) == 2
     )
 
@@ -151,8 +152,8 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
 def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_one_that_stays(
     runs, tmp_path
 ):
-    text = tmp_path / "text"
-    text.mkdir()
+    text_folder = tmp_path / "text"
+    text_folder.mkdir()
     for module in (
         argparse,
         ast,
@@ -162,10 +163,10 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
         typing,
     ):  # too much to be learnt by heart: where the
         shutil.copy(
-            inspect.getsourcefile(module), text
+            inspect.getsourcefile(module), text_folder
         )  # loss falls to nothing, rounding makes a difference
     files = {
-        "data_paths": [str(text)],
+        "data_paths": [str(text_folder)],
         "cache_dir": str(tmp_path / "cache"),
         "checkpoint_every_steps": 10,
     }
@@ -182,18 +183,18 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     before = ledger_of(folder).samples
     wait_for(lambda: ledger_of(folder).samples > before, 900, "a step")
     assert cancel(folder).state == "cancelled"
-    found = ledger_of(folder)
-    assert found.problems == [] and uneven(found.entries, batch) == []
+    book = ledger_of(folder)
+    assert book.problems == [] and uneven(book.entries, batch) == []
     assert set(sizes_seen(folder)) == set(range(1, 9)), "it went over all sizes"
-    whole = start(runs, {1: plans[1]}, run_id=f"whole-{os.getpid()}-{time.time_ns()}")
-    last = found.entries[-1].step
+    steady_run = start(runs, {1: plans[1]}, run_id=f"whole-{os.getpid()}-{time.time_ns()}")
+    last = book.entries[-1].step
     wait_for(
-        lambda: ledger_of(whole).samples >= found.samples,
+        lambda: ledger_of(steady_run).samples >= book.samples,
         2400,
         f"step {last} of the run that stays",
     )
-    LocalBackend().cancel(whole, force=True)
-    want = losses(whole)
+    LocalBackend().cancel(steady_run, force=True)
+    want = losses(steady_run)
     have = losses(folder)
     assert sorted(have) == list(range(1, last + 1))
     off = max(abs(have[step] - want[step]) for step in have)

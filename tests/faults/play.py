@@ -48,13 +48,13 @@ def victim(folder: RunFolder, name: str) -> Identity | None:
             return Identity(*record.supervisor)
         node = read_state(folder).writer if kind == "coordinator" else f"node{name[-1]}"
         process = psutil.Process(record.agents[node])
-        found = identity(process.pid)
+        target = identity(process.pid)
         if str(folder.path) not in process.cmdline():
             return None  # another process has its number by now
         for _ in range({"watcher": 1, "worker": 2}.get(kind, 0)):
             process = process.children()[0]
-            found = identity(process.pid)
-        return found
+            target = identity(process.pid)
+        return target
     return None
 
 
@@ -95,11 +95,11 @@ class Play:
     def _wait(self, moment: str) -> None:
         """Until that moment comes, or three seconds have passed."""
         end = time.monotonic() + _MOMENT_S
-        asked = newest(self.folder)
+        intent_before = newest(self.folder)
         while moment and time.monotonic() < end:
             state = read_state(self.folder)
             if moment == ("final" if state.is_final else state.state) or (
-                moment == "asked" and newest(self.folder) != asked
+                moment == "asked" and newest(self.folder) != intent_before
             ):
                 return
             time.sleep(0.002)
@@ -139,10 +139,10 @@ class Play:
     def _resize(self, nodes: int) -> None:
         LocalBackend().resize(self.folder, read_request(self.folder), nodes, os.environ)
 
-    def _verb(self, what: Callable[[], object]) -> None:
+    def _verb(self, verb: Callable[[], object]) -> None:
         def call() -> None:
             try:
-                what()
+                verb()
                 self.said.append("done")
             except OrchError as error:
                 self.said.append(error.message)
@@ -170,15 +170,15 @@ class Play:
 
     def _end(self) -> None:
         """Nobody need ask where somebody has: what was asked is obeyed by itself."""
-        asked = newest(self.folder)
-        if (asked is None or asked.want != "end") and self.folder.is_alive():
+        intent = newest(self.folder)
+        if (intent is None or intent.want != "end") and self.folder.is_alive():
             with contextlib.suppress(OrchError):  # it has just ended
                 LocalBackend().cancel(self.folder, force=False)
         self._until(lambda: not self.folder.is_alive(), "the end of all processes")
 
     def _check_end(self) -> None:
         state = LocalBackend().state(self.folder)
-        asked = newest(self.folder)
+        intent = newest(self.folder)
         if not state.is_final or state.exit_code is None or not state.reason:
             raise Broken(f"ended as {state.state} with {state.exit_code}: {state.reason}")
         # Nobody paused the coordinator, so the machine did: silence and delay may come of that.
@@ -189,21 +189,21 @@ class Play:
             raise Broken(f"failed without a cause: {state.reason}")
         ended_at = state.ended_at or state.updated_at
         owed = (
-            asked
-            and asked.want == "end"
-            and asked.number > state.intent
-            and asked.at < ended_at - 2.0
+            intent
+            and intent.want == "end"
+            and intent.number > state.intent
+            and intent.at < ended_at - 2.0
         )
-        if asked and owed and state.state != "cancelled" and not starved:
+        if intent and owed and state.state != "cancelled" and not starved:
             raise Broken(
-                f"cancelled {ended_at - asked.at:.1f} s before its end, and {state.state}:"
+                f"cancelled {ended_at - intent.at:.1f} s before its end, and {state.state}:"
                 f" {state.reason}"
             )
         epochs = [epoch.epoch for epoch in state.epochs]
         if epochs != sorted(set(epochs)):
             raise Broken(f"epochs {epochs}")
-        if left := [process.pid for process in self._left()]:
-            raise Broken(f"processes {left} are left")
+        if survivors := [process.pid for process in self._left()]:
+            raise Broken(f"processes {survivors} are left")
         plan = load_plan(self.folder.plan)
         request = read_request(self.folder)
         if plan.hash != state.plan_hash or (
@@ -214,7 +214,7 @@ class Play:
     def _resumes(self) -> None:
         """No end may wedge the folder: the run goes on, and can be ended again."""
         before = read_state(self.folder).epoch
-        asked = newest(self.folder)
+        intent = newest(self.folder)
         LocalBackend().resume(self.folder, read_request(self.folder), os.environ)
 
         def runs() -> bool:
@@ -225,31 +225,30 @@ class Play:
 
         self._until(runs, "workers after a resume")
         size = len(load_plan(self.folder.plan).ranks)
-        if asked and asked.want == "run" and asked.nodes and asked.nodes != size:
-            raise Broken(f"{asked.nodes} nodes were asked for last, {size} run")
+        if intent and intent.want == "run" and intent.nodes and intent.nodes != size:
+            raise Broken(f"{intent.nodes} nodes were asked for last, {size} run")
         LocalBackend().cancel(self.folder, force=False)
         self._until(lambda: not self.folder.is_alive(), "the end after a resume")
         state = LocalBackend().state(self.folder)
         if (state.state, state.exit_code) != ("cancelled", 75):
             raise Broken(f"cancelled after a resume, it ended as {state.state}: {state.reason}")
-        if left := [process.pid for process in self._left()]:
-            raise Broken(f"processes {left} are left after a resume")
+        if survivors := [process.pid for process in self._left()]:
+            raise Broken(f"processes {survivors} are left after a resume")
 
     def _left(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                    words = " ".join(process.cmdline()), process.environ().get("ORCH_RUN_DIR", "")
-                    if str(self.folder.path) in words[0].split() or words[1] == str(
-                        self.folder.path
-                    ):
+                    command = " ".join(process.cmdline())
+                    run_dir = process.environ().get("ORCH_RUN_DIR", "")
+                    if str(self.folder.path) in command.split() or run_dir == str(self.folder.path):
                         yield process
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
+    def _until(self, condition: Callable[[], bool], event: str) -> None:
         end = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > end:
-                raise Broken(f"{what} did not come within {PATIENCE_S:g} s\n{self._papers()}")
+                raise Broken(f"{event} did not come within {PATIENCE_S:g} s\n{self._papers()}")
             time.sleep(_LOOK_S)
 
     def _papers(self) -> str:

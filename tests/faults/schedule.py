@@ -52,10 +52,10 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         back = "" if self.back_s is None else f", nodes come back after {self.back_s:g} s"
-        words = [
+        action_texts = [
             f"{a.moment and a.moment + ' + '}{a.after_s:g} s: {_words(a)}" for a in self.actions
         ]
-        return f"seed {self.seed}{back}: " + "; ".join(words)
+        return f"seed {self.seed}{back}: " + "; ".join(action_texts)
 
 
 def _words(a: Action) -> str:

@@ -49,9 +49,12 @@ def main() -> int:
                 failures[schedule.seed] = broke
                 print(f"{schedule}\n  {broke}\n", flush=True)
     for seed in failures if args.shrink else ():
-        print(f"least of {seed}: {shrunk(make(seed), lambda one: bool(played(one)))}", flush=True)
+        print(
+            f"least of {seed}: {shrunk(make(seed), lambda candidate: bool(played(candidate)))}",
+            flush=True,
+        )
     deeds = Counter(
-        f"{a.deed} {a.victim.rstrip('012')}".strip() for one in schedules for a in one.actions
+        f"{a.deed} {a.victim.rstrip('012')}".strip() for drawn in schedules for a in drawn.actions
     )
     result = {"schedules": len(schedules), "failures": failures, "deeds": dict(deeds.most_common())}
     result["minutes"] = round((time.monotonic() - began) / 60, 1)

@@ -30,8 +30,8 @@ def kinds(seed: int) -> set[str]:
     """What a schedule has: deeds with their kind of victim, moments, and whether nodes come
     back."""
     schedule = make(seed)
-    deeds = {f"{one.deed} {one.victim.rstrip('0123456789')}" for one in schedule.actions}
-    moments = {f"at {one.moment}" for one in schedule.actions if one.moment}
+    deeds = {f"{action.deed} {action.victim.rstrip('0123456789')}" for action in schedule.actions}
+    moments = {f"at {action.moment}" for action in schedule.actions if action.moment}
     return deeds | moments | ({"back"} if schedule.back_s else set())
 
 
@@ -83,10 +83,10 @@ def test_a_process_that_only_has_the_number_of_a_victim_is_none(tmp_path):
 
 def test_shrinking_leaves_what_is_needed_and_nothing_else():
     actions = [Action("kill", 0.0, victim=f"agent{node}") for node in (0, 1, 2)]
-    whole = Schedule(0, [*actions, Action("cancel", 0.1)])
+    full = Schedule(0, [*actions, Action("cancel", 0.1)])
 
     def fails(schedule: Schedule) -> bool:
-        left = {action.victim for action in schedule.actions}
-        return {"agent0", "agent2"} <= left
+        victims = {action.victim for action in schedule.actions}
+        return {"agent0", "agent2"} <= victims
 
-    assert [action.victim for action in shrunk(whole, fails).actions] == ["agent0", "agent2"]
+    assert [action.victim for action in shrunk(full, fails).actions] == ["agent0", "agent2"]

@@ -22,8 +22,8 @@ def modules() -> dict[str, Path]:
     files = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+            name_parts = path.relative_to(ROOT).with_suffix("").parts
+            files[".".join(name_parts[:-1] if name_parts[-1] == "__init__" else name_parts)] = path
     return files
 
 
@@ -52,20 +52,20 @@ def imports(name: str, top_only: bool = False) -> set[str]:
             typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
             if inner or typing_only:
                 skip.update(ast.walk(node))
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in nodes(name):
         if node in skip:
             continue
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = name.split(".") if is_package else name.split(".")[:-1]
             prefix = base[: len(base) - node.level + 1] if node.level else []
             source = ".".join([*prefix, *([node.module] if node.module else [])])
             for alias in node.names:
                 dotted = f"{source}.{alias.name}"
-                found.add(dotted if dotted in MODULES else source)
-    return found
+                imported.add(dotted if dotted in MODULES else source)
+    return imported
 
 
 def room(module: str) -> str:
@@ -76,18 +76,18 @@ def room(module: str) -> str:
 
 def edges() -> dict[tuple[str, str], list[str]]:
     """(room, room that it imports) -> `module -> module` of each import."""
-    found = defaultdict(list)
+    room_edges = defaultdict(list)
     for module in MODULES:
-        for other in imports(module):
-            ends = room(module), room(other)
+        for target in imports(module):
+            ends = room(module), room(target)
             if (
-                other in MODULES
+                target in MODULES
                 and ends[0] != ends[1]
                 and module not in PACKAGES
-                and other not in PACKAGES
+                and target not in PACKAGES
             ):
-                found[ends].append(f"{module} -> {other}")
-    return dict(found)
+                room_edges[ends].append(f"{module} -> {target}")
+    return dict(room_edges)
 
 
 def lines() -> dict[str, tuple[int, int]]:
@@ -103,13 +103,13 @@ def lines() -> dict[str, tuple[int, int]]:
 def floors(package: str) -> list[list[str]]:
     """The rooms of a package from the ground up, as docs/architecture.md declares them: `floor
     room  what it is`."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    block = text.partition(f"```floors {package}\n")[2].partition("```")[0]
+    document = (ROOT / "docs" / "architecture.md").read_text()
+    block = document.partition(f"```floors {package}\n")[2].partition("```")[0]
     rows = [line.split(maxsplit=2) for line in block.splitlines() if line.strip()[:1].isdigit()]
-    found = defaultdict(list)
+    floor_rooms = defaultdict(list)
     for number, name, *_ in rows:
-        found[int(number)].append(f"{package}.{name}")
-    return [found[number] for number in sorted(found)]
+        floor_rooms[int(number)].append(f"{package}.{name}")
+    return [floor_rooms[number] for number in sorted(floor_rooms)]
 
 
 def main() -> None:
@@ -120,7 +120,9 @@ def main() -> None:
             for name in rooms:
                 files, total = sizes[name]
                 below = ", ".join(
-                    sorted(other.rpartition(".")[2] for mine, other in between if mine == name)
+                    sorted(
+                        target.rpartition(".")[2] for source, target in between if source == name
+                    )
                 )
                 print(
                     f"{number:>2}  {name:<24}{files:>4} files{total:>7} lines  ->"

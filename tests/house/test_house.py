@@ -65,9 +65,9 @@ LONGER_CLASSES = {
 
 
 def ours(prefix: str) -> list[str]:
-    found = [name for name in MODULES if name.startswith(prefix)]
-    assert found, "a rule about nothing"
-    return found
+    module_names = [name for name in MODULES if name.startswith(prefix)]
+    assert module_names, "a rule about nothing"
+    return module_names
 
 
 def chains(name: str) -> set[str]:
@@ -151,8 +151,8 @@ def test_rooms_import_only_lower_floors(package):
     )
     level = {room: number for number, rooms in enumerate(floors(package)) for room in rooms}
     up = {
-        ends: found
-        for ends, found in edges().items()
+        ends: import_lines
+        for ends, import_lines in edges().items()
         if ends[0] in level and ends[1] in level and level[ends[1]] >= level[ends[0]]
     }
     assert up == {}

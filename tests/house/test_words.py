@@ -68,19 +68,19 @@ WRITTEN_BY_USERS = {"notice_s", "_notice"}
 
 def parts(name: str) -> set[str]:
     """`WorkerSupervisor`, `worker_supervisor` -> worker, supervisor."""
-    return {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    return {name_part.lower() for name_part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
 
 
 def names(module: str) -> set[str]:
-    found = {module.rpartition(".")[2]}
+    bound_names = {module.rpartition(".")[2]}
     for node in nodes(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            bound_names.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            bound_names.add(node.arg)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
-    return found
+            bound_names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return bound_names
 
 
 def test_names_are_the_fields():
@@ -88,7 +88,7 @@ def test_names_are_the_fields():
         f"{module}: {name}"
         for module in MODULES
         for name in names(module) - WRITTEN_BY_USERS
-        for part in parts(name) & PRIVATE.keys()
-        if not module.startswith(FIELDS_IN.get(part, "-"))
+        for name_part in parts(name) & PRIVATE.keys()
+        if not module.startswith(FIELDS_IN.get(name_part, "-"))
     ]
     assert sorted(wrong) == []

@@ -32,8 +32,8 @@ mutation = adder(MUTATIONS)
 @mutation("the balance is that of the batch, not of each sequence", "term expert_balance", MIXTRAL)
 def _(patch):
     def of_batch(routing, counts):
-        whole = counts.sum(0, keepdim=True).expand_as(counts) / len(counts)
-        return sequence_balance(routing, whole)
+        batch_counts = counts.sum(0, keepdim=True).expand_as(counts) / len(counts)
+        return sequence_balance(routing, batch_counts)
 
     patch.setattr(experts, "sequence_balance", of_batch)
 
@@ -59,8 +59,8 @@ def _(patch):
 def _(patch):
     start = experts.LossTerms.start
 
-    def valid(self, scale, valid_tokens, taken, samples, tokens):
-        start(self, scale, valid_tokens, taken, samples, valid_tokens)
+    def valid(self, scale, valid_tokens, micro_batches, samples, tokens):
+        start(self, scale, valid_tokens, micro_batches, samples, valid_tokens)
 
     patch.setattr(experts.LossTerms, "start", valid)
 
@@ -175,9 +175,11 @@ def _(patch):
     ahead = engine.look_ahead
 
     def further(batch, depth):
-        one = ahead(batch, depth + 1)
+        shifted = ahead(batch, depth + 1)
         return replace(
-            one, next_tokens=one.next_tokens[..., 1:], next_targets=one.next_targets[..., 1:]
+            shifted,
+            next_tokens=shifted.next_tokens[..., 1:],
+            next_targets=shifted.next_targets[..., 1:],
         )
 
     patch.setattr(engine, "look_ahead", further)
@@ -217,7 +219,7 @@ def _(patch):
     patch.setattr(
         prediction.PredictionBlock,
         "forward",
-        lambda self, x, token, *rest, **more: forward(self, token, x, *rest, **more),
+        lambda self, x, token, *rest, **kwargs: forward(self, token, x, *rest, **kwargs),
     )
 
 
@@ -226,8 +228,10 @@ def _(patch):
     ahead = engine.look_ahead
 
     def all_count(batch, depth):
-        one = ahead(batch, depth)
-        goals = torch.where(one.next_targets == IGNORED, one.next_tokens, one.next_targets)
-        return replace(one, next_targets=goals)
+        shifted = ahead(batch, depth)
+        goals = torch.where(
+            shifted.next_targets == IGNORED, shifted.next_tokens, shifted.next_targets
+        )
+        return replace(shifted, next_targets=goals)
 
     patch.setattr(engine, "look_ahead", all_count)

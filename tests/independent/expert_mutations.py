@@ -134,10 +134,10 @@ def ranked_by(patch: pytest.MonkeyPatch, count: int) -> None:
         scores = scores if self.bias is None else scores + self.bias
         grouped = scores.unflatten(-1, (moe.groups, -1))
         value = grouped.topk(count, -1).values.sum(-1)
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(
+        kept_groups = torch.zeros_like(value, dtype=torch.bool).scatter_(
             -1, router.best(value, moe.top_groups), True
         )
-        return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        return grouped.masked_fill(~kept_groups[..., None], -torch.inf).flatten(-2)
 
     patch.setattr(router.Router, "_choosable", ranked)
 
@@ -205,12 +205,12 @@ def reduced(patch: pytest.MonkeyPatch, change: Callable) -> None:
     """`change` in place what the hooks of experts' parameters see."""
     build = apply.build
 
-    def hooked(*args, **more):
-        part = build(*args, **more)
-        for name, param, _ in part.parameters():
+    def hooked(*args, **kwargs):
+        module = build(*args, **kwargs)
+        for name, param, _ in module.parameters():
             if ".experts." in name:
                 param.register_hook(lambda grad: change(grad.clone()))
-        return part
+        return module
 
     patch.setattr(apply, "build", hooked)
 
@@ -236,11 +236,11 @@ def _(patch):
 
 
 def summed_over(patch: pytest.MonkeyPatch, group: Callable) -> None:
-    """Where four ranks hold the dense weights and two the same experts."""
+    """Sums over another group where four ranks hold the dense weights and two the same experts."""
     start = buckets.start_all_reduce
 
-    def other(tensor, mine, *rest):
-        return start(tensor, group() if mine is not None and mine.size() == 2 else mine, *rest)
+    def other(tensor, ranks, *rest):
+        return start(tensor, group() if ranks is not None and ranks.size() == 2 else ranks, *rest)
 
     patch.setattr(buckets, "start_all_reduce", other)
 
@@ -250,7 +250,9 @@ def groups(patch: pytest.MonkeyPatch, name: str, members: Callable) -> None:
     patch.setattr(
         mesh,
         "_of_experts",
-        lambda plan, one, rank: members(plan, rank) if one == name else original(plan, one, rank),
+        lambda plan, axis, rank: (
+            members(plan, rank) if axis == name else original(plan, axis, rank)
+        ),
     )
 
 
@@ -311,7 +313,7 @@ def _(patch):
 def _(patch):
     first = experts.first_choices
     patch.setattr(
-        experts, "first_choices", lambda chosen, count, most: first(chosen, count, most + 1)
+        experts, "first_choices", lambda chosen, count, capacity: first(chosen, count, capacity + 1)
     )
 
 
@@ -336,10 +338,10 @@ def _(patch):
     drop = experts.MixtureOfExperts._drop
 
     def shared(self, routing, sequences):
-        found = drop(self, routing, sequences)
-        kept = (routing.weights * found.accepted).sum(-1, keepdim=True).clamp_min(1e-9)
-        return found._replace(
-            weights=routing.weights * routing.weights.sum(-1, keepdim=True) / kept
+        dropped = drop(self, routing, sequences)
+        kept_weight = (routing.weights * dropped.accepted).sum(-1, keepdim=True).clamp_min(1e-9)
+        return dropped._replace(
+            weights=routing.weights * routing.weights.sum(-1, keepdim=True) / kept_weight
         )
 
     patch.setattr(experts.MixtureOfExperts, "_drop", shared)
@@ -352,7 +354,7 @@ def _(patch):
         load.ExpertMeter,
         "loads",
         lambda self, table: {
-            layer: msgspec.structs.replace(one, dropped=0.0)
-            for layer, one in loads(self, table).items()
+            layer: msgspec.structs.replace(load, dropped=0.0)
+            for layer, load in loads(self, table).items()
         },
     )

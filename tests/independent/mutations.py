@@ -80,11 +80,11 @@ def late(patch: pytest.MonkeyPatch, at: Callable[[int], int]) -> None:
 @mutation("the learning rate is one step late and reported as if it were not", "weight", first=True)
 def _(patch):
     update = engine.Engine.update
-    kept: list[float] = []
+    rates: list[float] = []
 
     def one_late(self, norm, lr):
-        kept.append(lr)
-        return update(self, norm, kept[-2] if len(kept) > 1 else lr)
+        rates.append(lr)
+        return update(self, norm, rates[-2] if len(rates) > 1 else lr)
 
     patch.setattr(engine.Engine, "update", one_late)
 
@@ -173,8 +173,8 @@ def _(patch):
     gradients = engine.Engine.gradients
 
     def local(self, batches, valid_tokens):
-        mine = sum(int((one.targets != IGNORED).sum()) for one in batches)
-        return gradients(self, batches, mine * self.mesh.size("dp"))
+        own_tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        return gradients(self, batches, own_tokens * self.mesh.size("dp"))
 
     patch.setattr(engine.Engine, "gradients", local)
 
@@ -212,9 +212,10 @@ def _(patch):
     read = batch.from_windows
 
     def on(windows, eod=None):
-        one = read(windows, eod)
+        batch = read(windows, eod)
         return replace(
-            one, positions=torch.arange(one.tokens.shape[1]).expand_as(one.tokens).contiguous()
+            batch,
+            positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).contiguous(),
         )
 
     patch.setattr(loader, "from_windows", on)
@@ -298,7 +299,7 @@ def _(patch):
 @mutation("weight decay on norms", "weight")
 def _(patch):
     shard = apply.shard
-    patch.setattr(apply, "shard", lambda *args, **more: replace(shard(*args, **more), decay=True))
+    patch.setattr(apply, "shard", lambda *args, **rest: replace(shard(*args, **rest), decay=True))
 
 
 @mutation(
@@ -325,15 +326,15 @@ def _(patch):
 
     coefficient = engine.clip_coefficient
     patch.setattr(engine, "grad_norm", both)
-    patch.setattr(engine, "clip_coefficient", lambda norm, most: coefficient(local[-1], most))
+    patch.setattr(engine, "clip_coefficient", lambda norm, limit: coefficient(local[-1], limit))
 
 
 @mutation("AdamW's epsilon is under the root", "weight")
 def _(patch):
     update = adamw.fused_adamw_
 
-    def under(*args, eps, **more):
-        update(*args, eps=eps**0.5, **more)
+    def under(*args, eps, **kwargs):
+        update(*args, eps=eps**0.5, **kwargs)
 
     patch.setattr(adamw, "fused_adamw_", under)
 
@@ -344,7 +345,7 @@ def _(patch):
     patch.setattr(
         adamw,
         "fused_adamw_",
-        lambda *args, betas, **more: update(*args, betas=(betas[0], betas[0]), **more),
+        lambda *args, betas, **kwargs: update(*args, betas=(betas[0], betas[0]), **kwargs),
     )
 
 
@@ -357,8 +358,8 @@ def _(patch):
     scaled(patch, lambda factor, scale: factor * scale)
 
 
-def scaled(patch: pytest.MonkeyPatch, other: Callable) -> None:
-    """AdamW gets another factor on gradients: `other` of the right one and of the loss scale."""
+def scaled(patch: pytest.MonkeyPatch, factor_of: Callable) -> None:
+    """AdamW gets another factor on gradients: `factor_of` the right one and the loss scale."""
     update = engine.Engine.update
     step = sharded.ShardedOptimizer.step
     scales: list[torch.Tensor] = []
@@ -371,7 +372,7 @@ def scaled(patch: pytest.MonkeyPatch, other: Callable) -> None:
     patch.setattr(
         sharded.ShardedOptimizer,
         "step",
-        lambda self, lr, factor, finite: step(self, lr, other(factor, scales[-1]), finite),
+        lambda self, lr, factor, finite: step(self, lr, factor_of(factor, scales[-1]), finite),
     )
 
 
@@ -379,7 +380,7 @@ def scaled(patch: pytest.MonkeyPatch, other: Callable) -> None:
 def _(patch):
     coefficient = engine.clip_coefficient
     patch.setattr(
-        engine, "clip_coefficient", lambda norm, most: coefficient(norm * 2.0**14, most or 1.0)
+        engine, "clip_coefficient", lambda norm, limit: coefficient(norm * 2.0**14, limit or 1.0)
     )
 
 
@@ -440,8 +441,8 @@ def _(patch):
 
     policy = fsdp.MixedPrecisionPolicy
 
-    def narrow(param_dtype, reduce_dtype, **more):
-        return policy(param_dtype=param_dtype, reduce_dtype=param_dtype, **more)
+    def narrow(param_dtype, reduce_dtype, **kwargs):
+        return policy(param_dtype=param_dtype, reduce_dtype=param_dtype, **kwargs)
 
     patch.setattr(fsdp, "MixedPrecisionPolicy", narrow)
 

@@ -16,8 +16,8 @@ from .oracle.judge import prepare
 def verdict(
     layouts: tuple[str, str], precision: str, home: Path, number: int = 0, **changes: object
 ) -> runner.Verdict:
-    """Of a case that begins in the first layout and is resumed in the second. `number` chooses what
-    else varies; `changes`: fields of `Case`."""
+    """The verdict on a case that begins in the first layout and is resumed in the second. `number`
+    chooses what else varies; `changes`: fields of `Case`."""
     cases.write_corpus(home / "text")
     case = cases.make(" -> ".join(layouts), layouts, precision, number, home)._replace(**changes)
     return judged(case, home)
@@ -28,8 +28,8 @@ def judged(case: cases.Case, home: Path) -> runner.Verdict:
     if case.start == "harsh":
         prepare(folders[0], *case.scale)
     for number, (plan, run) in enumerate(zip(case.plans, folders, strict=True)):
-        if said := (runner.hand_over(*folders) if number else "") or failed(plan, run):
-            return runner.Verdict(name=case.name, precision=case.precision, failed=said)
+        if failure := (runner.hand_over(*folders) if number else "") or failed(plan, run):
+            return runner.Verdict(name=case.name, precision=case.precision, failed=failure)
     return runner.read_answer(case, answer(list(folders), case.start))
 
 
@@ -41,8 +41,8 @@ def failed(plan: Plan, run: Path) -> str:
         return f"{codes}: {workers.log(bad[0])}" if bad else ""
 
 
-def reasons(found: runner.Verdict) -> list[str]:
+def reasons(judgement: runner.Verdict) -> list[str]:
     """What is wrong: names of quantities beyond their bounds, and problems."""
     return [
-        what for what, one in found.worst.items() if not one.error <= one.bound
-    ] + found.problems
+        name for name, worst in judgement.worst.items() if not worst.error <= worst.bound
+    ] + judgement.problems

@@ -17,16 +17,16 @@ from .runs import judged, reasons, verdict
 pytestmark = pytest.mark.process
 
 
-def marked(one: Mutation):
-    return pytest.param(one, id=one.name, marks=[] if one.first else [pytest.mark.full])
+def marked(bug: Mutation):
+    return pytest.param(bug, id=bug.name, marks=[] if bug.first else [pytest.mark.full])
 
 
-@pytest.mark.parametrize("one", [marked(one) for one in MUTATIONS + OF_EXPERTS + OF_BALANCE])
-def test_a_seeded_bug_is_caught(one: Mutation, tmp_path, monkeypatch):
-    one.patch(monkeypatch)
-    found = verdict(one.layouts, one.precision, tmp_path, one.number)
-    assert found.word == "DIFFERENT", found
-    assert any(one.by in reason for reason in reasons(found)), reasons(found)
+@pytest.mark.parametrize("bug", [marked(bug) for bug in MUTATIONS + OF_EXPERTS + OF_BALANCE])
+def test_a_seeded_bug_is_caught(bug: Mutation, tmp_path, monkeypatch):
+    bug.patch(monkeypatch)
+    judgement = verdict(bug.layouts, bug.precision, tmp_path, bug.number)
+    assert judgement.word == "DIFFERENT", judgement
+    assert any(bug.by in reason for reason in reasons(judgement)), reasons(judgement)
 
 
 @pytest.mark.parametrize("layouts", [("dp4_zero3", "tp2_pp2"), ("cp2_dp2", "pp2_zero1")])
@@ -34,9 +34,9 @@ def test_a_seeded_bug_is_caught(one: Mutation, tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.full
 def test_it_passes_what_is_right(layouts, precision, number, tmp_path):
-    found = verdict(layouts, precision, tmp_path, number)
-    assert found.word == "equal", (found.failed, reasons(found))
-    assert found.steps == 9 and set(found.worst) >= {
+    judgement = verdict(layouts, precision, tmp_path, number)
+    assert judgement.word == "equal", (judgement.failed, reasons(judgement))
+    assert judgement.steps == 9 and set(judgement.worst) >= {
         "loss",
         "gradient",
         "norm",
@@ -49,8 +49,8 @@ def test_it_passes_what_is_right(layouts, precision, number, tmp_path):
 @pytest.mark.full
 def test_a_gradient_that_is_rounded_by_little_by_luck_is_no_measure(tmp_path):
     """Here the oracle's own rounding of one layer's norm is a third of that of the other layers."""
-    found = verdict(("dp1", "dp1"), "bf16", tmp_path, 3)
-    assert found.word == "equal", (found.failed, reasons(found))
+    judgement = verdict(("dp1", "dp1"), "bf16", tmp_path, 3)
+    assert judgement.word == "equal", (judgement.failed, reasons(judgement))
 
 
 def slow_to_save(home) -> cases.Case:
@@ -86,10 +86,10 @@ def slow_to_save(home) -> cases.Case:
 def test_a_background_save_of_live_tensors_is_caught(bug, tmp_path, monkeypatch):
     if bug:
         live(monkeypatch)
-    found = judged(slow_to_save(tmp_path), tmp_path)
+    judgement = judged(slow_to_save(tmp_path), tmp_path)
     if not bug:
-        assert found.word == "equal", (found.failed, reasons(found))
+        assert judgement.word == "equal", (judgement.failed, reasons(judgement))
     else:
         # another step's state was saved, or a file that changed while it was hashed was refused and
         # is not there
-        assert found.word == "DIFFERENT" or "was not saved" in found.failed, found
+        assert judgement.word == "DIFFERENT" or "was not saved" in judgement.failed, judgement

@@ -90,44 +90,44 @@ _ROPE |= {"beta_fast": 2.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 1
 
 
 def mixtral():
-    more = {
+    sizes = {
         "num_key_value_heads": 2,
         "intermediate_size": 12,
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
     }
     return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**_WORDS, **more, rope_theta=1e4)
+        transformers.MixtralConfig(**_WORDS, **sizes, rope_theta=1e4)
     )
 
 
 def qwen3():
-    more = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3}
-    more |= {"moe_intermediate_size": 12, "norm_topk_prob": True, "rope_theta": 1e4}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_WORDS, **more))
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3}
+    sizes |= {"moe_intermediate_size": 12, "norm_topk_prob": True, "rope_theta": 1e4}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_WORDS, **sizes))
 
 
 def deepseek():
-    more = {
+    sizes = {
         "num_key_value_heads": 4,
         "intermediate_size": 48,
         "n_shared_experts": 2,
         "n_routed_experts": 8,
     }
-    more |= {
+    sizes |= {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 12,
         "routed_scaling_factor": 2.5,
         "n_group": 4,
     }
-    more |= {
+    sizes |= {
         "topk_group": 2,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
         "rope_interleave": False,
     }
     return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(**_WORDS, **more, **_MLA, rope_parameters=_ROPE)
+        transformers.DeepseekV3Config(**_WORDS, **sizes, **_MLA, rope_parameters=_ROPE)
     )
 
 
@@ -149,7 +149,7 @@ def whole_names(ours):
 def test_logits_gradients_and_choices_are_those_of_the_whole_network(make, model):
     torch.manual_seed(3)
     network = Network(model, torch.float32)
-    whole = make().eval()
+    reference_model = make().eval()
     weights = {
         name: torch.randn(shape) * 0.3 + (len(shape) == 1) for name, shape in shapes(model).items()
     }
@@ -159,7 +159,7 @@ def test_logits_gradients_and_choices_are_those_of_the_whole_network(make, model
     chosen = {}
     values = {}
     for layer in network.mixtures:
-        gate = whole.model.layers[layer].mlp.gate
+        gate = reference_model.model.layers[layer].mlp.gate
         if biases is not None:
             tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = biases
         gate.register_forward_hook(
@@ -169,35 +169,35 @@ def test_logits_gradients_and_choices_are_those_of_the_whole_network(make, model
     targets = torch.randint(65, (2, 16))
     positions = torch.arange(16).expand(2, 16)
     logits = torch.func.functional_call(
-        whole, tensors, kwargs={"input_ids": tokens, "position_ids": positions}
+        reference_model, tensors, kwargs={"input_ids": tokens, "position_ids": positions}
     ).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
 
     batch = Batch(tokens, targets, positions, torch.zeros(2, 16, dtype=torch.int64))
-    made = Choices({layer: one.view(2, 16, -1) for layer, one in chosen.items()}, {}, {})
-    found = network.run(weights, batch, Counts(32, 2, 32), scale=1.0, choices=made, loads={})
+    choices = Choices({layer: experts.view(2, 16, -1) for layer, experts in chosen.items()}, {}, {})
+    outcome = network.run(weights, batch, Counts(32, 2, 32), scale=1.0, choices=choices, loads={})
     expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none"
     )
-    torch.testing.assert_close(found.losses.flatten(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outcome.losses.flatten(), expected, rtol=1e-4, atol=1e-4)
     for name, leaf in leaves.items():
         scale = float(leaf.grad.abs().max())
         torch.testing.assert_close(
-            found.grads[name], leaf.grad, rtol=1e-3, atol=1e-4 * scale, msg=name
+            outcome.grads[name], leaf.grad, rtol=1e-3, atol=1e-4 * scale, msg=name
         )
-    for layer, one in chosen.items():
-        values = found.scores[layer].flatten(0, 1).double() + (
+    for layer, experts in chosen.items():
+        values = outcome.scores[layer].flatten(0, 1).double() + (
             0.0 if biases is None else biases.double()
         )
-        assert float(needed_rounding(values, one, model["moe"]).max()) < 1e-6
+        assert float(needed_rounding(values, experts, model["moe"]).max()) < 1e-6
         least = values.argmin(-1, keepdim=True)
-        others = torch.cat([one[:, :-1], least], 1)
-        assert float(needed_rounding(values, others, model["moe"]).min()) > 1e-4
+        other_choices = torch.cat([experts[:, :-1], least], 1)
+        assert float(needed_rounding(values, other_choices, model["moe"]).min()) > 1e-4
 
 
 def by_hand(values, chosen, moe):
-    """Of one token: the least rounding, by trying every choice of groups and comparing every pair
-    of experts."""
+    """The least rounding of one token, by trying every choice of groups and comparing every pair of
+    experts."""
     import itertools
 
     groups = moe["groups"]
@@ -205,15 +205,15 @@ def by_hand(values, chosen, moe):
     count = min(2, size) if moe["score"] == "sigmoid" else 1
     worth = [sum(sorted(values[g * size : (g + 1) * size])[-count:]) for g in range(groups)]
     best = math.inf
-    for kept in itertools.combinations(range(groups), moe["top_groups"]):
-        legal = [e for e in range(moe["experts"]) if e // size in kept]
+    for picks in itertools.combinations(range(groups), moe["top_groups"]):
+        legal = [e for e in range(moe["experts"]) if e // size in picks]
         if not set(chosen) <= set(legal):
             continue
         need = max(
             [(values[e] - values[c]) / 2 for e in legal if e not in chosen for c in chosen] + [0.0]
         )
-        apart = [worth[out] - worth[g] for out in range(groups) if out not in kept for g in kept]
-        best = min(best, max([need] + [one / (2 * count) for one in apart]))
+        apart = [worth[out] - worth[g] for out in range(groups) if out not in picks for g in picks]
+        best = min(best, max([need] + [gap / (2 * count) for gap in apart]))
     return best
 
 
@@ -224,25 +224,25 @@ def test_the_rounding_behind_a_choice(score, groups, top_groups):
     moe = {"experts": 8, "score": score, "groups": groups, "top_groups": top_groups}
     values = torch.rand(40, 8, generator=generator, dtype=torch.float64)
     chosen = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in values])
-    found = needed_rounding(values, chosen, moe)
-    for at, one in enumerate(found):
-        wanted = by_hand(values[at].tolist(), chosen[at].tolist(), moe)
-        assert float(one) == pytest.approx(wanted) or float(one) == wanted == math.inf
+    roundings = needed_rounding(values, chosen, moe)
+    for at, rounding in enumerate(roundings):
+        expected = by_hand(values[at].tolist(), chosen[at].tolist(), moe)
+        assert float(rounding) == pytest.approx(expected) or float(rounding) == expected == math.inf
 
 
 def test_equal_scores_go_to_the_lower_expert_and_no_expert_is_chosen_twice():
     moe = {"experts": 4}
     values = torch.tensor([[0.5, 0.1, 0.5, 0.9]] * 3)
-    found = needed_rounding(values, torch.tensor([[3, 0], [3, 2], [3, 3]]), moe)
-    assert found.tolist() == [0.0, math.inf, math.inf]
+    roundings = needed_rounding(values, torch.tensor([[3, 0], [3, 2], [3, 3]]), moe)
+    assert roundings.tolist() == [0.0, math.inf, math.inf]
 
 
 def test_an_expert_takes_the_first_tokens_of_a_sequence():
     chosen = torch.tensor([[[0, 1], [0, 2], [1, 0], [0, 1]], [[3, 2]] * 4])
-    found = taken_choices(chosen, {"experts": 4, "capacity_factor": 0.9})  # 0.9 * 8 / 4, rounded up
+    fits = taken_choices(chosen, {"experts": 4, "capacity_factor": 0.9})  # 0.9 * 8 / 4, rounded up
     first = [[True, True], [True, True], [True, False], [False, False]]
     second = [[True] * 2] * 2 + [[False] * 2] * 2
-    assert found.tolist() == [first, second]
+    assert fits.tolist() == [first, second]
     assert taken_choices(chosen, {"experts": 4}).all()
 
 
@@ -251,7 +251,7 @@ def test_what_is_ahead_lies_in_the_sample_and_the_document():
     documents = torch.tensor([[0, 0, 1, 1, 1]])
     targets = torch.tensor([[6, -100, 8, 9, 1]])
     batch = Batch(tokens, targets, torch.zeros(1, 5, dtype=torch.int64), documents)
-    later, wanted = ahead(batch, 1)
-    assert later.tolist() == [[6, 7, 8, 9, 0]] and wanted.tolist() == [[-100, -100, 9, 1, -100]]
-    later, wanted = ahead(batch, 2)
-    assert later.tolist() == [[7, 8, 9, 0, 0]] and wanted.tolist() == [[-100, -100, 1, -100, -100]]
+    later, labels = ahead(batch, 1)
+    assert later.tolist() == [[6, 7, 8, 9, 0]] and labels.tolist() == [[-100, -100, 9, 1, -100]]
+    later, labels = ahead(batch, 2)
+    assert later.tolist() == [[7, 8, 9, 0, 0]] and labels.tolist() == [[-100, -100, 1, -100, -100]]

@@ -42,8 +42,8 @@ def test_a_sum_in_any_order_is_exact_but_for_rounding(precision, count):
         exact = math.fsum(terms)
         size = math.fsum(abs(terms))
         for lanes in LANES:
-            for some in (terms, terms[::-1], draw.permutation(terms)):
-                assert abs(added(some, lanes) - exact) <= allowed * size
+            for ordered_terms in (terms, terms[::-1], draw.permutation(terms)):
+                assert abs(added(ordered_terms, lanes) - exact) <= allowed * size
     assert precision == "fp32" or allowed < 1e-12
 
 
@@ -95,15 +95,15 @@ class Step:
 
     def found(self, wrong: dict[tuple[str, str], float] | None = None, **report) -> set[str]:
         """Quantities beyond their bounds."""
-        said = {"kind": "step", "step": 1, "rank": 0, "loss": self.loss, "grad_norm": self.norm}
-        said |= {"samples": self.judge.reader.size(0), "lr": self.rate}
-        self.judge.reports = [said | report]
-        found = self.judge.findings
-        found.worst.clear()
+        line = {"kind": "step", "step": 1, "rank": 0, "loss": self.loss, "grad_norm": self.norm}
+        line |= {"samples": self.judge.reader.size(0), "lr": self.rate}
+        self.judge.reports = [line | report]
+        findings = self.judge.findings
+        findings.worst.clear()
         self.judge.step(self.before, self.after(wrong or {}))
-        assert found.problems == []
-        assert found.worst.keys() == QUANTITIES
-        return {what for what, (error, bound, _) in found.worst.items() if error > bound}
+        assert findings.problems == []
+        assert findings.worst.keys() == QUANTITIES
+        return {quantity for quantity, (error, bound, _) in findings.worst.items() if error > bound}
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +138,20 @@ def test_a_moment_below_the_smallest_normal_number_passes(steps):
         moments.zero_()
 
 
-@pytest.mark.parametrize("what", ["gradient", "second moment", "weight"])
-def test_a_billionth_on_any_parameter_is_found(what, steps):
-    """Of one layer, for all are alike, and of what is outside of layers."""
+@pytest.mark.parametrize("quantity", ["gradient", "second moment", "weight"])
+def test_a_billionth_on_any_parameter_is_found(quantity, steps):
+    """The parameters are those of one layer, for all are alike, and those outside of layers."""
     step = steps["fp64"]
     names = [name for name in step.grads if name.startswith("layers.0") or "layers" not in name]
     assert len(names) == 12
     for name in names:
-        assert what in step.found({(what, name): 1 + 1e-9}), name
+        assert quantity in step.found({(quantity, name): 1 + 1e-9}), name
 
 
-@pytest.mark.parametrize("what", ["loss", "norm"])
-def test_a_billionth_on_what_is_reported_is_found(what, steps):
+@pytest.mark.parametrize("quantity", ["loss", "norm"])
+def test_a_billionth_on_what_is_reported_is_found(quantity, steps):
     step = steps["fp64"]
-    key = {"loss": "loss", "norm": "grad_norm"}[what]
-    right = {"loss": step.loss, "norm": step.norm}[what]
-    assert what in step.found(**{key: right * (1 + 1e-9)})
+    key = {"loss": "loss", "norm": "grad_norm"}[quantity]
+    right = {"loss": step.loss, "norm": step.norm}[quantity]
+    report = {key: right * (1 + 1e-9)}
+    assert quantity in step.found(**report)

@@ -51,8 +51,8 @@ def home(tmp_path_factory):
 def files(folder: Path) -> list[Path]:
     """All that anything reads of a run: not its copy of the code, nor its checkpoints."""
     skip = ("code", "checkpoints")
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [path for path in found if path.relative_to(folder).parts[0] not in skip] + [
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in paths if path.relative_to(folder).parts[0] not in skip] + [
         folder / "run.lock"
     ]
 
@@ -79,19 +79,19 @@ def mutated(draw, raw: bytes) -> bytes:
 
 def damage(draw, path: Path) -> None:
     raw = path.read_bytes() if path.exists() else b""
-    how = draw(st.sampled_from(("bytes", "cut", "value", "odd", *KINDS)))
+    damage_kind = draw(st.sampled_from(("bytes", "cut", "value", "odd", *KINDS)))
     path.unlink(missing_ok=True)
-    if how == "folder":
+    if damage_kind == "folder":
         path.mkdir()
-    elif how == "dangling link":
+    elif damage_kind == "dangling link":
         path.symlink_to("nowhere")
-    elif how == "fifo":
+    elif damage_kind == "fifo":
         os.mkfifo(path)
-    elif how == "bytes":
+    elif damage_kind == "bytes":
         path.write_bytes(draw(st.binary(max_size=200)))
-    elif how == "cut":
+    elif damage_kind == "cut":
         path.write_bytes(raw[: draw(st.integers(0, len(raw)))])
-    elif how == "odd":
+    elif damage_kind == "odd":
         path.write_bytes(draw(st.sampled_from(ODD)))
     else:
         path.write_bytes(mutated(draw, raw) if raw else b"")
@@ -99,9 +99,9 @@ def damage(draw, path: Path) -> None:
 
 def listed() -> tuple[dict[str, str], dict[str, str]]:
     """Run -> state, and run -> why it cannot be read."""
-    said = orch(["list", "--json"])
-    assert said.exit == 0, said.err
-    rows = json.loads(said.out)
+    listing = orch(["list", "--json"])
+    assert listing.exit == 0, listing.err
+    rows = json.loads(listing.out)
     assert len(rows) == len(RUNS)
     return (
         {row["state"]["run_id"]: row["state"]["state"] for row in rows if "state" in row},
@@ -114,31 +114,32 @@ def listed() -> tuple[dict[str, str], dict[str, str]]:
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_one_damaged_run_ends_no_verb_for_the_others(home, name, data):
     folder = home / "orch" / "runs" / name
-    whole, _ = listed()
-    kept = home / "kept"
-    shutil.copytree(folder, kept, symlinks=True)
+    states_before, _ = listed()
+    backup = home / "kept"
+    shutil.copytree(folder, backup, symlinks=True)
     stands_on = [
-        folder / part for part in ("state.json", "backend.json", "request.json", "run.lock")
+        folder / file_name
+        for file_name in ("state.json", "backend.json", "request.json", "run.lock")
     ]
     path = data.draw(st.sampled_from([*files(folder), *stands_on * 4]))
     signal.alarm(_LIMIT_S)  # what waits for ever ends the test
     try:
         damage(data.draw, path)
         states, unreadable = listed()
-        others = set(RUNS) - {name}
-        assert {other: states[other] for other in others} == {
-            other: whole[other] for other in others
+        other_runs = set(RUNS) - {name}
+        assert {other_run: states[other_run] for other_run in other_runs} == {
+            other_run: states_before[other_run] for other_run in other_runs
         }
         assert set(unreadable) <= {name} and all(unreadable.values())
         page = orch(["list"])
-        assert page.exit == 0 and all(other in page.out for other in others)
+        assert page.exit == 0 and all(other_run in page.out for other_run in other_runs)
         assert not unreadable or f"{name}  unreadable: {unreadable[name]}" in page.out
-        said = orch(["status", name])
+        status = orch(["status", name])
         if unreadable:
-            assert said.exit in (Exit.CONFIG, Exit.USAGE) and len(said.err.splitlines()) == 1
+            assert status.exit in (Exit.CONFIG, Exit.USAGE) and len(status.err.splitlines()) == 1
         else:
-            assert said.exit == 0, said.err
+            assert status.exit == 0, status.err
     finally:
         signal.alarm(0)
         shutil.rmtree(folder)
-        kept.rename(folder)
+        backup.rename(folder)

@@ -58,16 +58,17 @@ def test_a_resume_ends_no_attempt(folder):
 
 def test_everybody_who_asks_at_once_gets_a_number_of_their_own(folder):
     nodes = range(2, 34)
-    said = []
+    intents = []
     all_at_once = [
-        threading.Thread(target=lambda n=n: said.append(ask(folder, "run", nodes=n))) for n in nodes
+        threading.Thread(target=lambda n=n: intents.append(ask(folder, "run", nodes=n)))
+        for n in nodes
     ]
-    for each in all_at_once:
-        each.start()
-    for each in all_at_once:
-        each.join()
-    assert sorted(each.number for each in said) == list(range(1, len(nodes) + 1))
-    assert sorted(each.nodes for each in said) == list(nodes)
+    for thread in all_at_once:
+        thread.start()
+    for thread in all_at_once:
+        thread.join()
+    assert sorted(intent.number for intent in intents) == list(range(1, len(nodes) + 1))
+    assert sorted(intent.nodes for intent in intents) == list(nodes)
     assert not [path for path in folder.intents.iterdir() if path.name.startswith(".")]
 
 

@@ -52,9 +52,9 @@ def fill(root: Path, git: bool) -> Path:
 
 def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
     code = with_left_out(find_code(fill(tmp_path / "p", git=True), runs_user_program=True))
-    found = {one.name: one.bytes for one in code.left_out or []}
-    assert list(found) == ["sub/w.pt", "data/", ".env", "build/", "sub/lib/"]
-    assert found["data/"] == 4024
+    sizes = {file.name: file.bytes for file in code.left_out or []}
+    assert list(sizes) == ["sub/w.pt", "data/", ".env", "build/", "sub/lib/"]
+    assert sizes["data/"] == 4024
     (line,) = describe_left_out(code)
     assert (
         "leaves out sub/w.pt (2.00 MiB), data/ (3.93 KiB), .env (10 B), build/ (7 B)" in line
@@ -64,7 +64,7 @@ def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
 
 def test_without_git_the_names_decide(tmp_path):
     code = with_left_out(find_code(fill(tmp_path / "p", git=False), runs_user_program=True))
-    assert [one.name for one in code.left_out or []] == [".env", "build/"]
+    assert [file.name for file in code.left_out or []] == [".env", "build/"]
     assert "by their names" in describe_left_out(code)[0]
     (tmp_path / "q").mkdir()
     assert describe_left_out(with_left_out(Code(kind="folder", root=str(tmp_path / "q")))) == []
@@ -113,8 +113,8 @@ def test_a_missing_file_is_explained_where_the_copy_is_to_blame(tmp_path, line, 
     copy(code, run)
     (root / "later.txt").write_text("")
     at = {"code": run.code, "root": root}
-    found = explain(code, run.code, run.code, ["Traceback", line.format(**at), "  more"])
-    assert found is None if says is None else says.format(**at) in (found or ""), found
+    cause = explain(code, run.code, run.code, ["Traceback", line.format(**at), "  more"])
+    assert cause is None if says is None else says.format(**at) in (cause or ""), cause
     assert explain(Code(kind="none"), run.code, run.code, [line]) is None
 
 
@@ -125,8 +125,8 @@ def test_a_run_says_both(home, capsys):
     Path("data/a.bin").write_bytes(b"x" * 2048)
     Path(".gitignore").write_text("data\n")
     subprocess.run(["git", "init", "-q"], check=True)
-    words = ["--snapshot", "backend.max_restarts=0", "--json", "--", sys.executable, "train.py"]
-    code, out, err = orch(capsys, "submit", *words)
+    arguments = ["--snapshot", "backend.max_restarts=0", "--json", "--", sys.executable, "train.py"]
+    code, out, err = orch(capsys, "submit", *arguments)
     assert code == 0 and "leaves out data/ (2.00 KiB), which git ignores: --in-place" in err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     wait_end(folder)

@@ -35,9 +35,9 @@ def test_what_is_added_is_there_until_it_expires(memory):
     memory.add(bad("n1"))
     memory.add(bad("n2", at=2000, hours=2, cluster="d"))
     memory.add(bad("n1", at=1500))  # again: for longer
-    assert [(one.node, one.at) for one in memory.read(2000)] == [("n1", 1500), ("n2", 2000)]
-    assert [one.node for one in memory.read(2000, "d")] == ["n2"]
-    assert [one.node for one in memory.read(1500 + 3600)] == ["n2"] and memory.read(1e9) == []
+    assert [(row.node, row.at) for row in memory.read(2000)] == [("n1", 1500), ("n2", 2000)]
+    assert [row.node for row in memory.read(2000, "d")] == ["n2"]
+    assert [row.node for row in memory.read(1500 + 3600)] == ["n2"] and memory.read(1e9) == []
     assert (
         oct(memory.file.stat().st_mode & 0o777) == "0o600"
         and oct(memory.file.parent.stat().st_mode)[-3:] == "700"
@@ -47,7 +47,7 @@ def test_what_is_added_is_there_until_it_expires(memory):
 def test_runs_that_end_together_lose_nothing(memory):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: memory.add(bad(f"n{number}")), range(40)))
-    assert {one.node for one in memory.read(1000)} == {f"n{number}" for number in range(40)}
+    assert {row.node for row in memory.read(1000)} == {f"n{number}" for number in range(40)}
 
 
 def test_who_is_stopped_while_it_writes_keeps_nobody_waiting(memory, monkeypatch):
@@ -56,7 +56,7 @@ def test_who_is_stopped_while_it_writes_keeps_nobody_waiting(memory, monkeypatch
     with memory._locked(), pytest.raises(OSError):
         NodeMemory(memory.file.parent).add(bad("n2"))
     memory.add(bad("n3"))
-    assert [one.node for one in memory.read(1000)] == ["n1", "n3"]
+    assert [row.node for row in memory.read(1000)] == ["n1", "n3"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_an_empty_one(memory, raw):
     memory.file.write_bytes(raw)
     assert memory.read(1000) == []
     memory.add(bad("n2"))
-    assert [one.node for one in memory.read(1000)] == ["n2"]
+    assert [row.node for row in memory.read(1000)] == ["n2"]
 
 
 def test_the_verb_shows_and_forgets(tmp_path, monkeypatch, capsys):
@@ -83,18 +83,18 @@ def test_the_verb_shows_and_forgets(tmp_path, monkeypatch, capsys):
     assert main(["nodes", "--forget", "n"]) == Exit.USAGE
     assert "no node 'n' is on the list of bad nodes" in capsys.readouterr().err
     assert main(["nodes", "--forget", "n1", "--json"]) == 0
-    assert [one["node"] for one in json.loads(capsys.readouterr().out)["nodes"]] == ["n2", "n3"]
+    assert [row["node"] for row in json.loads(capsys.readouterr().out)["nodes"]] == ["n2", "n3"]
     assert main(["nodes", "--forget-all", "--cluster", "d"]) == 0
-    assert [one.node for one in memory.read(now)] == ["n2"]
+    assert [row.node for row in memory.read(now)] == ["n2"]
 
 
 def test_a_submission_to_slurm_leaves_them_out_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
-    words = ["submit", "--dry-run", "--json", "--in-place", "backend.options.exclude=[n7]"]
-    words += ["backend=slurm", "cluster=h100x64", "model=llama3_70b", "parallel=tp8_pp4"]
+    arguments = ["submit", "--dry-run", "--json", "--in-place", "backend.options.exclude=[n7]"]
+    arguments += ["backend=slurm", "cluster=h100x64", "model=llama3_70b", "parallel=tp8_pp4"]
     NodeMemory(tmp_path / "home").add(bad("n5", at=time.time(), cluster="h100x64"))
     NodeMemory(tmp_path / "home").add(bad("n6", at=time.time(), cluster="elsewhere"))
-    assert main(words) == 0
+    assert main(arguments) == 0
     seen = capsys.readouterr()
     options = json.loads(seen.out)["backend_options"]
     assert (options["exclude"], options["bad_nodes"]) == (["n7"], ["n5"])
@@ -114,27 +114,27 @@ def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(
         "state",
         lambda _, folder: finish(read_state(folder), "failed", 1, "it failed"),
     )
-    monkeypatch.setattr(SlurmBackend, "_send", lambda _, folder, text, environ: sent.append(text))
+    monkeypatch.setattr(SlurmBackend, "_send", lambda _, folder, body, environ: sent.append(body))
     memory = NodeMemory(home)
     memory.add(bad("n5", at=time.time(), cluster="h100x64"))
-    words = [
+    job = [
         "backend.options.exclude=[n7]",
         "backend.options.topology=none",
         "cluster=h100x64",
         "parallel=tp8",
     ]
     assert (
-        main(["render", "--run-id", "r", "--in-place", "backend=slurm", *words, "--", "/bin/true"])
+        main(["render", "--run-id", "r", "--in-place", "backend=slurm", *job, "--", "/bin/true"])
         == 0
     )
     assert "#SBATCH --exclude=n[5,7]\n" in capsys.readouterr().out
     folder = RunFolder(home / "runs" / "r")
-    for forgotten, found, left_out in (("n5", "n8", "n[7-8]"), ("n8", "n9", "n[7,9]")):
+    for forgotten, bad_node, left_out in (("n5", "n8", "n[7-8]"), ("n8", "n9", "n[7,9]")):
         assert main(["nodes", "--forget", forgotten]) == 0
-        memory.add(bad(found, at=time.time(), cluster="h100x64"))
+        memory.add(bad(bad_node, at=time.time(), cluster="h100x64"))
         assert main(["resume", "r"]) == 0
         assert (
-            f"orch: without {found}, found bad by earlier runs (orch nodes)"
+            f"orch: without {bad_node}, found bad by earlier runs (orch nodes)"
             in capsys.readouterr().err
         )
         assert (

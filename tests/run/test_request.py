@@ -68,9 +68,9 @@ def test_contents_are_tied_to_the_request():
 @given(
     st.lists(st.text(st.characters(exclude_characters="\0"), max_size=40), min_size=1, max_size=6)
 )
-def test_the_users_words_arrive_byte_exact(words):
-    request = from_bytes(to_bytes(make_bundle(PLAN, RUNS, command=words).request))
-    assert request.worker.argv == words
+def test_the_users_words_arrive_byte_exact(argv):
+    request = from_bytes(to_bytes(make_bundle(PLAN, RUNS, command=argv).request))
+    assert request.worker.argv == argv
 
 
 def test_a_nul_byte_is_refused():
@@ -135,7 +135,7 @@ def test_secret_names(name):
 
 
 def test_redaction_reaches_every_depth():
-    found = redacted(
+    shown = redacted(
         {
             "a": [{"api_key": "x", "n": 1}],
             "token": {"b": "y"},
@@ -143,15 +143,15 @@ def test_redaction_reaches_every_depth():
             "tokens": ["p", "q"],
         }
     )
-    kept = {"token": {"b": "y"}, "password": None}
-    assert found == {"a": [{"api_key": HIDDEN, "n": 1}], "tokens": [HIDDEN, HIDDEN], **kept}
+    plain = {"token": {"b": "y"}, "password": None}
+    assert shown == {"a": [{"api_key": HIDDEN, "n": 1}], "tokens": [HIDDEN, HIDDEN], **plain}
 
 
 def test_credentials_in_a_url_are_redacted_and_ports_stay():
-    found = redacted(
+    redacted_tree = redacted(
         {"store": "postgres://me:pw@host:80/db, http://host:80/a@b", "n": [1, "s3://bucket/a@b"]}
     )
-    assert found == {
+    assert redacted_tree == {
         "store": f"postgres://{HIDDEN}@host:80/db, http://host:80/a@b",
         "n": [1, "s3://bucket/a@b"],
     }
@@ -185,7 +185,7 @@ def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "text"),
+    ("command", "complaint"),
     [
         (["no-such-program"], "program 'no-such-program' is not on PATH"),
         (["./missing.sh"], "program './missing.sh' does not exist"),
@@ -194,7 +194,7 @@ def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
         (["python3", "ignored.py"], "git ignores it"),
     ],
 )
-def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
+def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, complaint):
     work = tmp_path / "work"
     work.mkdir()
     subprocess.run(["git", "init", "-q"], cwd=work, check=True)
@@ -203,7 +203,7 @@ def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
     bundle = make_bundle(
         PLAN, tmp_path / "runs", command=command, code=Code(kind="git", root=str(work))
     )
-    with pytest.raises(OrchError, match=text) as refused:
+    with pytest.raises(OrchError, match=complaint) as refused:
         LocalBackend().submit(bundle, os.environ)
     assert refused.value.exit == 64
     assert sys.executable in bundle.request.agents[0].argv
@@ -216,17 +216,17 @@ def test_golden():
     code = Code(kind="git", root="/home/user/project", subfolder="sub", commit="c" * 40)
     plan = make_plan(tp=2, dp=2, nodes=2)
     bundle = make_bundle(plan, RUNS, run_id="tiny-1", command=["python", "my_train.py"], code=code)
-    found = to_bytes(bundle.request).decode().replace(sys.executable, "/venv/bin/python")
-    found = found.replace(str(Path(sys.executable).parent), "/venv/bin").replace(
+    request_text = to_bytes(bundle.request).decode().replace(sys.executable, "/venv/bin/python")
+    request_text = request_text.replace(str(Path(sys.executable).parent), "/venv/bin").replace(
         plan.hash, "<plan hash>"
     )
     for file in bundle.request.files:
         if file.sha256:
-            found = found.replace(file.sha256, f"<sha256 of {file.path}>").replace(
+            request_text = request_text.replace(file.sha256, f"<sha256 of {file.path}>").replace(
                 f'"size": {file.size}', '"size": 0'
             )
     if not golden.exists():
         golden.parent.mkdir(exist_ok=True)
-        golden.write_text(found)
+        golden.write_text(request_text)
         pytest.fail(f"{golden} was written anew: look at it, and run again")
-    assert found == golden.read_text()
+    assert request_text == golden.read_text()

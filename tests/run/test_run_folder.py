@@ -109,7 +109,7 @@ def test_one_run_one_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "text"),
+    ("spoil", "complaint"),
     [
         (lambda p: p.chmod(0o644), "0600"),
         (lambda p: p.write_text("zz" * 32), "32-byte"),
@@ -118,12 +118,12 @@ def test_one_run_one_folder(tmp_path):
         (lambda p: p.unlink(), "cannot read"),
     ],
 )
-def test_a_key_that_cannot_be_trusted(tmp_path, spoil, text):
+def test_a_key_that_cannot_be_trusted(tmp_path, spoil, complaint):
     path = tmp_path / "secret.key"
     write_private(path, b"ab" * 32 + b"\n")
     assert read_secret(path) == b"\xab" * 32
     spoil(path)
-    with pytest.raises(OrchError, match=text) as refused:
+    with pytest.raises(OrchError, match=complaint) as refused:
         read_secret(path)
     assert refused.value.exit == 78
 
@@ -145,14 +145,14 @@ def test_the_lock_lives_as_long_as_any_process_that_inherited_it(tmp_path):
 
 
 def test_runs_are_found_by_handle_id_and_prefix(tmp_path):
-    one = made(tmp_path, "tiny-1")
-    two = made(tmp_path, "tiny-22")
-    os.utime(one.request, (1, 1))
+    older_run = made(tmp_path, "tiny-1")
+    newer_run = made(tmp_path, "tiny-22")
+    os.utime(older_run.request, (1, 1))
     assert [run.run_id for run in all_runs(tmp_path)] == ["tiny-22", "tiny-1"]
-    assert find_run(tmp_path, None) == two
+    assert find_run(tmp_path, None) == newer_run
     for name in ("tiny-1", "local://tiny-1"):
-        assert find_run(tmp_path, name) == one
-    assert find_run(tmp_path, "tiny-2") == two
+        assert find_run(tmp_path, name) == older_run
+    assert find_run(tmp_path, "tiny-2") == newer_run
     with pytest.raises(OrchError, match="begins 2 runs: tiny-22, tiny-1"):
         find_run(tmp_path, "tiny")
     with pytest.raises(OrchError, match="did you mean 'tiny-1'"):

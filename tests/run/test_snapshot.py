@@ -16,7 +16,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Code
 
 
-def git(cwd: Path, *words: str) -> str:
+def git(cwd: Path, *arguments: str) -> str:
     identity = [
         "-c",
         "user.name=t",
@@ -26,7 +26,7 @@ def git(cwd: Path, *words: str) -> str:
         "protocol.file.allow=always",
     ]
     return subprocess.run(
-        ["git", *identity, *words], cwd=cwd, check=True, capture_output=True, text=True
+        ["git", *identity, *arguments], cwd=cwd, check=True, capture_output=True, text=True
     ).stdout
 
 
@@ -36,8 +36,8 @@ def project(tmp_path):
     root = tmp_path / "project"
     (root / "sub").mkdir(parents=True)
     files = {"kept.py": "kept", "changed.py": "old", "deleted.py": "x", ".gitignore": "*.log\n"}
-    for name, text in (files | {"sub/deep ü\n.py": "deep"}).items():
-        (root / name).write_text(text)
+    for name, content in (files | {"sub/deep ü\n.py": "deep"}).items():
+        (root / name).write_text(content)
     git(root, "init", "-q")
     git(root, "add", "-A")
     git(root, "commit", "-qm", "first")
@@ -89,8 +89,8 @@ def test_tracked_changed_and_new_but_not_ignored(project, folder):
         folder.code / "kept.py", os.X_OK
     )
     assert (folder.code / "link").is_symlink()
-    found = json.loads(folder.snapshot.read_text())
-    assert {"changed.py", "added.py", "deleted.py"} <= set(found["uncommitted"])
+    snapshot_record = json.loads(folder.snapshot.read_text())
+    assert {"changed.py", "added.py", "deleted.py"} <= set(snapshot_record["uncommitted"])
     modes = {p.stat().st_mode & 0o077 for p in folder.code.rglob("*") if not p.is_symlink()}
     assert modes == {0}
 

@@ -59,14 +59,15 @@ def state(**changes) -> RunState:
         "node1": NodeState(state="running", ranks=[2, 3]),
     }
     summary = {"steps": 10, "world_size": 4, "model": "tiny", "cluster": "local", "parallel": "dp4"}
-    more = {
+    record_fields = {
         "writer": "node0",
         "backend": "local",
         "plan_hash": PLAN.hash,
         "nodes": nodes,
         "summary": summary,
     }
-    return RunState(**{**base, **more, **changes})
+    fields = base | record_fields | changes
+    return RunState(**fields)
 
 
 @pytest.fixture
@@ -177,20 +178,20 @@ def test_a_failure_is_told_with_its_first_cause(folder):
         EpochState(epoch=0, started_at=1.0, outcome="restart", cause=cause),
         EpochState(epoch=1, started_at=2.0),
     )
-    more = {
+    live = {
         "slow": {"node1": 2.5},
         "excluded": {"node2": "it fell over"},
         "epochs": list(lived),
         "reason": None,
     }
-    again = msgspec.structs.replace(failed, state="running", exit_code=None, cause=None, **more)
-    found = run_page(again, read_live(folder, again, 0.0), Style())
+    again = msgspec.structs.replace(failed, state="running", exit_code=None, cause=None, **live)
+    status_page = run_page(again, read_live(folder, again, 0.0), Style())
     assert (
-        f"last fault  {cause.text[:40]}" in found
-        and "node1 (2.5x its peers)" in found
-        and "node2: it fell" in found
+        f"last fault  {cause.text[:40]}" in status_page
+        and "node1 (2.5x its peers)" in status_page
+        and "node2: it fell" in status_page
     )
-    for text in (
+    for phrase in (
         "failed",
         "1 (user code failed)",
         "First cause",
@@ -198,7 +199,7 @@ def test_a_failure_is_told_with_its_first_cause(folder):
         "logs/rank-00003.log",
         "  boom",
     ):
-        assert text in page
+        assert phrase in page
     assert "boom" in "\n".join(end_lines(failed, Style()))
 
 
@@ -212,7 +213,7 @@ def test_progress_fits_the_terminal(folder, width):
 def test_a_request_is_shown_whole_but_for_contents(tmp_path):
     request = make_bundle(PLAN, tmp_path / "runs").request
     page = request_page(request, Style())
-    for text in (
+    for phrase in (
         request.handle,
         request.run_dir,
         "node0 to node1",
@@ -220,7 +221,7 @@ def test_a_request_is_shown_whole_but_for_contents(tmp_path):
         "OMP_NUM_THREADS=1",
         "secret.key",
     ):
-        assert text in page
+        assert phrase in page
 
 
 def test_a_replayed_step_counts_once_in_the_report(folder):
@@ -262,9 +263,9 @@ def test_tensors_are_compared_with_tensors(folder):
     write_steps(
         folder, "node0", {"rank": 0, "epoch": 1, "step": 1, "memory_bytes": {"total": 3 << 30}}
     )
-    found = make_report(plan, state(), read_steps(folder, plan.cluster.node_names))["memory"]
-    assert found["total"]["planned"] == found["total"]["measured"] == 3 << 30
-    assert (found["buffers"]["planned"], found["device context"]["planned"]) == (1 << 30, 2 << 30)
+    usage = make_report(plan, state(), read_steps(folder, plan.cluster.node_names))["memory"]
+    assert usage["total"]["planned"] == usage["total"]["measured"] == 3 << 30
+    assert (usage["buffers"]["planned"], usage["device context"]["planned"]) == (1 << 30, 2 << 30)
 
 
 def test_a_report_of_a_run_that_never_stepped():
@@ -282,8 +283,8 @@ def test_a_report_of_a_run_that_never_stepped():
 def test_the_last_lines_of_a_log(tmp_path_factory, lines, count, ends):
     path = tmp_path_factory.mktemp("log") / "log"
     path.write_bytes(b"\n".join(lines) + (b"\n" if lines and ends else b""))
-    whole = path.read_bytes()
-    expected = [line.decode(errors="backslashreplace") for line in whole.split(b"\n")]
+    content = path.read_bytes()
+    expected = [line.decode(errors="backslashreplace") for line in content.split(b"\n")]
     expected = expected[:-1] if expected[-1] == "" else expected
     assert LogTail(path).read(last=True) == expected
     assert LogTail(path, count).read(last=True) == (expected[-count:] if count else [])

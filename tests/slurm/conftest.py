@@ -35,10 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Each worker has clusters of its own, which start in two seconds. Tests mostly wait, so they run
     well beside each other and beside everything else.
     """
-    places = [place for place, item in enumerate(items) if item.get_closest_marker("slurm")]
-    ours = sorted((items[place] for place in places), key=_is_short)
-    for place, item in zip(places, ours, strict=True):
-        items[place] = item
+    slots = [slot for slot, item in enumerate(items) if item.get_closest_marker("slurm")]
+    ours = sorted((items[slot] for slot in slots), key=_is_short)
+    for slot, item in zip(slots, ours, strict=True):
+        items[slot] = item
 
 
 def _is_short(item: pytest.Item) -> bool:

@@ -1,5 +1,5 @@
-"""With accounting (slurmdbd on MariaDB): accounts are enforced, and what the controller forgot is
-still known."""
+"""A cluster with accounting (slurmdbd on MariaDB): accounts are enforced, and what the controller
+forgot is still known."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def states_come_from_squeue_when_the_database_is_away(orch: Orch, accounted: Clu
     job = accounted.run(
         "sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true"
     ).strip()
-    found = Slurm({**accounted.env, "PATH": without_sacct(orch.home, accounted.env["PATH"])}).jobs(
-        [job, "999999"]
-    )
-    assert job_state(found[job].state).phase == "pending" and "999999" not in found
+    listed_jobs = Slurm(
+        {**accounted.env, "PATH": without_sacct(orch.home, accounted.env["PATH"])}
+    ).jobs([job, "999999"])
+    assert job_state(listed_jobs[job].state).phase == "pending" and "999999" not in listed_jobs
     with pytest.raises(OrchError):
         Slurm(accounted.env).run(["sacct", "--format=NoSuchField"])
 

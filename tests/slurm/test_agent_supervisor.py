@@ -49,14 +49,15 @@ sys.exit(agent_supervisor.supervise(agent, ended.exists, 2))
 """
 
 
-def start_supervisor(starts: Path, *words: str) -> subprocess.Popen:
+def start_supervisor(starts: Path, *agent_argv: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(starts), AGENT, *words], stdout=subprocess.DEVNULL
+        [sys.executable, "-c", SUPERVISOR, str(starts), AGENT, *agent_argv],
+        stdout=subprocess.DEVNULL,
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("agent_argv", "code"),
     [
         (("-9", "77", "77", "-11", "0"), 0),  # killed, fenced twice, killed, done
         (("-9", "-9", "-9", "0"), 128 + 9),  # twice and no more
@@ -64,11 +65,11 @@ def start_supervisor(starts: Path, *words: str) -> subprocess.Popen:
     ],
 )
 def test_an_agent_that_was_killed_or_fenced_is_restarted_and_one_that_exited_is_not(
-    tmp_path, words, code
+    tmp_path, agent_argv, code
 ):
     starts = tmp_path / "starts"
-    assert start_supervisor(starts, *words).wait(300) == code
-    ends = words.index(str(int(code))) + 1 if code < 128 else 3
+    assert start_supervisor(starts, *agent_argv).wait(300) == code
+    ends = agent_argv.index(str(int(code))) + 1 if code < 128 else 3
     assert len(starts.read_text().splitlines()) == ends
 
 
@@ -78,14 +79,14 @@ def test_none_is_restarted_when_the_run_has_ended(tmp_path):
     assert len((tmp_path / "starts").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("how", ["signal", "notice", "kill"])
-def test_the_agent_receives_the_supervisors_signal_and_does_not_outlive_it(tmp_path, how):
+@pytest.mark.parametrize("stop_method", ["signal", "notice", "kill"])
+def test_the_agent_receives_the_supervisors_signal_and_does_not_outlive_it(tmp_path, stop_method):
     starts = tmp_path / "starts"
     received = tmp_path / "received"
     supervisor = start_supervisor(starts, "stay", "0")
     agent = int(wait_for(lambda: starts.exists() and starts.read_text(), 120, "the agent"))
-    if how != "kill":
-        sent = signal.SIGUSR1 if how == "signal" else FORWARDED_SIGNAL
+    if stop_method != "kill":
+        sent = signal.SIGUSR1 if stop_method == "signal" else FORWARDED_SIGNAL
         supervisor.send_signal(sent)
         wait_for(
             lambda: received.exists() and received.read_text() == f"{sent.name}\n",

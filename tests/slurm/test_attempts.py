@@ -72,8 +72,8 @@ def test_an_attempt_takes_the_largest_size_that_its_nodes_hold(folder):
     sizes = {2: load_plan(folder.sized_plan(2))}
     assert set(sizes[2].cluster.node_names) == {"a1", "a2", "b1"}
     again = next_plan(load_plan(folder.plan), sizes, ["a1", "b1"])
-    known = len(again.cluster.levels[0].switches)
-    assert used_nodes(again) == ["a1", "b1"] and known == 2, "the spare's switch is known"
+    switch_count = len(again.cluster.levels[0].switches)
+    assert used_nodes(again) == ["a1", "b1"] and switch_count == 2, "the spare's switch is known"
 
     assignment, request = attempt(folder, 1, "c1", "c2", "d1", "d2")
     assert request.sizes == [4, 2] and assignment.nodes == ["c1", "c2", "d1", "d2"]
@@ -223,8 +223,8 @@ class FakeSlurm:
 
 @pytest.fixture
 def takeover(folder):
-    """On n2, which has the coordinator; n1, the batch node, is lost. The script writes the
-    arguments of its call."""
+    """The takeover on n2, which has the coordinator; n1, the batch node, is lost. The script writes
+    the arguments of its call."""
     attempt(folder, 0, "n1", "n2", "n3", "n4")
     nodes = {
         name: NodeState(state="lost" if name == "n1" else "running")

@@ -47,8 +47,8 @@ def test_a_node_whose_mount_hangs_is_left_out(orch: Orch, blind, tmp_path_factor
     start = tmp_path_factory.mktemp("site") / "start"
     start.write_text("echo Loading cuda/12.4 now\n")
     blind("n1", hangs=True)
-    words = ("backend.options.nodelist=[n0]", f"backend.options.setup=['export BASH_ENV={start}']")
-    run = orch.submit(*two_nodes(*words), worker={"STEPS": 3})
+    flags = ("backend.options.nodelist=[n0]", f"backend.options.setup=['export BASH_ENV={start}']")
+    run = orch.submit(*two_nodes(*flags), worker={"STEPS": 3})
     excluded = run.folder / "slurm" / "exclude"
     run.until(
         "requeued", lambda: excluded.exists() and orch.cluster.job_state(run.job) == "PENDING"
@@ -63,7 +63,7 @@ def test_a_node_whose_mount_hangs_is_left_out(orch: Orch, blind, tmp_path_factor
 
 def test_an_elastic_run_goes_on_without_it(orch: Orch, blind):
     blind("n1")
-    elastic = [word for word in two_nodes() if word != "cluster.nodes=2"]
+    elastic = [override for override in two_nodes() if override != "cluster.nodes=2"]
     run = orch.submit(
         *elastic, "nodes=1..2", "backend.options.nodelist=['n[0-1]']", worker={"STEPS": 3}
     )
@@ -101,7 +101,7 @@ def test_a_second_job_of_a_run_leaves_before_it_writes(orch: Orch):
         lambda: orch.cluster.job_state(second) == "FAILED", 60, "the second job's end"
     )
     assert {path: path.stat().st_mtime_ns for path in (run.folder / "slurm").iterdir()} == before
-    said = (run.folder / "logs" / f"slurm-{second}.log").read_text()
-    assert f"the run belongs to job {run.job} (RUNNING): this job exits" in said
+    second_log = (run.folder / "logs" / f"slurm-{second}.log").read_text()
+    assert f"the run belongs to job {run.job} (RUNNING): this job exits" in second_log
     run.release()
     assert run.wait("done").exit_code == 0

@@ -18,15 +18,15 @@ def orch(cluster, tmp_path):
     return Orch(cluster, tmp_path)
 
 
-def plan(orch: Orch, *words: str) -> dict:
-    return json.loads(orch("plan", "--json", *JOB, *words).stdout)
+def plan(orch: Orch, *overrides: str) -> dict:
+    return json.loads(orch("plan", "--json", *JOB, *overrides).stdout)
 
 
 def test_all_nodes_of_an_idle_cluster(orch):
-    found = plan(orch)
-    assert found["cluster"]["node_names"] == [f"n{i}" for i in range(8)]
-    assert found["cluster"]["levels"][0]["switches"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert found["parallel"]["dp"] == 2
+    printed_plan = plan(orch)
+    assert printed_plan["cluster"]["node_names"] == [f"n{i}" for i in range(8)]
+    assert printed_plan["cluster"]["levels"][0]["switches"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert printed_plan["parallel"]["dp"] == 2
 
 
 def test_only_free_nodes_and_those_that_lie_together(orch):
@@ -35,8 +35,8 @@ def test_only_free_nodes_and_those_that_lie_together(orch):
         "sbatch", "--parsable", "-w", "n2", "--output=/dev/null", "--wrap", "sleep 60"
     ).strip()
     orch.cluster.wait(lambda: orch.cluster.job_state(job) == "RUNNING", 20, "running job")
-    found = plan(orch, "cluster.nodes=4")
-    assert sorted(found["cluster"]["node_names"]) == ["n4", "n5", "n6", "n7"]
+    printed_plan = plan(orch, "cluster.nodes=4")
+    assert sorted(printed_plan["cluster"]["node_names"]) == ["n4", "n5", "n6", "n7"]
     refused = orch("plan", *JOB, code=Exit.CAPACITY)
     assert "8 nodes are wanted, 6 are free" in refused.stderr
     sizes = orch("plan", *JOB, "nodes=3..8").stdout

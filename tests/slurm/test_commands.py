@@ -53,8 +53,8 @@ def test_ctrl_c_of_the_terminal_does_not_reach_a_command_in_the_middle_of_its_an
         (tmp_path / name).chmod(0o755)
     slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin"})
     for answer in (slurm.sbatch("job.sh"), slurm.run(["scontrol", "release", "1"])):
-        own, session = answer.split()
-        assert own == session
+        pid, session = answer.split()
+        assert pid == session
 
 
 class TestLive:
@@ -89,13 +89,11 @@ class TestLive:
         watcher = JobWatcher(slurm, delay_s=0)
         job = slurm.sbatch(script("--nodes=2", body="exit 3"))
         cluster.wait(lambda: job_state(cluster.job_state(job)).ended, 20, "end of the job")
-        found = watcher.query([job])[job]
-        assert (found.state, found.nodes, job_state(found.state).phase) == ("FAILED", 2, "failed")
+        ended = watcher.query([job])[job]
+        assert (ended.state, ended.nodes, job_state(ended.state).phase) == ("FAILED", 2, "failed")
         held = slurm.sbatch(script("--hold"))
-        found = watcher.query([job, held])
-        assert (
-            found[held].state == "PENDING" and found[held].reason == "JobHeldUser" and job in found
-        )
+        jobs = watcher.query([job, held])
+        assert jobs[held].state == "PENDING" and jobs[held].reason == "JobHeldUser" and job in jobs
 
     def test_start_estimate(self, slurm, cluster, script):
         """It refuses what sbatch itself would accept and keep pending with PartitionNodeLimit."""
@@ -104,7 +102,7 @@ class TestLive:
             slurm.start_estimate(Path(script("--nodes=9")).read_text())
 
     @pytest.mark.parametrize(
-        ("directive", "exit", "text"),
+        ("directive", "exit", "says"),
         [
             ("--partition=mian", Exit.CONFIG, "did you mean 'main'"),
             ("--gpus-per-node=a100:8", Exit.CAPACITY, "sinfo"),
@@ -116,8 +114,8 @@ class TestLive:
             ("--dependency=afterok:notajob", Exit.CONFIG, "dependency"),
         ],
     )
-    def test_refusals_are_one_line_with_a_code(self, slurm, cluster, script, directive, exit, text):
-        with refusal(text, exit):
+    def test_refusals_are_one_line_with_a_code(self, slurm, cluster, script, directive, exit, says):
+        with refusal(says, exit):
             slurm.sbatch(script(directive))
 
     def test_a_stopped_controller_is_told(self, cluster, script):
@@ -140,7 +138,7 @@ def test_a_full_queue_is_told_at_once(tmp_path):
                 accepted.append(slurm.sbatch(str(path)))
         assert cluster.run("squeue", "-h", "-o", "%i").split() == accepted
         orch = Orch(cluster, tmp_path)
-        words = (
+        overrides = (
             "cluster=testbed",
             "cluster.nodes=1",
             "cluster.gpus_per_node=1",
@@ -149,7 +147,7 @@ def test_a_full_queue_is_told_at_once(tmp_path):
             "late",
         )
         done = orch(
-            "submit", "--config-dir", str(CONF), *words, "--", "/bin/true", code=Exit.CAPACITY
+            "submit", "--config-dir", str(CONF), *overrides, "--", "/bin/true", code=Exit.CAPACITY
         )
         assert "full" in done.stderr and len(done.stderr.strip().splitlines()) == 1
         assert cluster.run("squeue", "-h", "-o", "%i").split() == accepted
@@ -183,7 +181,7 @@ def test_without_slurm_on_this_machine():
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("stderr", "line"),
     [
         ("sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid name",
          "invalid partition specified: x"),
@@ -195,12 +193,12 @@ def test_without_slurm_on_this_machine():
         ("x\x1b[31my\nz", "z"),
     ],
 )  # fmt: skip
-def test_first_complaint(text, line):
-    assert error_line(text) == line
+def test_first_complaint(stderr, line):
+    assert error_line(stderr) == line
 
 
 def test_the_users_own_formats_do_not_reach_us():
     ours = {"SLURM_CONF": "/x", "A": "b"}
     theirs = {"SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p"}
-    kept = Slurm({**theirs, **ours}).environ
-    assert kept.items() >= ours.items() and not set(theirs) & set(kept)
+    environ = Slurm({**theirs, **ours}).environ
+    assert environ.items() >= ours.items() and not set(theirs) & set(environ)

@@ -65,10 +65,10 @@ def test_inside_an_image_nothing_of_the_submitters_leads(monkeypatch, tmp_path):
         task.environment(request, {"PATH": "/usr/bin", "ORCH_SUBMITTER": "1"})["PATH"]
         == "/opt/env/bin:/usr/bin"
     )
-    text = script({"container": {"runtime": "apptainer", "image": "/i.sif"}})
+    job_script = script({"container": {"runtime": "apptainer", "image": "/i.sif"}})
     assert (
-        "unset PYTHONPATH PYTHONHOME VIRTUAL_ENV\nexport PYTHONNOUSERSITE=1\n" in text
-        and "/opt/py/bin" not in text
+        "unset PYTHONPATH PYTHONHOME VIRTUAL_ENV\nexport PYTHONNOUSERSITE=1\n" in job_script
+        and "/opt/py/bin" not in job_script
     )
 
 
@@ -77,14 +77,14 @@ def test_an_image_with_another_version_is_refused_before_ranks_are_placed(
 ):
     task._check_version({})
     task._check_version({"ORCH_SUBMITTER": start.code_version()})
-    for file, other in (
+    for file, changed_source in (
         ("orchestrator/x.py", "y = 1\n"),
         ("orchestrator/x.py", "y = 2\n"),
         ("trainer/x.py", "y = 1\n"),
     ):
-        theirs = tmp_path / file / other.strip()
+        theirs = tmp_path / file / changed_source.strip()
         (theirs / file).parent.mkdir(parents=True)
-        (theirs / file).write_text(other)
+        (theirs / file).write_text(changed_source)
         with monkeypatch.context() as patch:
             patch.setattr(start, "FILE", theirs / "orch_start.py")
             version = start.code_version.__wrapped__()
@@ -115,11 +115,11 @@ def test_a_path_that_a_runtime_would_split_is_refused(runtime):
 def test_apptainer_gives_the_gpus_that_there_are(gpu, flag):
     plan = make_plan()
     cluster = structs.replace(plan.cluster, gpu=structs.replace(plan.cluster.gpu, name=gpu))
-    text = script(
+    job_script = script(
         {"container": {"runtime": "apptainer", "image": "/i.sif"}},
         plan=structs.replace(plan, cluster=cluster),
     )
-    assert text.count(f"apptainer exec {flag} ") == text.count("apptainer exec ") == 3
+    assert job_script.count(f"apptainer exec {flag} ") == job_script.count("apptainer exec ") == 3
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_apptainer_gives_the_gpus_that_there_are(gpu, flag):
     [pytest.param("python3", marks=live), pytest.param("/opt/image/bin/python3", marks=live)],
 )
 def test_srun_may_look_for_the_program_before_there_is_a_container(full_cluster, python):
-    """Of the script's sruns it starts a program that host and image both have; the image's Python
-    need not be here."""
+    """The script's sruns start a program that host and image both have; the image's Python need not
+    be here."""
     container = {"runtime": "pyxis", "image": "/i.sqsh", "python": python}
     lines = [
         line
@@ -137,13 +137,13 @@ def test_srun_may_look_for_the_program_before_there_is_a_container(full_cluster,
     ]
     starts = [shlex.split(line.removesuffix(" &")) for line in lines]
     assert len(starts) == 3
-    for words in starts:
+    for argv in starts:
         program = next(
-            word for word in words[words.index("srun") + 1 :] if not word.startswith("-")
+            argument for argument in argv[argv.index("srun") + 1 :] if not argument.startswith("-")
         )
         test = f"SLURM_TEST_EXEC=1 srun -N1 {program} true"
         assert full_cluster.run("bash", "-c", f"{test} 2>&1") == ""
-        assert words[words.index(program) + 1] == python
+        assert argv[argv.index(program) + 1] == python
 
 
 def test_charliecloud_mounts_what_no_other_mount_holds():
@@ -152,13 +152,13 @@ def test_charliecloud_mounts_what_no_other_mount_holds():
         "image": "/images/llm.sqfs",
         "mounts": ["/home/", "/x:/data"],
     }
-    text = script({"container": container}, bind=("/home/u/run", "/data/tokens", "/x/y"))
+    job_script = script({"container": container}, bind=("/home/u/run", "/data/tokens", "/x/y"))
     assert (
         "ch-run --bind=/home/ --bind=/x:/data --bind=/data/tokens --bind=/x/y "
         "'--cd=/home/o'\"'\"'neil/5% runs/tiny-1' /images/llm.sqfs -- "
-        "python3 -P -m orch_start orchestrator.slurm.task place" in text
+        "python3 -P -m orch_start orchestrator.slurm.task place" in job_script
     )
-    assert bash_accepts(text)
+    assert bash_accepts(job_script)
 
 
 @pytest.fixture
@@ -167,12 +167,12 @@ def image(orch: Orch, tmp_path_factory):
     be seen."""
     if reason := provide(("ch-run",), ("charliecloud",)):
         pytest.skip(f"no Charliecloud: {reason}")
-    made = tmp_path_factory.mktemp("image")
+    root = tmp_path_factory.mktemp("image")
     empty = tmp_path_factory.mktemp("empty")
-    mounts, hidden = make_image(made, empty)
+    mounts, hidden = make_image(root, empty)
     mounts = json.dumps([*mounts, "/tmp", *hidden])
     return (
-        f"backend.options.container={{runtime: charliecloud, image: '{made}', mounts: {mounts},"
+        f"backend.options.container={{runtime: charliecloud, image: '{root}', mounts: {mounts},"
         f" python: {PYTHON}}}"
     )
 
@@ -184,13 +184,15 @@ def test_it_trains_in_an_image_for_real(orch: Orch, image, _):
         'import os, sys; open(f"seen-{os.environ[\'RANK\']}", "w").write(f"{sys.executable}'
         ' {sys.path}")'
     )
-    own = orch.submit(*two_nodes(image), program=("python", "-c", seen))
-    words = ["train.steps=6", "train.log_every_steps=1", image]
-    run = orch.submit(*two_nodes(*words), program=None)
-    assert own.wait("done").exit_code == 0
+    program_run = orch.submit(*two_nodes(image), program=("python", "-c", seen))
+    overrides = ["train.steps=6", "train.log_every_steps=1", image]
+    run = orch.submit(*two_nodes(*overrides), program=None)
+    assert program_run.wait("done").exit_code == 0
     for rank in range(4):
-        said = next(own.folder.rglob(f"seen-{rank}"), orch.home / f"seen-{rank}").read_text()
-        assert said.startswith(PYTHON) and ".venv" not in said
+        output = next(
+            program_run.folder.rglob(f"seen-{rank}"), orch.home / f"seen-{rank}"
+        ).read_text()
+        assert output.startswith(PYTHON) and ".venv" not in output
     assert run.wait("done").exit_code == 0
     losses = run.losses()
     assert sorted(losses) == list(range(1, 7)) and losses[6] < losses[1] - 0.5

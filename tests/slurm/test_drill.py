@@ -27,9 +27,9 @@ def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
         "rights on the node; what can be: kill_worker, stop_worker, slow_worker, kill_agent"
         in refused.stderr
     )
-    words = ("--victim", "other", "--for-s", "1", "--limit-s", "300", "--json")
+    flags = ("--victim", "other", "--for-s", "1", "--limit-s", "300", "--json")
     score = json.loads(
-        orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *words).stdout
+        orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *flags).stdout
     )
     slow, stop, kill = score["trials"]
     assert slow["ok"] and stop["ok"] and kill["ok"] and not score["stopped"]
@@ -47,8 +47,8 @@ def test_the_agent_of_one_node_is_hit_and_the_run_goes_on(orch, fault):
     silence = SHORT if fault == "stop_agent" else PATIENT
     run = orch.submit(*JOB, ALLOWED, silence, program=(sys.executable, TOGETHER))
     run.step(3)
-    words = ("--faults", fault, "--victim", "other", "--for-s", "8", "--limit-s", "200", "--json")
-    (trial,) = json.loads(orch("drill", run.id, *words).stdout)["trials"]
+    flags = ("--faults", fault, "--victim", "other", "--for-s", "8", "--limit-s", "200", "--json")
+    (trial,) = json.loads(orch("drill", run.id, *flags).stdout)["trials"]
     assert trial["ok"] and trial["fault"] == fault
     cause = next((epoch.cause for epoch in run.state().epochs if epoch.cause), None)
     kind = {"kill_worker": "worker_exit", "notice": None}.get(fault, "node_lost")

@@ -64,11 +64,11 @@ def test_started_at_each_legal_size(orch):
     best of them."""
     rendered = [orch.submit(*JOB, verb="render", worker={"STEPS": 3}) for _ in range(3)]
     runs = {}
-    for run, given, used in zip(rendered, (4, 3, 2), (4, 2, 2), strict=True):
+    for run, node_count, used in zip(rendered, (4, 3, 2), (4, 2, 2), strict=True):
         assert "# 4 nodes. It may start on 4, 2: sbatch --nodes=N" in run.script
-        path = orch.home / f"job{given}.sbatch"
+        path = orch.home / f"job{node_count}.sbatch"
         path.write_text(run.script)
-        argv = ["sbatch", f"--nodes={given}", str(path)]
+        argv = ["sbatch", f"--nodes={node_count}", str(path)]
         environ = {**orch.cluster.env, "ORCH_TEST_STEPS": "3"}
         subprocess.run(argv, env=environ, check=True, capture_output=True, cwd=orch.home)
         runs[run] = used
@@ -133,21 +133,21 @@ def test_training_goes_on_at_another_size(orch):
     nodes are free. Beside it the same job that has 2 workers all along: the global batch is the
     same, so the losses are.
     """
-    words = ("train.steps=8", "train.log_every_steps=1", "train.precision=fp32")
+    train = ("train.steps=8", "train.log_every_steps=1", "train.precision=fp32")
     job = ("cluster=testbed", "parallel=tp2_zero1")
-    run = orch.submit(*job, "nodes=1..2", *words, program=None, held=5)
-    whole = orch.submit(*job, "cluster.nodes=1", *words, program=None)
+    run = orch.submit(*job, "nodes=1..2", *train, program=None, held=5)
+    uninterrupted = orch.submit(*job, "cluster.nodes=1", *train, program=None)
     run.step(2)
     orch("cancel", run.id)
     before = dict(run.losses())
     assert nodes_of(run) == 2 and 2 <= len(before) < 5
     release(run.folder, 5)
-    whole.wait("done")
+    uninterrupted.wait("done")
     hold(orch, 7)
     orch("resume", run.id)
     assert run.wait("done").exit_code == 0 and nodes_of(run) == 1
-    assert sorted(run.losses()) == sorted(whole.losses()) == list(range(1, 9))
-    for step, loss in whole.losses().items():
+    assert sorted(run.losses()) == sorted(uninterrupted.losses()) == list(range(1, 9))
+    for step, loss in uninterrupted.losses().items():
         assert run.losses()[step] == pytest.approx(loss, rel=2e-4), f"step {step}"
     assert submitted_request(RunFolder(run.folder)).sizes == [2, 1], (
         "sizes that one attempt cannot hold stay"
@@ -159,9 +159,9 @@ def test_training_goes_on_at_another_size(orch):
 def test_too_few_nodes_save_what_their_memories_hold_and_slurm_brings_the_job_back(orch):
     """The real trainer on two nodes, neither of which suffices, long before its first
     checkpoint."""
-    words = ("train.steps=300", "train.log_every_steps=1", "checkpoint.every_steps=1000")
+    train = ("train.steps=300", "train.log_every_steps=1", "checkpoint.every_steps=1000")
     few = ("nodes=2..2", "checkpoint.memory_every_steps=1", "backend.heartbeat_timeout_s=15")
-    run = orch.submit("cluster=testbed", "parallel=tp2_zero1", *few, *words, program=None, held=200)
+    run = orch.submit("cluster=testbed", "parallel=tp2_zero1", *few, *train, program=None, held=200)
     run.step(20)
     lost = run.assignment["nodes"][1]
     orch.cluster.kill_node(lost)

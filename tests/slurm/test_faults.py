@@ -19,22 +19,22 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 def test_lost_nodes_are_replaced(orch: Orch):
     """One run loses a node; a second the node of its script and coordinator, where Slurm itself
     requeues the job."""
-    one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=15"), worker=LONG)
-    other = orch.submit(*two_nodes(), worker=LONG)
-    one.step(3)
-    other.step(3)
-    lost = one.assignment["nodes"][1]
-    first = other.assignment["nodes"][0]
+    second_node_run = orch.submit(*two_nodes("backend.heartbeat_timeout_s=15"), worker=LONG)
+    first_node_run = orch.submit(*two_nodes(), worker=LONG)
+    second_node_run.step(3)
+    first_node_run.step(3)
+    lost = second_node_run.assignment["nodes"][1]
+    first = first_node_run.assignment["nodes"][0]
     orch.cluster.kill_node(lost)
     orch.cluster.kill_node(first)
-    for run in (one, other):
+    for run in (second_node_run, first_node_run):
         run.requeued()
     down = ("sinfo", "-h", "-p", "main", "-t", "down", "-o", "%D")
-    one.until("Slurm notices", lambda: orch.cluster.run(*down).strip() == "2")
-    for run, node in ((one, lost), (other, first)):
+    second_node_run.until("Slurm notices", lambda: orch.cluster.run(*down).strip() == "2")
+    for run, node in ((second_node_run, lost), (first_node_run, first)):
         assert run.finish().exit_code == 0 and node not in run.assignment["nodes"]
-    assert one.start_of(1) > 0, "the workers that were left had saved"
-    causes = [epoch.cause for epoch in one.state().epochs if epoch.cause]
+    assert second_node_run.start_of(1) > 0, "the workers that were left had saved"
+    causes = [epoch.cause for epoch in second_node_run.state().epochs if epoch.cause]
     assert [(cause.kind, cause.node) for cause in causes] == [("node_lost", lost)]
 
 
@@ -42,7 +42,7 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     """The node of the script and of the coordinator is lost: the agent that is left goes on alone.
     Then it is the one that hears a cancel, ends the job, or brings it back for its full size.
     """
-    elastic = [word for word in two_nodes() if word != "cluster.nodes=2"]
+    elastic = [override for override in two_nodes() if override != "cluster.nodes=2"]
     runs = [orch.submit(*elastic, "nodes=1..2", worker=LONG) for _ in range(3)]
     for run in runs:
         run.step(3)

@@ -26,7 +26,7 @@ names = st.from_regex(r"[a-z]([a-z0-9.-]{0,6}[a-z0-9])?", fullmatch=True)
 
 
 @pytest.mark.parametrize(
-    ("text", "want"),
+    ("host_list", "want"),
     [
         ("n[0-3,7]", ["n0", "n1", "n2", "n3", "n7"]),
         ("gpu-[001-003]", ["gpu-001", "gpu-002", "gpu-003"]),
@@ -39,26 +39,26 @@ names = st.from_regex(r"[a-z]([a-z0-9.-]{0,6}[a-z0-9])?", fullmatch=True)
         ("None assigned", []),
     ],
 )
-def test_expand(text, want):
-    assert expand(text) == want
+def test_expand(host_list, want):
+    assert expand(host_list) == want
 
 
 @pytest.mark.parametrize(
-    "text",
+    "host_list",
     ["n[0-", "n]0[", "n[[1]]", "n[3-1]", "n[a]", "n[1-2", ",", "a,,b", "n[]", "n[0-99999999]", "n[0-9][0-9999][0-9999]",
      "$(id)", "a b", "-rf", "n[1];x", "n\n", "n\x00"],
 )  # fmt: skip
-def test_expand_refuses(text):
-    if text == "n\n":  # surrounding white space is how commands end their lines
-        assert expand(text) == ["n"]
+def test_expand_refuses(host_list):
+    if host_list == "n\n":  # surrounding white space is how commands end their lines
+        assert expand(host_list) == ["n"]
         return
     with pytest.raises(OrchError, match="host list"):
-        expand(text)
+        expand(host_list)
 
 
 @given(st.sets(names, max_size=30))
-def test_compress_and_expand_are_inverse(found):
-    assert set(expand(compress(found))) == found
+def test_compress_and_expand_are_inverse(node_names):
+    assert set(expand(compress(node_names))) == node_names
 
 
 @given(
@@ -68,10 +68,10 @@ def test_compress_and_expand_are_inverse(found):
         )
     )
 )
-def test_numbered_names_survive(parts):
-    found = {f"{prefix}{number:0{width}d}" for prefix, number, width in parts}
-    again = expand(compress(found))
-    assert sorted(again) == sorted(found)
+def test_numbered_names_survive(name_parts):
+    node_names = {f"{prefix}{number:0{width}d}" for prefix, number, width in name_parts}
+    again = expand(compress(node_names))
+    assert sorted(again) == sorted(node_names)
 
 
 @given(st.integers(0, 3000), st.integers(1, 3000))
@@ -80,7 +80,7 @@ def test_a_run_folds_to_one_bracket(first, count):
 
 
 @pytest.mark.parametrize(
-    ("found", "want"),
+    ("node_names", "want"),
     [
         (["n10", "n9", "n8"], "n[8-10]"),
         (["n009", "n010", "n100"], "n[009-010,100]"),
@@ -89,8 +89,8 @@ def test_a_run_folds_to_one_bracket(first, count):
         (["n9", "n09"], "n9,n09"),
     ],
 )
-def test_compress(found, want):
-    assert compress(found) == want
+def test_compress(node_names, want):
+    assert compress(node_names) == want
 
 
 def test_natural_order():
@@ -98,13 +98,13 @@ def test_natural_order():
 
 
 @given(st.sets(names, max_size=30))
-def test_what_slurm_is_given_has_nothing_behind_a_bracket(found):
-    written = slurm_list(found)
-    assert set(expand(written)) == found and not re.search(r"\][^,\[]", written)
+def test_what_slurm_is_given_has_nothing_behind_a_bracket(node_names):
+    written = slurm_list(node_names)
+    assert set(expand(written)) == node_names and not re.search(r"\][^,\[]", written)
 
 
 @pytest.mark.parametrize(
-    ("found", "want"),
+    ("node_names", "want"),
     [
         (["n03d", "n04d", "n05d"], "n03d,n04d,n05d"),
         (
@@ -116,8 +116,8 @@ def test_what_slurm_is_given_has_nothing_behind_a_bracket(found):
         ([], ""),
     ],
 )
-def test_slurm_list(found, want):
-    assert slurm_list(found) == want
+def test_slurm_list(node_names, want):
+    assert slurm_list(node_names) == want
 
 
 SUFFIXES = ("", "d", ".cluster.local", "-ib", "a0b")
@@ -144,7 +144,7 @@ def test_every_list_for_slurm_is_what_scontrol_reads(full_cluster, tmp_path, suf
     nodes = {node for group in topology.tiers[0].switches.values() for node in group}
     texts = [slurm_conf(topology), slurm_block(topology)]
     rows = yaml.safe_load(slurm_yaml(topology))[0]["tree"]["switches"]
-    lists = [found for text in texts for found in re.findall(r"(?:Nodes|Switches)=(\S+)", text)]
+    lists = [hosts for conf in texts for hosts in re.findall(r"(?:Nodes|Switches)=(\S+)", conf)]
     lists += [row.get("nodes") or row["children"] for row in rows]
     options = {"exclude": [compress(nodes)], "nodelist": [compress(nodes)]}
     flags = job_flags(make_plan(tp=8, nodes=1), read_options(options), "r", "/r", [])
@@ -154,37 +154,37 @@ def test_every_list_for_slurm_is_what_scontrol_reads(full_cluster, tmp_path, suf
         (folder.path / "slurm").mkdir(mode=0o700)
         exclude(folder, nodes)
         lists.append((folder.path / "slurm" / "exclude").read_text().strip())
-    read = [full_cluster.run("scontrol", "show", "hostnames", found).split() for found in lists]
-    assert [set(names) for names in read] == [set(expand(found)) for found in lists]
+    read = [full_cluster.run("scontrol", "show", "hostnames", hosts).split() for hosts in lists]
+    assert [set(names) for names in read] == [set(expand(hosts)) for hosts in lists]
     assert set(read[-1]) == nodes == set(read[-3]) and len(lists) >= 12
 
 
 @pytest.mark.slurm
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "text", ["n[0-3,7]", "gpu-[001-003]", "a,b[1-2],c", "r[1-2]n[08-10]", "n[098-101]"]
+    "host_list", ["n[0-3,7]", "gpu-[001-003]", "a,b[1-2],c", "r[1-2]n[08-10]", "n[098-101]"]
 )
-def test_agrees_with_scontrol(full_cluster, text):
-    assert full_cluster.run("scontrol", "show", "hostnames", text).split() == expand(text)
-    folded = slurm_list(expand(text))
+def test_agrees_with_scontrol(full_cluster, host_list):
+    assert full_cluster.run("scontrol", "show", "hostnames", host_list).split() == expand(host_list)
+    folded = slurm_list(expand(host_list))
     assert sorted(full_cluster.run("scontrol", "show", "hostnames", folded).split()) == sorted(
-        expand(text)
+        expand(host_list)
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
+    ("time_limit", "seconds"),
     [("5", 300), ("5:30", 330), ("1:02:03", 3723), ("2-3", 183600), ("1-00:00:00", 86400), ("1-2:03", 93780),
      ("UNLIMITED", None), ("infinite", None), ("0", 0)],
 )  # fmt: skip
-def test_duration(text, seconds):
-    assert parse_time(text) == seconds
+def test_duration(time_limit, seconds):
+    assert parse_time(time_limit) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "1h", "1-", "5\n6", "１"])
-def test_duration_refuses(text):
+@pytest.mark.parametrize("time_limit", ["", "x", "1:2:3:4", "-5", "1h", "1-", "5\n6", "１"])
+def test_duration_refuses(time_limit):
     with pytest.raises(OrchError, match="is not a Slurm time"):
-        parse_time(text)
+        parse_time(time_limit)
 
 
 @given(st.integers(0, 10**8))

@@ -57,12 +57,12 @@ def test_blocks_are_read(blocks):
 
 def test_text_and_json_say_the_same(blocks):
     drain(blocks, "n2")
-    text = parse_nodes(blocks.run("scontrol", "-o", "-d", "show", "nodes"))
+    text_nodes = parse_nodes(blocks.run("scontrol", "-o", "-d", "show", "nodes"))
     json = parse_nodes(blocks.run("scontrol", "show", "nodes", "--json"))
-    assert [(n.name, n.states, n.gpus, n.free) for n in text] == [
+    assert [(n.name, n.states, n.gpus, n.free) for n in text_nodes] == [
         (n.name, n.states, n.gpus, n.free) for n in json
     ]
-    assert [n.name for n in text if not n.free] == ["n2"]
+    assert [n.name for n in text_nodes if not n.free] == ["n2"]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_segments_from_the_plan_keep_its_parts_whole(blocks, degrees, nodes, out
         "-c",
         PROBE,
     )
-    places = read_probe(printed)
-    per_block = Counter(address.split(".")[0] for address in places.values())
+    addresses = read_probe(printed)
+    per_block = Counter(address.split(".")[0] for address in addresses.values())
     assert all(count % segment == 0 for count in per_block.values()), per_block
-    real = replan(plan, with_nodes(plan.cluster, places, from_addresses(places)))
+    real = replan(plan, with_nodes(plan.cluster, addresses, from_addresses(addresses)))
     node = {rank.rank: rank.node for rank in real.ranks}
     for group in real.groups["pp"]:
-        assert len({places[node[rank]].split(".")[0] for rank in group}) == 1, (
+        assert len({addresses[node[rank]].split(".")[0] for rank in group}) == 1, (
             "a pipeline stays in one block"
         )
 
@@ -117,12 +117,12 @@ def test_segments_from_the_plan_keep_its_parts_whole(blocks, degrees, nodes, out
 def test_arrays_and_estimates_are_told_as_before(blocks):
     held = ("--hold", "--array=0-1", "--output=/dev/null", "--wrap", "true")
     array = blocks.run("sbatch", "--parsable", *held).strip()
-    found = parse_squeue(blocks.run(*squeue_argv()))
-    assert {job.id for job in found.values() if job.id.startswith(array)} == {
+    queued_jobs = parse_squeue(blocks.run(*squeue_argv()))
+    assert {job.id for job in queued_jobs.values() if job.id.startswith(array)} == {
         f"{array}_0",
         f"{array}_1",
     }
-    assert found[f"{array}_1"].state == "PENDING"
+    assert queued_jobs[f"{array}_1"].state == "PENDING"
     printed = blocks.run(
         "bash", "-c", "printf '#!/bin/sh\\n#SBATCH -N8\\n' | sbatch --test-only 2>&1"
     )
@@ -131,10 +131,10 @@ def test_arrays_and_estimates_are_told_as_before(blocks):
 
 def test_a_segment_that_does_not_fit_waits(blocks):
     drain(blocks, "n0", "n4")
-    words = ("-N4", "--segment=4", "--exclusive", "--output=/dev/null", "--wrap", "true")
-    asked = blocks.run("sbatch", "--parsable", *words)
+    sbatch_options = ("-N4", "--segment=4", "--exclusive", "--output=/dev/null", "--wrap", "true")
+    job_id = blocks.run("sbatch", "--parsable", *sbatch_options)
     blocks.run("sleep", "2")
-    assert blocks.job_state(asked.strip()) == "PENDING"
+    assert blocks.job_state(job_id.strip()) == "PENDING"
 
 
 #: In place of the run's Python: notes what it is asked to do. Asked to save, its agent ends with
@@ -170,9 +170,9 @@ class Preempted:
 
     def after(self, *kinds: str) -> list[str]:
         """Jobs that wait for it."""
-        words = ("--parsable", "-N1", "--output=/dev/null", "--wrap", "true")
+        sbatch_options = ("--parsable", "-N1", "--output=/dev/null", "--wrap", "true")
         return [
-            self.cluster.run("sbatch", f"--dependency={kind}:{self.id}", *words).strip()
+            self.cluster.run("sbatch", f"--dependency={kind}:{self.id}", *sbatch_options).strip()
             for kind in kinds
         ]
 
@@ -234,15 +234,15 @@ def test_a_run_that_ends_in_its_grace_time_does_not_come_back(blocks, code, star
     job.preempt()
     assert job.end()[-1] == "PREEMPTED", "24.11 has mended it: see docs/slurm.md"
     assert job.restarts == 0 and job.asked == ["place", "agent", "outcome"], "one attempt worked"
-    assert not any(never_starts(blocks, one) for one in waiting)
+    assert not any(never_starts(blocks, dependent) for dependent in waiting)
 
 
 @pytest.mark.parametrize("kind", ["afterok", "afternotok"])
 def test_it_comes_back_for_a_job_that_asks_how_it_has_ended(blocks, kind):
-    """For Slurm a job that is PREEMPTED has not ended well. So it ends as what it is, in an attempt
-    without a step."""
+    """Slurm does not take a PREEMPTED job for one that ended well. So it ends as what it is, in an
+    attempt without a step."""
     job = Preempted(blocks, 0)
-    (other,) = job.after(kind)
+    (dependent,) = job.after(kind)
     job.preempt()
     assert job.end()[-1] == "COMPLETED"
     assert job.restarts == 1 and job.asked == ["place", "agent", "outcome"], "one attempt worked"
@@ -250,7 +250,7 @@ def test_it_comes_back_for_a_job_that_asks_how_it_has_ended(blocks, kind):
         "attempt 1: exit code 0, the run had already ended"
         in (job.run / "logs" / f"slurm-{job.id}.log").read_text()
     )
-    assert never_starts(blocks, other) == (kind == "afternotok")
+    assert never_starts(blocks, dependent) == (kind == "afternotok")
 
 
 def test_a_run_that_was_requeued_after_its_grace_time_comes_back_once(blocks):

@@ -66,14 +66,14 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
     learning = LONG | {"STEPS": 40, "LEARN": 1}
     chain = orch.submit(*short, worker=learning)
     capped = orch.submit(*short, "backend.options.max_requeues=0", worker=learning)
-    whole = orch.submit(*two_nodes(), worker=learning | {"STEP_S": 0.001})
-    whole.release()
+    uninterrupted = orch.submit(*two_nodes(), worker=learning | {"STEP_S": 0.001})
+    uninterrupted.release()
     chain.requeued()
     chain.finish()
     assert chain.restarts >= 1 and chain.attempts == chain.restarts + 1
     assert "received USR1" in chain.logs() and "requeueing" in chain.logs()
-    assert whole.wait("done").exit_code == 0
-    assert chain.losses() == whole.losses() and sorted(chain.losses()) == list(range(1, 41))
+    assert uninterrupted.wait("done").exit_code == 0
+    assert chain.losses() == uninterrupted.losses() and sorted(chain.losses()) == list(range(1, 41))
     state = capped.wait("stopped")
     assert state.exit_code == Exit.RESTART and capped.restarts == 0
     assert "gave up after 0 requeues" in capped.logs()
@@ -90,18 +90,18 @@ def test_scancel_saves_and_stays_cancelled(orch: Orch):
     assert orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
 
 
-@pytest.mark.parametrize("how", ["cancel", "notice"])
-def test_a_notice_reaches_no_process_that_a_worker_needs_to_save(orch: Orch, how):
+@pytest.mark.parametrize("stop_method", ["cancel", "notice"])
+def test_a_notice_reaches_no_process_that_a_worker_needs_to_save(orch: Orch, stop_method):
     """Its children must live until it has saved: the script tells the agents alone."""
     run = orch.submit(
         *two_nodes("backend.options.max_requeues=0"), program=(sys.executable, str(WITH_HELPER))
     )
     run.step(3)
-    if how == "cancel":
+    if stop_method == "cancel":
         orch("cancel", run.id)
     else:  # as Slurm does before the time limit
         orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
-    state = run.wait("cancelled" if how == "cancel" else "stopped")
+    state = run.wait("cancelled" if stop_method == "cancel" else "stopped")
     assert (
         state.exit_code == Exit.RESTART
         and state.cause is None
@@ -164,9 +164,13 @@ def test_cancel_before_the_start_and_by_force(orch: Orch):
 def test_a_run_keeps_what_the_users_variables_of_sbatch_said(orch: Orch):
     """It may be resumed from cron or another shell. Variables for which no option stands are not in
     the way."""
-    said = {"SBATCH_PARTITION": "urgent,main", "SBATCH_TIMELIMIT": "17", "SBATCH_EXPORT": "NONE"}
-    said["SBATCH_NO_REQUEUE"] = "1"
-    words = [
+    user_variables = {
+        "SBATCH_PARTITION": "urgent,main",
+        "SBATCH_TIMELIMIT": "17",
+        "SBATCH_EXPORT": "NONE",
+    }
+    user_variables["SBATCH_NO_REQUEUE"] = "1"
+    argv = [
         "submit",
         "--json",
         "--in-place",
@@ -176,7 +180,7 @@ def test_a_run_keeps_what_the_users_variables_of_sbatch_said(orch: Orch):
         "--",
         "/bin/false",
     ]
-    run = Run(orch, json.loads(orch(*words, env=said).stdout)["run_dir"])
+    run = Run(orch, json.loads(orch(*argv, env=user_variables).stdout)["run_dir"])
     assert run.wait("failed").exit_code == 1
     for later in ({}, {"SBATCH_TIMELIMIT": "5", "SBATCH_PARTITION": "short"}):
         orch("resume", run.id, env=later)
@@ -196,11 +200,11 @@ def test_a_resume_that_slurm_refuses_changes_nothing(orch: Orch):
     cluster = orch.cluster
     cluster.run("scontrol", "update", "PartitionName=main", "State=INACTIVE")
     try:
-        for run, how in ((failed, "failed"), (waiting, "cancelled")):
+        for run, final_state in ((failed, "failed"), (waiting, "cancelled")):
             before = all_files(run)
-            said = orch("resume", run.id, code=Exit.CONFIG).stderr
-            assert "sbatch" in said and len(said.splitlines()) == 1
-            assert all_files(run) == before and run.state().state == how
+            stderr = orch("resume", run.id, code=Exit.CONFIG).stderr
+            assert "sbatch" in stderr and len(stderr.splitlines()) == 1
+            assert all_files(run) == before and run.state().state == final_state
     finally:
         cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     orch("resume", failed.id)

@@ -44,18 +44,22 @@ def test_the_same_nodes_give_the_same_plan_again():
     real = replan(PLAN, with_nodes(PLAN.cluster, [f"n{i}" for i in range(8)], TESTBED))
     again = replan(real, with_nodes(real.cluster, [f"n{i}" for i in range(8)], TESTBED))
     assert again == real
-    found = difference(real, again)
-    assert found.text == "placed as planned" and found.cost == 0
+    change = difference(real, again)
+    assert change.text == "placed as planned" and change.cost == 0
 
 
 def test_a_scattered_allocation_says_what_it_costs():
     plan = replan(PLAN, with_nodes(PLAN.cluster, [f"n{i}" for i in range(8)], TESTBED))
-    places = {f"m{i}": f"core.spine{i % 2}.leaf{i}.m{i}" for i in range(8)}
-    found = difference(plan, replan(plan, with_nodes(plan.cluster, places, from_addresses(places))))
-    assert not found.same_nodes
-    assert found.worst_levels["pp"] == ["leaf", "spine"]
-    assert found.text.startswith("on m[0-7]: ") and "pp crosses spine instead of leaf" in found.text
-    assert found.step_s[0] == plan.time.step_s
+    addresses = {f"m{i}": f"core.spine{i % 2}.leaf{i}.m{i}" for i in range(8)}
+    change = difference(
+        plan, replan(plan, with_nodes(plan.cluster, addresses, from_addresses(addresses)))
+    )
+    assert not change.same_nodes
+    assert change.worst_levels["pp"] == ["leaf", "spine"]
+    assert (
+        change.text.startswith("on m[0-7]: ") and "pp crosses spine instead of leaf" in change.text
+    )
+    assert change.step_s[0] == plan.time.step_s
 
 
 def test_too_few_nodes_is_no_capacity():
@@ -92,14 +96,14 @@ def test_chosen_nodes_are_free_distinct_and_together(free, data):
         + "\nSwitchName=core Switches=s[0-1]"
     )  # fmt: skip
     count = data.draw(st.integers(1, len(free)))
-    got = choose_nodes([f"n{i}" for i in free], topology, count)
-    assert len(got) == len(set(got)) == count and {int(n[1:]) for n in got} <= free
+    chosen = choose_nodes([f"n{i}" for i in free], topology, count)
+    assert len(chosen) == len(set(chosen)) == count and {int(n[1:]) for n in chosen} <= free
     leaf_free = [sum(i // 8 == leaf for i in free) for leaf in range(8)]
     spine_free = [sum(i // 32 == spine for i in free) for spine in range(2)]
     if max(leaf_free) >= count:
-        assert len({int(n[1:]) // 8 for n in got}) == 1, "one leaf would do"
+        assert len({int(n[1:]) // 8 for n in chosen}) == 1, "one leaf would do"
     elif max(spine_free) >= count:
-        assert len({int(n[1:]) // 32 for n in got}) == 1, "one spine would do"
+        assert len({int(n[1:]) // 32 for n in chosen}) == 1, "one spine would do"
 
 
 def test_choosing_more_than_is_free_is_no_capacity():
@@ -109,9 +113,9 @@ def test_choosing_more_than_is_free_is_no_capacity():
 
 def test_five_thousand_nodes_read_chosen_and_placed():
     """benchmarks/slurm_scale.py has the seconds."""
-    text = big.scontrol_nodes(5000)
+    node_listing = big.scontrol_nodes(5000)
     network = big.scontrol_topology(5000)
-    nodes = parse_nodes(text)
+    nodes = parse_nodes(node_listing)
     topology = parse_topology(network)
     assert len(nodes) == 5000 and [len(tier.switches) for tier in topology.tiers] == [157, 20, 1]
     chosen = choose_nodes([n.name for n in nodes if n.free], topology, 8)

@@ -1,5 +1,5 @@
-"""From a laptop to a login node by ssh, and from there into Slurm's queue: a real sshd before the
-real cluster."""
+"""A job goes from a laptop to a login node by ssh, and from there into Slurm's queue: a real sshd
+before the real cluster."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Laptop:
         }
 
     def __call__(
-        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None
+        self, *arguments: str, code: int | None = 0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "orchestrator", *words]
+        argv = [sys.executable, "-m", "orchestrator", *arguments]
         environ = self.environ | dict(env or {})
         done = subprocess.run(
             argv, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=600
@@ -84,10 +84,10 @@ def test_a_program_waits_in_slurm_s_queue_runs_is_cancelled_and_resumed_from_a_l
         "submit", "backend=slurm", "nproc=1", "--", "python", "train.py", code=76
     )  # no Slurm here
     options = ["cluster=slurm", "backend=slurm", "nproc=4", "backend.options.partition=main"]
-    words = ["submit", *options, *laptop.node.options(), "--env", "GO"]
-    shown = laptop(*words, "--dry-run", "--", "python", "train.py").stdout
+    submit_argv = ["submit", *options, *laptop.node.options(), "--env", "GO"]
+    shown = laptop(*submit_argv, "--dry-run", "--", "python", "train.py").stdout
     assert "#SBATCH" in shown and "Plan of a program" in shown
-    sent = laptop(*words, "--json", "--", "python", "train.py")
+    sent = laptop(*submit_argv, "--json", "--", "python", "train.py")
     assert "sends 1 file," in sent.stderr
     run = Run(laptop, json.loads(sent.stdout)["run_dir"])
     run.wait("running")

@@ -42,7 +42,7 @@ def test_a_job_that_fits_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("options", "partition", "exit", "text"),
+    ("options", "partition", "exit", "complaint"),
     [
         ({"time": "1-00:00:01"}, {}, Exit.CONFIG, "over the 1-00:00:00 that partition main allows"),
         ({"time": "UNLIMITED"}, {}, Exit.CONFIG, "main allows"),
@@ -50,31 +50,31 @@ def test_a_job_that_fits_is_accepted():
         ({}, {"TotalNodes": "2"}, Exit.CAPACITY, "partition main has 2"),
     ],
 )
-def test_what_would_wait_for_ever_is_refused(options, partition, exit, text):
-    with refusal(text, exit):
+def test_what_would_wait_for_ever_is_refused(options, partition, exit, complaint):
+    with refusal(complaint, exit):
         check_partition(PLAN, SlurmOptions(**options), MAIN | partition)
 
 
 def test_a_save_that_does_not_fit_is_a_warning():
     slow = SlurmOptions(checkpoint_gb_per_s=1e-12, notice_s=60)
     assert save_seconds(PLAN, 1e-12) > 60
-    found = " ".join(warnings(PLAN, slow, MAIN, 5))
+    warning_text = " ".join(warnings(PLAN, slow, MAIN, 5))
     assert (
-        "raise backend.options.notice_s" in found
-        and "preempted job of partition main has 20 s" in found
+        "raise backend.options.notice_s" in warning_text
+        and "preempted job of partition main has 20 s" in warning_text
     )
     assert "preempted" not in " ".join(warnings(PLAN, slow, MAIN | {"PreemptMode": "OFF"}, 5))
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "warning"),
     [
         ({"time": "2", "notice_s": 180}, "the signal comes at once"),
         ({"requeue": False}, "requeue is false"),
     ],
 )
-def test_other_warnings(options, text):
-    assert any(text in line for line in warnings(PLAN, SlurmOptions(**options), MAIN, 30))
+def test_other_warnings(options, warning):
+    assert any(warning in line for line in warnings(PLAN, SlurmOptions(**options), MAIN, 30))
 
 
 # ------------------------------------------------------------------------------------------ starts
@@ -127,12 +127,12 @@ def test_nothing_larger_would_have_been_soon_enough(waits, within):
 
 
 @pytest.mark.parametrize(
-    ("wait", "text"),
+    ("wait", "phrase"),
     [(-1, "no start in sight"), (5, "starts at once"), (1200, "starts about 2026-11-21 12:20:00, in 20 min"),
      (7500, "in 2 h 05 min"), ("Invalid account", "no start in sight (Invalid account)")],
 )  # fmt: skip
-def test_the_phrase_for_people(wait, text):
-    assert starts(wait)[0].describe(NOW).endswith(text)
+def test_the_phrase_for_people(wait, phrase):
+    assert starts(wait)[0].describe(NOW).endswith(phrase)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_a_plan_needs_no_slurm(scontrol, tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------ --after
 
 
-def after(how: str, state: str = "running", job: str | None = "7"):
+def after(condition: str, state: str = "running", job: str | None = "7"):
     fields = {"schema": "", "run_id": "a", "writer": "", "backend": "slurm", "plan_hash": ""}
-    found = RunState(**fields, state=state, created_at=0, updated_at=0)
-    return After(how, RunFolder(Path("/runs/a"))), found, job
+    run_state = RunState(**fields, state=state, created_at=0, updated_at=0)
+    return After(condition, RunFolder(Path("/runs/a"))), run_state, job
 
 
 @pytest.mark.parametrize(
-    ("options", "others", "dependency"),
+    ("options", "awaited_runs", "dependency"),
     [
         ({}, [after("ok")], "afterok:7"),
         ({}, [after("any", job="8_3"), after("notok")], "afterany:8_3,afternotok:7"),
@@ -174,13 +174,13 @@ def after(how: str, state: str = "running", job: str | None = "7"):
         ),  # no wait is needed
     ],
 )
-def test_dependencies(options, others, dependency):
-    found = add_dependencies({"partition": "main", **options}, others)
-    assert found.get("dependency") == dependency and found["partition"] == "main"
+def test_dependencies(options, awaited_runs, dependency):
+    new_options = add_dependencies({"partition": "main", **options}, awaited_runs)
+    assert new_options.get("dependency") == dependency and new_options["partition"] == "main"
 
 
 @pytest.mark.parametrize(
-    ("options", "found", "text"),
+    ("options", "awaited_run", "complaint"),
     [
         ({}, after("ok", "failed"), "would never start"),
         ({}, after("notok", "done"), "would never start"),
@@ -188,14 +188,14 @@ def test_dependencies(options, others, dependency):
         ({"dependency": "afterok:1?afterok:2"}, after("ok"), "an `or`"),
     ],
 )
-def test_dependencies_that_cannot_be(options, found, text):
-    with refusal(text, Exit.USAGE):
-        add_dependencies(options, [found])
+def test_dependencies_that_cannot_be(options, awaited_run, complaint):
+    with refusal(complaint, Exit.USAGE):
+        add_dependencies(options, [awaited_run])
 
 
 def test_a_resumed_run_waits_for_nobody():
-    left = {"qos": "x", "dependency": "singleton"}
-    assert without_dependency({"dependency": "afterok:7,singleton", "qos": "x"}) == left
+    rest = {"qos": "x", "dependency": "singleton"}
+    assert without_dependency({"dependency": "afterok:7,singleton", "qos": "x"}) == rest
     assert without_dependency({"dependency": "afterany:7"}) == without_dependency({}) == {}
 
 
@@ -232,7 +232,7 @@ def test_a_run_of_another_backend_cannot_be_waited_for(monkeypatch, tmp_path, ca
     for variable, value in environment(tmp_path).items():
         monkeypatch.setenv(variable, value)
     restore(name, tmp_path)
-    words = [
+    overrides = [
         "backend=slurm",
         "cluster=h100x64",
         "parallel=tp8",
@@ -242,10 +242,10 @@ def test_a_run_of_another_backend_cannot_be_waited_for(monkeypatch, tmp_path, ca
         "/bin/true",
     ]
     for verb in (["submit"], ["submit", "--dry-run"]):
-        assert main([*verb, *words]) == Exit.USAGE
-        said = capsys.readouterr().err
+        assert main([*verb, *overrides]) == Exit.USAGE
+        stderr = capsys.readouterr().err
         assert (
-            f"--after: run {name} is of the backend {name}, not slurm" in said
-            and len(said.splitlines()) == 1
+            f"--after: run {name} is of the backend {name}, not slurm" in stderr
+            and len(stderr.splitlines()) == 1
         )
     assert [run.name for run in (tmp_path / "orch" / "runs").iterdir()] == [name]

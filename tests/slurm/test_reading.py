@@ -53,27 +53,27 @@ def test_indented_nodes():
 
 
 def test_text_and_json_agree():
-    text = parse_nodes(big.scontrol_nodes(90))
+    plain = parse_nodes(big.scontrol_nodes(90))
     json = parse_nodes(big.scontrol_nodes_json(90))
     facts = attrgetter("name", "states", "gpus", "gpus_used", "gpu_type", "cpus")
-    assert list(map(facts, text)) == list(map(facts, json))
+    assert list(map(facts, plain)) == list(map(facts, json))
     free = [big.node_name(i) for i in range(90) if big.state_of(i) in ("IDLE", "IDLE+POWERED_DOWN")]
-    assert [n.name for n in text if n.free] == free
+    assert [n.name for n in plain if n.free] == free
 
 
 def test_recorded_output_of_slurm_24_11():
     """Real answers of 24.11.5 with topology/block; test_later.py asks a living one, where it can be
     installed."""
     folder = Path(__file__).parent / "recorded" / "24.11.5"
-    text, json = (parse_nodes((folder / name).read_text()) for name in ("nodes.txt", "nodes.json"))
-    assert text == json and len(text) == 8 and all(node.free and node.gpus == 8 for node in text)
+    plain, json = (parse_nodes((folder / name).read_text()) for name in ("nodes.txt", "nodes.json"))
+    assert plain == json and len(plain) == 8 and all(node.free and node.gpus == 8 for node in plain)
     topology = parse_topology((folder / "topology.txt").read_text())
     assert (topology.kind, topology.block_size) == ("block", 4)
     assert topology.tiers[0].switches["leaf1"] == ("n4", "n5", "n6", "n7")
 
 
 @pytest.mark.parametrize(
-    ("text", "want", "free"),
+    ("state_text", "want", "free"),
     [
         ("IDLE", {"IDLE"}, True),
         ("idle*", {"IDLE", "NOT_RESPONDING"}, False),
@@ -89,14 +89,14 @@ def test_recorded_output_of_slurm_24_11():
         ("DOWN+REBOOT_ISSUED^", {"DOWN", "REBOOT_ISSUED"}, False),
     ],
 )
-def test_node_states(text, want, free):
-    assert parse_state(text) == want
-    (node,) = parse_nodes(f"NodeName=x State={text} Gres=gpu:8 CPUTot=1")
+def test_node_states(state_text, want, free):
+    assert parse_state(state_text) == want
+    (node,) = parse_nodes(f"NodeName=x State={state_text} Gres=gpu:8 CPUTot=1")
     assert node.free is free
 
 
 @pytest.mark.parametrize(
-    ("gres", "whole", "total"),
+    ("gres", "whole_gpus", "total"),
     [
         ("gpu:8", [(8, "")], 8),
         ("gpu:h100:8(S:0-1)", [(8, "h100")], 8),
@@ -117,14 +117,17 @@ def test_node_states(text, want, free):
         ("shard:8", [], 0),
     ],
 )
-def test_gres_as_text_and_json(gres, whole, total):
-    (text,) = parse_nodes(f"NodeName=x State=IDLE Gres={gres} GresUsed={gres} CPUTot=1")
+def test_gres_as_text_and_json(gres, whole_gpus, total):
+    (plain,) = parse_nodes(f"NodeName=x State=IDLE Gres={gres} GresUsed={gres} CPUTot=1")
     raw = {"name": "x", "state": ["IDLE"], "gres": gres, "gres_used": gres, "cpus": 1}
     (json,) = parse_nodes(msgspec.json.encode({"nodes": [raw]}).decode())
-    assert text == json and text.gpus_used == total
-    found = [(text.gpus, text.gpu_type), *((one.gpus, one.gpu) for one in text.other_gpus)]
-    assert found == (whole or [(0, "")]) and text.sliced is (
-        total > sum(count for count, _ in whole)
+    assert plain == json and plain.gpus_used == total
+    groups = [
+        (plain.gpus, plain.gpu_type),
+        *((group.gpus, group.gpu) for group in plain.other_gpus),
+    ]
+    assert groups == (whole_gpus or [(0, "")]) and plain.sliced is (
+        total > sum(count for count, _ in whole_gpus)
     )
 
 
@@ -137,11 +140,12 @@ def test_allocated_gpus_without_detail(total):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "Nodes: none", "{}", '{"nodes": 3}', '{"nodes": []}', "NodeName=x CPUTot=1"]
+    "node_listing",
+    ["", "Nodes: none", "{}", '{"nodes": 3}', '{"nodes": []}', "NodeName=x CPUTot=1"],
 )
-def test_not_nodes(text):
+def test_not_nodes(node_listing):
     with pytest.raises(OrchError):
-        parse_nodes(text)
+        parse_nodes(node_listing)
 
 
 def test_select_by_partition_and_features():
@@ -179,25 +183,25 @@ TREE_YAML = """\
 """
 
 
-@pytest.mark.parametrize("text", [TREE_CONF, TREE_LIVE, TREE_YAML])
-def test_one_tree_three_spellings(text):
-    found = parse_topology(text)
-    assert found.kind == "tree"
-    assert [t.name for t in found.tiers] == ["leaf", "spine"]
-    assert found.tiers[0].switches == {
+@pytest.mark.parametrize("topology_text", [TREE_CONF, TREE_LIVE, TREE_YAML])
+def test_one_tree_three_spellings(topology_text):
+    topology = parse_topology(topology_text)
+    assert topology.kind == "tree"
+    assert [t.name for t in topology.tiers] == ["leaf", "spine"]
+    assert topology.tiers[0].switches == {
         "leaf0": ("n0", "n1", "n2", "n3"),
         "leaf1": ("n4", "n5", "n9"),
     }
-    below = {node for group in found.tiers[1].switches.values() for node in group}
+    below = {node for group in topology.tiers[1].switches.values() for node in group}
     assert below == {f"n{i}" for i in (0, 1, 2, 3, 4, 5, 9)}
 
 
 def test_uneven_depth_is_levelled():
-    text = (
+    topology_text = (
         "SwitchName=a Nodes=n[0-1]\nSwitchName=b Nodes=n[2-3]\nSwitchName=m"
         " Switches=a\nSwitchName=top Switches=m,b"
     )
-    tiers = parse_topology(text).tiers
+    tiers = parse_topology(topology_text).tiers
     assert len(tiers) == 3
     for tier in tiers:
         assert sorted(n for group in tier.switches.values() for n in group) == [
@@ -221,38 +225,38 @@ BLOCKS_YAML = """\
 """
 
 
-@pytest.mark.parametrize("text", [BLOCKS, BLOCKS_YAML])
-def test_blocks(text):
-    found = parse_topology(text)
-    assert (found.kind, found.block_size) == ("block", 4)
-    assert found.tiers[0].switches["b2"] == ("n8", "n9", "n10", "n11")
-    assert {k: len(v) for k, v in found.tiers[1].switches.items()} == {"b0": 8, "b2": 4}
+@pytest.mark.parametrize("topology_text", [BLOCKS, BLOCKS_YAML])
+def test_blocks(topology_text):
+    topology = parse_topology(topology_text)
+    assert (topology.kind, topology.block_size) == ("block", 4)
+    assert topology.tiers[0].switches["b2"] == ("n8", "n9", "n10", "n11")
+    assert {k: len(v) for k, v in topology.tiers[1].switches.items()} == {"b0": 8, "b2": 4}
 
 
 @pytest.mark.parametrize(
-    "text", ["", "slurm_load_topo: no topology", "- topology: x\n  flat: true\n"]
+    "topology_text", ["", "slurm_load_topo: no topology", "- topology: x\n  flat: true\n"]
 )
-def test_flat(text):
-    assert parse_topology(text) == FLAT
+def test_flat(topology_text):
+    assert parse_topology(topology_text) == FLAT
 
 
 @pytest.mark.parametrize(
-    "text",
+    "topology_text",
     ["SwitchName=a Switches=b", "SwitchName=a Switches=b\nSwitchName=b Switches=a", "SwitchName=a Nodes=n[0-",
      "SwitchName=a Nodes=n1\nBlockName=b Nodes=n2", "SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1",
      "BlockName=a Nodes=n1\nBlockSizes=4,12", "topology: x", "- topology: x\n  tree: 3\n"],
 )  # fmt: skip
-def test_broken_topology_is_one_clear_line(text):
+def test_broken_topology_is_one_clear_line(topology_text):
     with pytest.raises(OrchError) as refused:
-        parse_topology(text)
+        parse_topology(topology_text)
     assert "\n" not in refused.value.message
 
 
 def test_addresses_of_the_tasks():
-    """As eight tasks of the test cluster print them."""
-    found = from_addresses({f"n{i}": f"spine.leaf{i // 4}.n{i}" for i in range(8)})
-    assert [len(t.switches) for t in found.tiers] == [2, 1]
-    assert found.tiers[0].switches["spine.leaf1"] == ("n4", "n5", "n6", "n7")
+    """The addresses are as eight tasks of the test cluster print them."""
+    topology = from_addresses({f"n{i}": f"spine.leaf{i // 4}.n{i}" for i in range(8)})
+    assert [len(t.switches) for t in topology.tiers] == [2, 1]
+    assert topology.tiers[0].switches["spine.leaf1"] == ("n4", "n5", "n6", "n7")
     assert from_addresses({"a": "a", "b": "b"}) == FLAT
     assert from_addresses({"n.dots.org": "core.leaf0.n.dots.org"}).tiers[0].switches == {
         "core.leaf0": ("n.dots.org",)
@@ -260,17 +264,17 @@ def test_addresses_of_the_tasks():
 
 
 def test_order_keeps_neighbours_together():
-    found = parse_topology(
+    tree = parse_topology(
         "SwitchName=l0 Nodes=n[0,2,10]\nSwitchName=l1 Nodes=n[1,3]\nSwitchName=s Switches=l0,l1"
     )
-    assert found.order(["n10", "n3", "n2", "n1", "n0", "x"]) == ["n0", "n2", "n10", "n1", "n3", "x"]
+    assert tree.order(["n10", "n3", "n2", "n1", "n0", "x"]) == ["n0", "n2", "n10", "n1", "n3", "x"]
 
 
 # ------------------------------------------------------------------------------------------ jobs
 
 
 def test_every_state_has_a_meaning_and_ends_are_ends():
-    ends = {word for word, what in JOB_STATES.items() if what.ended}
+    ends = {state_name for state_name, state_meaning in JOB_STATES.items() if state_meaning.ended}
     assert ends == {
         "COMPLETED",
         "FAILED",
@@ -289,19 +293,19 @@ def test_every_state_has_a_meaning_and_ends_are_ends():
 
 
 @pytest.mark.parametrize(
-    ("word", "phase"),
+    ("state_name", "phase"),
     [("RUNNING", "running"), ("PD", "pending"), ("CANCELLED by 1000", "cancelled"), ("PREEMPTED", "stopped"),
      ("NODE_FAIL", "stopped"), ("TIMEOUT", "stopped"), ("REQUEUE_HOLD", "pending"), ("CG", "stopping"),
      ("COMPLETED", "done"), ("OUT_OF_ME+", "failed"), ("CONFIGURING", "starting")],
 )  # fmt: skip
-def test_state_words(word, phase):
-    assert job_state(word).phase == phase
+def test_state_words(state_name, phase):
+    assert job_state(state_name).phase == phase
 
 
 @given(st.text(max_size=20))
-def test_an_unknown_state_is_never_an_end(word):
-    found = job_state("ZZ" + word)
-    assert not found.ended or "+" in word
+def test_an_unknown_state_is_never_an_end(state_suffix):
+    meaning = job_state("ZZ" + state_suffix)
+    assert not meaning.ended or "+" in state_suffix
 
 
 def test_reasons_are_explained():
@@ -345,4 +349,4 @@ def test_squeue_and_sacct_rows():
 
 def test_one_call_for_all():
     assert queue.sacct_argv(["30", "4"])[-1] == "--jobs=4,30"
-    assert not any(word.startswith("--jobs") for word in queue.squeue_argv())
+    assert not any(argument.startswith("--jobs") for argument in queue.squeue_argv())

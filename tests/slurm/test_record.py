@@ -30,8 +30,8 @@ def state(phase: str, code: int | None = None, reason: str | None = None) -> Run
     )  # fmt: skip
 
 
-def job(word: str, **fields: object) -> Job:
-    return Job(id="7", state=word, **fields)
+def job(state_name: str, **fields: object) -> Job:
+    return Job(id="7", state=state_name, **fields)
 
 
 @pytest.mark.parametrize(
@@ -74,49 +74,56 @@ def job(word: str, **fields: object) -> Job:
     ],
 )
 def test_both_together(folder, slurm, cancelled, want, code):
-    found = combined_state(state(*folder), job(slurm), cancelled)
-    assert (found.state, found.exit_code) == (want, code)
+    run_state = combined_state(state(*folder), job(slurm), cancelled)
+    assert (run_state.state, run_state.exit_code) == (want, code)
 
 
-@pytest.mark.parametrize("word", sorted(JOB_STATES))
+@pytest.mark.parametrize("name", sorted(JOB_STATES))
 @pytest.mark.parametrize("phase", ["pending", "running", "stopped", "done", "failed", "cancelled"])
-def test_a_final_state_is_given_when_the_job_is_over_or_waits_although_the_run_is(word, phase):
+def test_a_final_state_is_given_when_the_job_is_over_or_waits_although_the_run_is(name, phase):
     """Slurm 24.11 requeues a job that ended well in its GraceTime: pending, but there is nothing
     left to do."""
     code = {"done": 0, "failed": 1, "stopped": 75, "cancelled": 75}.get(phase)
-    found = combined_state(state(phase, code), job(word), cancel_asked=False)
-    waits = JOB_STATES[word].phase in ("pending", "starting") and phase in (
+    run_state = combined_state(state(phase, code), job(name), cancel_asked=False)
+    waits = JOB_STATES[name].phase in ("pending", "starting") and phase in (
         "done",
         "failed",
         "cancelled",
     )
     assert (
-        (found.state in FINAL) == (found.exit_code is not None) == (JOB_STATES[word].ended or waits)
+        (run_state.state in FINAL)
+        == (run_state.exit_code is not None)
+        == (JOB_STATES[name].ended or waits)
     )
     if waits:
-        assert (found.state, found.exit_code) == (phase, code)
+        assert (run_state.state, run_state.exit_code) == (phase, code)
     if phase != "stopped":
-        assert found.state != "restarting", "no attempt follows"
+        assert run_state.state != "restarting", "no attempt follows"
 
 
-@pytest.mark.parametrize("word", ["CANCELLED by 0", "TIMEOUT", "PREEMPTED"])
-def test_what_slurm_says_does_not_hide_the_runs_own_reason(word):
-    own = "n0: got SIGTERM; rank 1 on n0 was asked to save and failed: exit code 3"
-    found = combined_state(state("stopped", 75, own), job(word), cancel_asked=False)
-    assert found.reason.startswith(f"{own}; job 7: ") and found.exit_code == Exit.RESTART
+@pytest.mark.parametrize("name", ["CANCELLED by 0", "TIMEOUT", "PREEMPTED"])
+def test_what_slurm_says_does_not_hide_the_runs_own_reason(name):
+    run_reason = "n0: got SIGTERM; rank 1 on n0 was asked to save and failed: exit code 3"
+    run_state = combined_state(state("stopped", 75, run_reason), job(name), cancel_asked=False)
+    assert (
+        run_state.reason.startswith(f"{run_reason}; job 7: ")
+        and run_state.exit_code == Exit.RESTART
+    )
 
 
 def test_waiting_says_why_and_until_when():
-    found = combined_state(
+    run_state = combined_state(
         state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False
     )
-    why = "waiting in the queue; Resources: waiting for nodes to become free"
-    assert found.reason == f"job 7: {why}; expected to start 2026-11-21T14:00:00"
+    queue_reason = "waiting in the queue; Resources: waiting for nodes to become free"
+    assert run_state.reason == f"job 7: {queue_reason}; expected to start 2026-11-21T14:00:00"
 
 
 def test_a_job_that_is_ending_is_not_expected_to_start():
-    found = combined_state(state("running"), job("COMPLETING", start="2026-11-21T14:00:00"), False)
-    assert found.reason == "job 7: ending, some processes are left"
+    run_state = combined_state(
+        state("running"), job("COMPLETING", start="2026-11-21T14:00:00"), False
+    )
+    assert run_state.reason == "job 7: ending, some processes are left"
 
 
 def test_a_script_that_has_left_is_not_pending_again():
@@ -126,7 +133,7 @@ def test_a_script_that_has_left_is_not_pending_again():
 
 
 @pytest.mark.parametrize(
-    ("reason", "left", "said", "code", "text"),
+    ("reason", "script_exit", "last_line", "code", "explanation"),
     [
         ("RaisedSignal:53(Real-time_signal_19)", None, "", Exit.NODE, "does it see the run folder"),
         (
@@ -140,12 +147,16 @@ def test_a_script_that_has_left_is_not_pending_again():
         ("JobLaunchFailure", None, "", Exit.NODE, "a failed prolog?"),
     ],
 )
-def test_what_failed_before_the_agents_is_told(reason, left, said, code, text):
-    found = combined_state(
-        state("pending"), job("FAILED", reason=reason), False, script_exit=left, last_line=said
+def test_what_failed_before_the_agents_is_told(reason, script_exit, last_line, code, explanation):
+    run_state = combined_state(
+        state("pending"),
+        job("FAILED", reason=reason),
+        False,
+        script_exit=script_exit,
+        last_line=last_line,
     )
-    assert (found.state, found.exit_code) == ("failed", code)
-    assert text in found.reason and found.cause.text == found.reason
+    assert (run_state.state, run_state.exit_code) == ("failed", code)
+    assert explanation in run_state.reason and run_state.cause.text == run_state.reason
 
 
 def test_the_last_error_of_the_newest_job_log(tmp_path):
@@ -187,9 +198,9 @@ def test_a_job_that_slurm_has_forgotten():
     ],
 )
 def test_while_slurm_does_not_answer(folder, over, want):
-    found = state_without_slurm(state(*folder, "why it ended"), over, "scontrol: no answer")
-    assert found.state == want and (found.exit_code is None) == (not found.is_final)
-    assert found.is_final or found.reason.startswith("scontrol: no answer")
+    run_state = state_without_slurm(state(*folder, "why it ended"), over, "scontrol: no answer")
+    assert run_state.state == want and (run_state.exit_code is None) == (not run_state.is_final)
+    assert run_state.is_final or run_state.reason.startswith("scontrol: no answer")
 
 
 def test_a_job_submitted_by_hand_is_found_by_its_name():
@@ -200,35 +211,35 @@ def test_a_job_submitted_by_hand_is_found_by_its_name():
 
 
 @pytest.mark.parametrize(
-    ("own", "waits"),
+    ("end", "waits"),
     [
         (("done", 0), False),
         (("running", None), True),
         (("stopped", 75), True),
     ],  # a requeue may follow a 75
 )
-def test_a_run_that_is_done_is_not_waited_for_while_its_job_ends(tmp_path, monkeypatch, own, waits):
+def test_a_run_that_is_done_is_not_waited_for_while_its_job_ends(tmp_path, monkeypatch, end, waits):
     """Slurm may call the job PREEMPTED in a moment, and what waits for a good end would never
     start."""
     folder = RunFolder(tmp_path / "r")
     folder.create()
-    write_state(folder, state(*own))
+    write_state(folder, state(*end))
     backend = SlurmBackend()
     monkeypatch.setattr(backend, "_find_job", lambda _: job("RUNNING"))
-    asked = [After("ok", folder)]
-    assert backend.after({}, asked) == ({"dependency": "afterok:7"} if waits else {})
+    awaited_runs = [After("ok", folder)]
+    assert backend.after({}, awaited_runs) == ({"dependency": "afterok:7"} if waits else {})
 
 
 def test_what_the_nodes_answer():
-    said = "orch-node 0 n0 spine.leaf0.n0\nbanner\n\norch-node 1 n1 n1 image\n"
-    assert read_probe(said) == {"n0": "spine.leaf0.n0", "n1": "n1"}
-    for text in (
+    probe_output = "orch-node 0 n0 spine.leaf0.n0\nbanner\n\norch-node 1 n1 n1 image\n"
+    assert read_probe(probe_output) == {"n0": "spine.leaf0.n0", "n1": "n1"}
+    for broken_output in (
         "orch-node 0 n0\n",
         "0 n0 a\n",
         "slurmstepd: error: x y z\n",
         "orch-node x n0 a\n",
     ):
-        assert read_probe(text) == {}
+        assert read_probe(broken_output) == {}
     with pytest.raises(Exception, match="answered twice") as refused:
         read_probe("orch-node 0 n0 a\norch-node 1 n0 a\n")
     assert refused.value.exit == Exit.NODE
@@ -243,8 +254,8 @@ def test_an_attempt_whose_agents_were_killed_before_they_wrote_a_state(tmp_path,
     folder.create()
     write_state(folder, state("pending"))
     assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == code
-    found = read_state(folder)
-    assert (found.state, found.exit_code, found.cause.code) == (phase, code, srun)
+    run_state = read_state(folder)
+    assert (run_state.state, run_state.exit_code, run_state.cause.code) == (phase, code, srun)
     write_state(folder, state("failed", 1))
     assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == 1, (
         "it stays"

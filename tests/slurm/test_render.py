@@ -60,7 +60,8 @@ def job(options: dict, **changes: object) -> JobScript:
         "export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "sizes": options.pop("sizes", ()),
         "python": "/opt/py/bin/python", "python_path": ("/home/o'neil/5% runs/tiny-1/code",),
     }  # fmt: skip
-    return JobScript(**{"options": read_options(options), **fields, **changes})
+    fields = {"options": read_options(options)} | fields | changes
+    return JobScript(**fields)
 
 
 def script(options: dict, **changes: object) -> str:
@@ -68,7 +69,7 @@ def script(options: dict, **changes: object) -> str:
 
 
 def array(**changes: object) -> str:
-    """Of two runs in folders of their own."""
+    """The script of an array of two runs, each in a folder of its own."""
     return render_array(
         [job({}, run_dir=f"/home/o'neil/5% runs/tiny-{i}", **changes) for i in (1, 2)], "tiny-1"
     )
@@ -77,28 +78,28 @@ def array(**changes: object) -> str:
 @pytest.mark.parametrize("name", [*CASES, "array"])
 def test_golden(name):
     """Byte for byte. Delete a golden file to have it written anew, then read the difference."""
-    text = array() if name == "array" else script(CASES[name])
+    job_script = array() if name == "array" else script(CASES[name])
     path = GOLDEN / f"{name}.sbatch"
-    golden = text.replace(f"ORCH_SUBMITTER={__version__}\n", "ORCH_SUBMITTER=VERSION\n")
+    golden = job_script.replace(f"ORCH_SUBMITTER={__version__}\n", "ORCH_SUBMITTER=VERSION\n")
     if not path.exists():
         path.write_text(golden)
         pytest.fail(f"{path.name} did not exist: written, look at it and run again")
     assert golden == path.read_text()
-    assert bash_accepts(text)
+    assert bash_accepts(job_script)
 
 
-def bash_accepts(text: str) -> bool:
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+def bash_accepts(job_script: str) -> bool:
+    done = subprocess.run(["bash", "-n"], input=job_script, capture_output=True, text=True)
     return (done.returncode, done.stderr) == (0, "")
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.text(min_size=1, max_size=40))
-def test_a_command_comes_back_word_for_word(word):
-    if "\0" in word or any(0xD800 <= ord(c) < 0xE000 for c in word):
+def test_a_command_comes_back_word_for_word(argument):
+    if "\0" in argument or any(0xD800 <= ord(c) < 0xE000 for c in argument):
         return
-    done = subprocess.run(["bash", "-c", command(["printf", "%s", word])], capture_output=True)
-    assert done.stdout == word.encode()
+    done = subprocess.run(["bash", "-c", command(["printf", "%s", argument])], capture_output=True)
+    assert done.stdout == argument.encode()
 
 
 CONTROL = ["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\v"]
@@ -114,10 +115,10 @@ HOSTILE = ["a\nb", "a\n#SBATCH --uid=0", "x\r\ny", "a\0b", "\x1b[2J", "a\u2028b"
 
 
 @pytest.mark.parametrize("field", ["comment", "constraint", "begin", "mail_user"])
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_option_text_is_refused(field, text):
+@pytest.mark.parametrize("hostile_text", HOSTILE)
+def test_hostile_option_text_is_refused(field, hostile_text):
     with refusal("", Exit.SECURITY, Exit.CONFIG):
-        script({field: text})
+        script({field: hostile_text})
 
 
 @pytest.mark.parametrize(
@@ -136,10 +137,11 @@ def test_bad_options_are_one_clear_line(options):
 
 @pytest.mark.parametrize("where", ["run_dir", "python"])
 def test_hostile_paths_are_refused_or_exact(where):
+    changes = {where: "/a\nb"}
     with pytest.raises(OrchError):
-        script({}, **{where: "/a\nb"})
-    text = script({}, python="/opt/$(id)/`x`/py thon")
-    assert "'/opt/$(id)/`x`/py thon'" in text
+        script({}, **changes)
+    job_script = script({}, python="/opt/$(id)/`x`/py thon")
+    assert "'/opt/$(id)/`x`/py thon'" in job_script
 
 
 def test_flags_follow_the_plan():
@@ -225,14 +227,18 @@ def test_the_users_variables_of_sbatch_stand_for_options_that_are_not_set():
         from_environment(options, {"SLURM_CONF": "/x", "SBATCH_QOS": "", "SBATCH_ACCOUNT": "other"})
         == {}
     )
-    said = {
+    variables = {
         "SBATCH_QOS": "high",
         "SBATCH_ACCOUNT": "llm",
         "SBATCH_TIMELIMIT": "1:00:00",
         "SBATCH_PARTITION": "a,b",
     }
-    assert from_environment(options, said) == {"qos": "high", "time": "1:00:00", "partition": "a,b"}
-    check_environment(options, said)
+    assert from_environment(options, variables) == {
+        "qos": "high",
+        "time": "1:00:00",
+        "partition": "a,b",
+    }
+    check_environment(options, variables)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +271,7 @@ def test_only_a_rendered_script_minds_the_rest_of_them(variable):
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "complaint"),
     [
         ({"setup": ["true", "cd /nowhere", "echo late"]}, "backend.options.setup: cd /nowhere"),
         (
@@ -274,21 +280,21 @@ def test_only_a_rendered_script_minds_the_rest_of_them(variable):
         ),
     ],
 )
-def test_a_line_of_the_site_that_fails_ends_the_job(tmp_path, options, what):
-    text = script(options, run_dir=str(tmp_path))
+def test_a_line_of_the_site_that_fails_ends_the_job(tmp_path, options, complaint):
+    job_script = script(options, run_dir=str(tmp_path))
     done = subprocess.run(
-        ["bash", "-c", text],
+        ["bash", "-c", job_script],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"},
     )
-    assert done.returncode == Exit.CONFIG and what in done.stderr and "late" not in done.stdout
+    assert done.returncode == Exit.CONFIG and complaint in done.stderr and "late" not in done.stdout
     assert (tmp_path / "slurm" / "over").read_text() == "65\n"
 
 
-@pytest.mark.parametrize("place", ["MODULESHOME", "LMOD_PKG"])
+@pytest.mark.parametrize("folder_variable", ["MODULESHOME", "LMOD_PKG"])
 def test_the_command_of_modules_is_looked_for_where_the_login_shell_has_not_made_it(
-    tmp_path, place
+    tmp_path, folder_variable
 ):
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "bash").write_text(
@@ -297,12 +303,12 @@ def test_the_command_of_modules_is_looked_for_where_the_login_shell_has_not_made
     environ = {
         "PATH": "/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
-        place: str(tmp_path),
+        folder_variable: str(tmp_path),
         "MODULES_SEEN": str(tmp_path / "seen"),
     }
     for name, code in (("cuda/12.4", 3), ("cuda/99", int(Exit.CONFIG))):
-        text = script({"modules": [name], "setup": ["exit 3"]}, run_dir=str(tmp_path))
-        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environ)
+        body = script({"modules": [name], "setup": ["exit 3"]}, run_dir=str(tmp_path))
+        done = subprocess.run(["bash", "-c", body], capture_output=True, text=True, env=environ)
         assert done.returncode == code and (tmp_path / "seen").read_text() == f"load {name}\n"
 
 
@@ -329,12 +335,12 @@ def test_profile(name):
     config = load([*LINES.get(name, MAIN), f"backend={name}"], PROFILES)
     assert config.backend.name == "slurm"
     options = read_options(config.backend.options)
-    text = script(config.backend.options, plan=build_plan(config))
-    assert f"#SBATCH --partition={options.partition}\n" in text and bash_accepts(text)
+    job_script = script(config.backend.options, plan=build_plan(config))
+    assert f"#SBATCH --partition={options.partition}\n" in job_script and bash_accepts(job_script)
     if options.topology == "block":
-        assert "#SBATCH --segment=" in text and "--switches" not in text
+        assert "#SBATCH --segment=" in job_script and "--switches" not in job_script
     if options.topology == "tree":
-        assert "#SBATCH --switches=2@" in text
+        assert "#SBATCH --switches=2@" in job_script
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def granted(orch: Orch, job: str) -> set[str]:
     return set(expand(orch.cluster.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%N").strip()))
 
 
-def two_nodes(*words: str) -> list[str]:
-    return ["cluster=testbed", "cluster.nodes=2", levels(leaf=2), "parallel=tp2_zero1", *words]
+def two_nodes(*overrides: str) -> list[str]:
+    return ["cluster=testbed", "cluster.nodes=2", levels(leaf=2), "parallel=tp2_zero1", *overrides]
 
 
 def test_submit_returns_at_once_and_the_run_is_done(orch):
@@ -90,14 +90,14 @@ def test_nodes_taken_by_others_and_the_difference_from_the_plan(orch):
     2 + 2 or 1 + 3."""
     for name in ("n1", "n6"):
         orch.cluster.run("scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=test")
-    words = (
+    overrides = (
         "cluster=testbed",
         "cluster.nodes=4",
         "parallel=tp2_pp4",
         "backend.options.exclude=[n0]",
     )
     run = orch.submit(
-        *words, levels(leaf=4), "backend.options.topology=none", program=("/bin/true",)
+        *overrides, levels(leaf=4), "backend.options.topology=none", program=("/bin/true",)
     )
     run.wait("done")
     assert not granted(orch, run.job) & {"n0", "n1", "n6"}
@@ -106,13 +106,13 @@ def test_nodes_taken_by_others_and_the_difference_from_the_plan(orch):
 
 
 def test_rendered_script_gives_the_same_run(orch, tmp_path):
-    one = orch.submit(*two_nodes(), worker={"STEPS": 2})
-    two = orch.submit(*two_nodes(), verb="render", worker={"STEPS": 2})
-    assert (one.folder / "slurm" / "job.sbatch").read_text().replace(
-        one.id, "ID"
-    ) == two.script.replace(two.id, "ID")
-    assert two.state().state == "pending", "nobody has submitted it yet"
-    (tmp_path / "job.sbatch").write_text(two.script)
+    submitted = orch.submit(*two_nodes(), worker={"STEPS": 2})
+    rendered = orch.submit(*two_nodes(), verb="render", worker={"STEPS": 2})
+    assert (submitted.folder / "slurm" / "job.sbatch").read_text().replace(
+        submitted.id, "ID"
+    ) == rendered.script.replace(rendered.id, "ID")
+    assert rendered.state().state == "pending", "nobody has submitted it yet"
+    (tmp_path / "job.sbatch").write_text(rendered.script)
     environ = {**orch.cluster.env, "ORCH_TEST_STEPS": "2"}
     subprocess.run(
         ["sbatch", str(tmp_path / "job.sbatch")],
@@ -121,13 +121,14 @@ def test_rendered_script_gives_the_same_run(orch, tmp_path):
         capture_output=True,
         cwd=tmp_path,
     )
-    assert one.wait("done").exit_code == two.wait("done").exit_code == 0
+    assert submitted.wait("done").exit_code == rendered.wait("done").exit_code == 0
     sent = [
-        json.loads((run.folder / "plan.submitted.json").read_text())["hash"] for run in (one, two)
+        json.loads((run.folder / "plan.submitted.json").read_text())["hash"]
+        for run in (submitted, rendered)
     ]
     assert sent[0] == sent[1], "the plan as it was sent; Slurm may give each run other nodes"
-    assert [rank["coord"] for rank in one.plan["ranks"]] == [
-        rank["coord"] for rank in two.plan["ranks"]
+    assert [rank["coord"] for rank in submitted.plan["ranks"]] == [
+        rank["coord"] for rank in rendered.plan["ranks"]
     ]
 
 
@@ -148,7 +149,7 @@ def test_exit_codes_come_through(orch):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "text"),
+    ("overrides", "code", "complaint"),
     [
         (["backend.options.partition=mian"], Exit.CONFIG, "did you mean 'main'"),
         (["backend.options.partitoin=x"], Exit.CONFIG, "did you mean 'partition'"),
@@ -164,10 +165,10 @@ def test_exit_codes_come_through(orch):
         ),
     ],
 )
-def test_refusals_are_one_line(orch, words, code, text):
-    done = orch("submit", "--config-dir", str(CONF), *two_nodes(), *words, code=None)
+def test_refusals_are_one_line(orch, overrides, code, complaint):
+    done = orch("submit", "--config-dir", str(CONF), *two_nodes(), *overrides, code=None)
     assert done.returncode and (code is None or done.returncode == code), done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and text in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and complaint in done.stderr
     assert not orch.cluster.run("squeue", "-h").strip(), "nothing is left in the queue"
 
 
@@ -221,14 +222,14 @@ def test_trains_for_real_across_the_leaves(orch, half):
 
     Eight on half of each leaf, 16 on the whole cluster.
     """
-    words = [
+    overrides = [
         "cluster=testbed",
         "parallel=tp2_pp2_zero1",
         "train.steps=6",
         "train.log_every_steps=1",
         *half,
     ]
-    run = orch.submit(*words, program=None)
+    run = orch.submit(*overrides, program=None)
     assert run.wait("done").exit_code == 0
     losses = run.losses()
     assert sorted(losses) == list(range(1, 7)) and losses[6] < losses[1] - 1.0

@@ -50,21 +50,21 @@ class Bed:
             folder.mkdir(parents=True)
         (self.run / "request.json").touch()
         (home / "jobs").touch()
-        for name, text in {"srun": SRUN, "squeue": SQUEUE, "python": PYTHON}.items():
-            self.tool(name, text)
+        for name, tool_script in {"srun": SRUN, "squeue": SQUEUE, "python": PYTHON}.items():
+            self.tool(name, tool_script)
         for name in ("scontrol", "scancel"):
             self.tool(name, f'#!/bin/bash\necho "{name} $*" >> "$HOME/said"; cat >> "$HOME/said"\n')
 
-    def tool(self, name: str, text: str) -> None:
+    def tool(self, name: str, tool_script: str) -> None:
         path = self.tools / name
-        path.write_text(text)
+        path.write_text(tool_script)
         path.chmod(0o755)
 
     def start(
-        self, options: dict | None = None, *words: str, **variables: str
+        self, options: dict | None = None, *script_arguments: str, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         options = dict(options or {})
-        text = script(
+        job_script = script(
             options, run_dir=str(self.run), python=str(self.tools / "python"), python_path=()
         )
         environ = {"PATH": f"{self.tools}:/usr/bin:/bin", "HOME": str(self.home), "NODES": "n0 n1"}
@@ -74,8 +74,8 @@ class Bed:
             "SLURM_JOB_NUM_NODES": "2",
             **variables,
         }
-        (self.home / "script").write_text(text)
-        argv = ["bash", str(self.home / "script"), *words]
+        (self.home / "script").write_text(job_script)
+        argv = ["bash", str(self.home / "script"), *script_arguments]
         return subprocess.run(
             argv,
             env=environ,
@@ -146,10 +146,10 @@ command() {
     ],
 )
 def test_a_node_whose_file_system_hangs_says_so(bed, needs, lacks):
-    words = [word.format(run=bed.run) for word in needs]
+    probe_arguments = [argument.format(run=bed.run) for argument in needs]
     environ = {**os.environ, "SLURM_NODEID": "0", "SLURMD_NODENAME": "n0"}
     done = subprocess.run(
-        ["bash", "-c", HUNG + PROBE, "probe", *words],
+        ["bash", "-c", HUNG + PROBE, "probe", *probe_arguments],
         env=environ,
         capture_output=True,
         text=True,
@@ -297,8 +297,8 @@ def test_a_preempted_job_that_is_over_is_kept_out_of_the_queue(
     bed.tool("python", f'{PYTHON}[ "$5" != outcome ] || exit {code}\n')
     done = bed.start(SLURM_RESTART_COUNT=str(restarts), **array)
     assert done.returncode == code and "agent" in bed.asked()
-    said = (bed.home / "said").read_text() if (bed.home / "said").exists() else ""
-    assert (f"scontrol update JobId={job} Requeue=0\n" in said) == stays_out, (said, done.stderr)
+    calls = (bed.home / "said").read_text() if (bed.home / "said").exists() else ""
+    assert (f"scontrol update JobId={job} Requeue=0\n" in calls) == stays_out, (calls, done.stderr)
 
 
 @pytest.mark.parametrize("line", [{"setup": ["false"]}, {"modules": ["cuda/12.4"]}])

@@ -14,8 +14,10 @@ from .test_runs import WIDE, two_nodes
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 
 
-def sweep(orch: Orch, *words: str, worker: dict) -> list[Run]:
-    return [Run(orch, found["run_dir"]) for found in orch.sent("--multirun", *words, worker=worker)]
+def sweep(orch: Orch, *overrides: str, worker: dict) -> list[Run]:
+    return [
+        Run(orch, sent["run_dir"]) for sent in orch.sent("--multirun", *overrides, worker=worker)
+    ]
 
 
 def jobs(orch: Orch) -> list[str]:
@@ -68,7 +70,7 @@ def test_runs_that_ask_for_different_things_are_one_job_each(orch):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "text"),
+    ("overrides", "code", "complaint"),
     [
         (["parallel=tp2,tp3"], None, "parallel=tp3: "),
         (
@@ -81,14 +83,14 @@ def test_runs_that_ask_for_different_things_are_one_job_each(orch):
         (["parallel=tp2,tp1", "--follow"], Exit.USAGE, "--follow"),
     ],
 )
-def test_all_or_none(orch, words, code, text):
+def test_all_or_none(orch, overrides, code, complaint):
     argv = (
         "submit",
         "--multirun",
         "--config-dir",
         str(CONF),
         "cluster=testbed",
-        *words,
+        *overrides,
         "--",
         "/bin/true",
     )
@@ -98,7 +100,7 @@ def test_all_or_none(orch, words, code, text):
         for line in done.stderr.splitlines()
         if not line.startswith("orch: variables not passed on")
     ]
-    assert done.returncode and text in refusals[0] and len(refusals) == 1
+    assert done.returncode and complaint in refusals[0] and len(refusals) == 1
     assert jobs(orch) == [] and orch("list").stdout.strip() == "no runs"
 
 
@@ -116,11 +118,11 @@ def test_a_run_after_a_run(orch):
     at_once = orch.submit(*two_nodes(), "--after", f"slurm://{first.id}", worker={"STEPS": 2})
     assert at_once.wait("done").exit_code == 0
     base = ["submit", "--config-dir", str(CONF), *two_nodes()]
-    for words, text in (
+    for options, complaint in (
         (["--after", f"notok:{first.id}"], "would never start"),
         (["--after", "nobody"], "no run 'nobody'"),
         (["--after", f"soon:{first.id}"], "not ok, any or notok"),
         (["--after", first.id, "backend=local"], "backend local has no queue"),
     ):
-        refused = orch(*base, *words, code=Exit.USAGE)
-        assert text in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+        refused = orch(*base, *options, code=Exit.USAGE)
+        assert complaint in refused.stderr and len(refused.stderr.strip().splitlines()) == 1

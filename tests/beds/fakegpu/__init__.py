@@ -88,7 +88,7 @@ def _headers() -> Path | None:
 
     packages = Path(torch.__file__).parents[1]
     return next(
-        (found.parent for found in sorted(packages.glob("nvidia/*/include/cuda_runtime_api.h"))),
+        (header.parent for header in sorted(packages.glob("nvidia/*/include/cuda_runtime_api.h"))),
         None,
     )
 
@@ -101,20 +101,20 @@ def library() -> Path:
         b"".join(path.read_bytes() for path in sources) + bytes(_headers() or "")
     )
     folder = Path(tempfile.gettempdir()) / f"fakegpu-{os.getuid()}-{digest.hexdigest()[:16]}"
-    found = folder / "libfakegpu.so"
-    if not found.exists():
+    target = folder / "libfakegpu.so"
+    if not target.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
-        made = folder / f"making-{os.getpid()}"
-        words = [_compiler(), "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}", f"-I{_headers()}"]
-        subprocess.run([*words, *HERE.glob("*.c"), "-o", made, "-lpthread"], check=True)
-        made.rename(found)
+        partial = folder / f"making-{os.getpid()}"
+        argv = [_compiler(), "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}", f"-I{_headers()}"]
+        subprocess.run([*argv, *HERE.glob("*.c"), "-o", partial, "-lpthread"], check=True)
+        partial.rename(target)
         for name in (
             "libcuda.so.1",
             "libnvidia-ml.so.1",
         ):  # torch opens the driver and NVML by these names
             (folder / name).unlink(missing_ok=True)
-            (folder / name).symlink_to(found.name)
-    return found
+            (folder / name).symlink_to(target.name)
+    return target
 
 
 def environment(devices: int = 8) -> dict[str, str]:
@@ -135,7 +135,7 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> An
 
     Raises AssertionError with what the process said if it fails.
     """
-    words = [
+    argv = [
         sys.executable,
         "-m",
         "tests.beds.fakegpu",
@@ -143,20 +143,20 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> An
         function.__qualname__,
         json.dumps(args),
     ]
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr_file:
         run = subprocess.run(
-            words,
+            argv,
             env=environment(),
             cwd=ROOT,
             timeout=timeout,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr_file,
             text=True,
         )
-        said.seek(0)
-        text = said.read().decode(errors="replace")
+        stderr_file.seek(0)
+        stderr = stderr_file.read().decode(errors="replace")
     assert run.returncode == 0, (
-        f"{function.__qualname__} ended with {run.returncode}: {text[:6000]}"
+        f"{function.__qualname__} ended with {run.returncode}: {stderr[:6000]}"
     )
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -178,7 +178,7 @@ def recording() -> Iterator[Record]:
     """Records every call of this process into the library inside the block; complete when the block
     ends."""
     fake = ctypes.CDLL(None)
-    found = Record()
+    record = Record()
     fake.fakegpu_notes.restype = ctypes.POINTER(_Note)
     fake.fakegpu_count.restype = ctypes.c_long
 
@@ -186,21 +186,21 @@ def recording() -> Iterator[Record]:
         frames = [
             frame for frame in traceback.extract_stack() if frame.filename.startswith(_TRAINER)
         ]
-        places = [f"{frame.filename.removeprefix(_TRAINER)}:{frame.name}" for frame in frames[-2:]]
-        found.waits.append((name.decode(), " > ".join(places)))
+        names = [f"{frame.filename.removeprefix(_TRAINER)}:{frame.name}" for frame in frames[-2:]]
+        record.waits.append((name.decode(), " > ".join(names)))
 
-    told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(waited)
-    fake.fakegpu_on_sync(told)
+    sync_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(waited)
+    fake.fakegpu_on_sync(sync_callback)
     fake.fakegpu_record(1)
     try:
-        yield found
+        yield record
     finally:
         fake.fakegpu_record(0)
         fake.fakegpu_on_sync(None)
         notes = fake.fakegpu_notes()
         for at in range(fake.fakegpu_count()):
             kind, name, *numbers = (getattr(notes[at], field) for field in Note._fields)
-            found.notes.append(Note(kind.decode(), name.decode(), *numbers))
+            record.notes.append(Note(kind.decode(), name.decode(), *numbers))
 
 
 def events_pending(state: bool) -> None:

@@ -47,8 +47,8 @@ def kueue(bed: Bed) -> None:
     config = module_folder("kueue", "sigs.k8s.io/kueue") / "config" / "components"
     certificate(bed, "kueue")
     overlay = bed.home / "etc"
-    for part in ("upper", "work"):
-        (overlay / part).mkdir(parents=True, exist_ok=True)
+    for subfolder in ("upper", "work"):
+        (overlay / subfolder).mkdir(parents=True, exist_ok=True)
     layers = f"lowerdir=/etc,upperdir={overlay}/upper,workdir={overlay}/work"
     bed.run("mount", "-t", "overlay", "overlay", "-o", layers, "/etc")  # of the bed alone
     copy = (
@@ -154,9 +154,9 @@ def _client(bed: Bed, name: str, port: int, path: str) -> dict[str, str]:
 
 
 def _write_configuration(
-    bed: Bed, tool: str, api: str, port: int, health: int, **more: object
+    bed: Bed, tool: str, api: str, port: int, health: int, **extra_settings: object
 ) -> Path:
-    """Of a controller with webhooks on `port`."""
+    """Writes the configuration of a controller with webhooks on `port`."""
     settings = {
         "apiVersion": f"config.{api}",
         "kind": "Configuration",
@@ -166,7 +166,7 @@ def _write_configuration(
         "webhook": {"port": port, "certDir": f"{bed.home}/{tool}-certs"},
         "metrics": {"bindAddress": "0"},
     }
-    (bed.home / f"{tool}.yaml").write_text(json.dumps(settings | more))
+    (bed.home / f"{tool}.yaml").write_text(json.dumps(settings | extra_settings))
     return bed.home / f"{tool}.yaml"
 
 
@@ -196,7 +196,7 @@ def _make_crds(bed: Bed, crds: list[dict[str, Any]]) -> None:
 def _hooks(bed: Bed, name: str, port: int, manifest: Path, resources: set[str]) -> None:
     """Webhooks by URL, and only for what these tests use: a hook on all pods would slow every one
     of them."""
-    found = []
+    hook_configurations = []
     for body in _documents([manifest]):
         hooks = [
             hook
@@ -205,10 +205,10 @@ def _hooks(bed: Bed, name: str, port: int, manifest: Path, resources: set[str]) 
         ]
         for hook in hooks:
             hook["clientConfig"] = _client(bed, name, port, hook["clientConfig"]["service"]["path"])
-        found.append(
+        hook_configurations.append(
             {**body, "metadata": {"name": f"{name}-{body['metadata']['name']}"}, "webhooks": hooks}
         )
-    bed.apply(*found)
+    bed.apply(*hook_configurations)
 
 
 def _await_port(bed: Bed, port: int, log: str) -> None:

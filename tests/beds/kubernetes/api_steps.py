@@ -27,9 +27,9 @@ SMALL_KINDS = ("Secret", "ConfigMap", "Service")
 
 
 def objects(name: str, submission: str = "", **options: object) -> list[dict]:
-    words = ["cluster=h100x64", "model=llama3_8b"]
+    overrides = ["cluster=h100x64", "model=llama3_8b"]
     return render(
-        structs.replace(manifest(request_of(words, name), options), submission=submission)
+        structs.replace(manifest(request_of(overrides, name), options), submission=submission)
     )
 
 
@@ -47,12 +47,13 @@ def put(cluster: Cluster, bodies: list[dict], submission: str) -> None:
 def dry_run() -> dict[str, list[str]]:
     """Every golden case through the server's own validation, unknown fields refused."""
     cluster = Cluster()
-    found = {}
+    kinds = {}
     for name, options in CASES.items():
         if options.get("kind", "job") == "job":  # the API server has no JobSets
-            bodies = objects("dry-1", **{**options, "namespace": "default"})
-            found[name] = [cluster.apply(body, "test", dry_run=True)["kind"] for body in bodies]
-    return found
+            in_default = options | {"namespace": "default"}
+            bodies = objects("dry-1", **in_default)
+            kinds[name] = [cluster.apply(body, "test", dry_run=True)["kind"] for body in bodies]
+    return kinds
 
 
 def complaint(deed: Callable[[], object]) -> str:
@@ -70,14 +71,14 @@ def twice() -> dict[str, object]:
     first = cluster.get("Job", "twice-1")["metadata"]
     put(cluster, objects("twice-1", "mine"), "mine")
     again = cluster.get("Job", "twice-1")["metadata"]
-    other = complaint(lambda: put(cluster, objects("twice-1", "theirs"), "theirs"))
+    foreign_complaint = complaint(lambda: put(cluster, objects("twice-1", "theirs"), "theirs"))
     owners = [
         cluster.get(kind, "twice-1")["metadata"]["ownerReferences"][0]["uid"]
         for kind in SMALL_KINDS
     ]
     return {
         "same": first["uid"] == again["uid"],
-        "other": other,
+        "other": foreign_complaint,
         "owned": set(owners) == {first["uid"]},
     }
 
@@ -86,9 +87,9 @@ def refused() -> dict[str, object]:
     cluster = Cluster()
     bodies = objects("refused-1", "mine")
     bodies[-1]["spec"]["backoffLimit"] = -1
-    said = complaint(lambda: put(cluster, bodies, "mine"))
+    error_text = complaint(lambda: put(cluster, bodies, "mine"))
     return {
-        "said": said,
+        "said": error_text,
         "left": [kind for kind in (*SMALL_KINDS, "Job") if cluster.get(kind, "refused-1")],
     }
 
@@ -108,10 +109,10 @@ def nodes() -> dict[str, object]:
     }
     cluster.create({**about, "spec": spec})
     claims = {"spec": {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight"}]}}
-    found = read_snapshot(cluster, read_options({"image": "x", "pod": claims}))
+    snapshot = read_snapshot(cluster, read_options({"image": "x", "pod": claims}))
     return {
-        "nodes": [node.metadata.name for node in found.nodes],
-        "devices": msgspec.to_builtins(found.devices),
+        "nodes": [node.metadata.name for node in snapshot.nodes],
+        "devices": msgspec.to_builtins(snapshot.devices),
     }
 
 
@@ -133,7 +134,7 @@ def lease() -> dict[str, object]:
     cluster = Cluster()
     kinds = []
     with placement_lock(cluster, "still", lease_s=1) as check:
-        said = complaint(lambda: placement_lock(cluster, "hasty", wait_s=0.1).__enter__())
+        error_text = complaint(lambda: placement_lock(cluster, "hasty", wait_s=0.1).__enter__())
         with placement_lock(cluster, "next"):
             pass
         late = complaint(check)
@@ -142,7 +143,7 @@ def lease() -> dict[str, object]:
                 cluster.delete("Lease", NAME, only=("00000000-0000-0000-0000-000000000000", "1"))
             )
             kinds.append(cluster.get("Lease", NAME)["spec"]["holderIdentity"].startswith("last-"))
-    return {"said": said, "late": late, "kept": kinds, "left": cluster.get("Lease", NAME)}
+    return {"said": error_text, "late": late, "kept": kinds, "left": cluster.get("Lease", NAME)}
 
 
 STEPS: dict[str, Callable[[], object]] = {

@@ -44,20 +44,20 @@ class Shape:
 
     @property
     def programs(self) -> tuple[str, ...]:
-        more = ("kubelet", "kube-proxy", "coredns") if self.nodes else ()
+        node_programs = ("kubelet", "kube-proxy", "coredns") if self.nodes else ()
         if self.api_only:
             return ("kube-apiserver", "kubectl")
         return (
             *CORE,
-            *more,
+            *node_programs,
             *(("kueue",) if self.kueue else ()),
             *(("jobset",) if self.jobset else ()),
         )
 
 
 def refusal(shape: Shape) -> str | None:
-    """None, or one line that says what this machine lacks beside the programs: rights in the
-    kernel, an image, CRDs."""
+    """One line that says what this machine lacks beside the programs (rights in the kernel, an
+    image, CRDs), or None."""
     from . import image
 
     script = "mount -t tmpfs tmpfs /run && ip link add cni0 type bridge"
@@ -155,9 +155,9 @@ class Bed(base.Bed):
 
     @property
     def env(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("KUBE")}
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("KUBE")}
         return {
-            **kept,
+            **environ,
             "KUBECONFIG": str(self.home / "admin.kubeconfig"),
             "PATH": f"{os.environ['PATH']}:{SBIN}",
         }
@@ -217,21 +217,23 @@ class Bed(base.Bed):
         bed, or by `end`."""
         self.popen(name, str(path), *argv, env=env)
 
-    def end(self, marker: str, how: signal.Signals = signal.SIGTERM, seconds: float = 15) -> None:
+    def end(
+        self, marker: str, signum: signal.Signals = signal.SIGTERM, seconds: float = 15
+    ) -> None:
         """Every process of the bed whose command line holds `marker`."""
         for pid in self.pids(marker):
             with suppress(ProcessLookupError):
-                os.kill(pid, how)
-        if not wait(lambda: not self.pids(marker), seconds) and how != signal.SIGKILL:
+                os.kill(pid, signum)
+        if not wait(lambda: not self.pids(marker), seconds) and signum != signal.SIGKILL:
             self.end(marker, signal.SIGKILL)
 
     def pids(self, marker: str = "") -> list[int]:
-        found = []
+        matching_pids = []
         for pid in _inside(self.first, self._space):
             with suppress(OSError):
                 if marker.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+                    matching_pids.append(pid)
+        return matching_pids
 
     # ------------------------------------------------------------------------------------------
     #     parts
@@ -249,8 +251,8 @@ class Bed(base.Bed):
         if not wait(lambda: children.read_text().split(), 10):
             raise BedError("unshare: no name spaces (is this root?)")
         self.first = int(children.read_text().split()[0])
-        own = os.readlink("/proc/self/ns/mnt")
-        wait(lambda: os.readlink(f"/proc/{self.first}/ns/mnt") != own, 5)
+        own_space = os.readlink("/proc/self/ns/mnt")
+        wait(lambda: os.readlink(f"/proc/{self.first}/ns/mnt") != own_space, 5)
         self._space = os.readlink(f"/proc/{self.first}/ns/mnt")
         self.record(first=self.first)
         script = (
@@ -269,8 +271,8 @@ class Bed(base.Bed):
             "proxy.yaml": conf.proxy_yaml(self.home),
             "resolv.conf": f"nameserver {conf.HOST}\n",
         }
-        for name, text in files.items():
-            (self.home / name).write_text(text)
+        for name, file_text in files.items():
+            (self.home / name).write_text(file_text)
             (self.home / name).chmod(0o600 if name.startswith(("tokens", "admin")) else 0o644)
         pki = self.home / "pki"
         self.run("openssl", "genrsa", "-out", str(pki / "sa.key"), "2048")
@@ -303,8 +305,8 @@ class Bed(base.Bed):
         )
 
     def start_controllers(self, own_rates: bool = False) -> None:
-        """And the scheduler. `own_rates`: neither asks the API server more often than Kubernetes
-        lets it by default."""
+        """Starts the controllers and the scheduler. `own_rates`: neither asks the API server more
+        often than Kubernetes lets it by default."""
         flags = conf.manager_flags(self.home, not self.shape.simulated, own_rates)
         self.daemon("kube-controller-manager", program("kube-controller-manager"), *flags)
         (self.home / "scheduler.yaml").write_text(conf.scheduler_yaml(self.home, own_rates))
@@ -325,13 +327,13 @@ class Bed(base.Bed):
 
 def _inside(first: int, space: str) -> list[int]:
     """Pids, as seen from outside, of every process in a mount name space."""
-    found = []
+    inner_pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 if os.readlink(entry / "ns" / "mnt") == space:
-                    found.append(int(entry.name))
-    return found
+                    inner_pids.append(int(entry.name))
+    return inner_pids
 
 
 def _remove_cgroups() -> None:

@@ -21,8 +21,9 @@ def tokens_csv() -> str:
 def kubeconfig(user: str = "admin", namespace: str = "default", server: str = API) -> str:
     """JSON, which is YAML. The server's certificate is its own."""
     context = {"cluster": "bed", "user": user, "namespace": namespace}
+    current = {"current-context": "bed"}
     return _config(
-        "v1", "Config", contexts=[{"name": "bed", "context": context}], **{"current-context": "bed"},
+        "v1", "Config", contexts=[{"name": "bed", "context": context}], **current,
         clusters=[{"name": "bed", "cluster": {"server": server, "insecure-skip-tls-verify": True}}],
         users=[{"name": user, "user": {"token": TOKENS.get(user, user)}}],
     )  # fmt: skip

@@ -65,10 +65,10 @@ def cache() -> Path:
 
 
 def program(name: str) -> Path:
-    """Where the program of this tree's module files is, built or not. Any kubectl will do: this
-    machine's, if it has one."""
-    if name == "kubectl" and (found := find("kubectl")):
-        return Path(found)
+    """Says where the program of this tree's module files is, built or not. Any kubectl will do:
+    this machine's, if it has one."""
+    if name == "kubectl" and (kubectl_path := find("kubectl")):
+        return Path(kubectl_path)
     folder, package = (PROGRAMS | ON_DEMAND)[name]
     pins = b"".join((TOOLS / folder / file).read_bytes() for file in ("go.mod", "go.sum"))
     digest = hashlib.sha256(pins + package.encode() + _STAMP.encode()).hexdigest()[:12]
@@ -99,11 +99,11 @@ def build(
     it is `allowed`, nothing is built; and where something would have to be, nothing is installed
     either."""
     if missing(names) and not allowed:
-        how = (
+        build_advice = (
             "`make test-kubernetes` and `make testbed-kubernetes` build all of them, and they are"
             " kept"
         )
-        return f"{', '.join(missing(names))} not built yet; {how}"
+        return f"{', '.join(missing(names))} not built yet; {build_advice}"
     if failed := provide(DEBIAN_PROGRAMS, DEBIAN):
         return failed
     if not missing(names):
@@ -122,9 +122,9 @@ def build(
 def _build(name: str, seconds: float) -> str | None:
     folder, package = (PROGRAMS | ON_DEMAND)[name]
     target = program(name)
-    part = target.with_suffix(".part")
+    partial_file = target.with_suffix(".part")
     flags = f"-s -w {_STAMP}" if folder == "kubernetes" else "-s -w"
-    argv = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(part), package]
+    argv = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(partial_file), package]
     env = {**os.environ, "GOFLAGS": "-mod=readonly -buildvcs=false", "CGO_ENABLED": "0"}
     try:
         done = subprocess.run(
@@ -137,7 +137,7 @@ def _build(name: str, seconds: float) -> str | None:
         )
     if done.returncode:
         return f"go build {package}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}"
-    part.rename(target)
+    partial_file.rename(target)
     return None
 
 

@@ -28,9 +28,9 @@ def install(bed: Bed) -> None:
         "apply", "--server-side", "-f", str(ROOT / "charts/orch-controller/files/trainruns.yaml")
     )
     bed.kubectl("create", "namespace", SPACE, check=False)
-    known = ("get", "--raw", "/apis/orch.dev/v1alpha1")
+    query = ("get", "--raw", "/apis/orch.dev/v1alpha1")
     bed.wait(
-        lambda: "trainruns" in bed.kubectl(*known, check=False), 60, "TrainRuns", "kube-apiserver"
+        lambda: "trainruns" in bed.kubectl(*query, check=False), 60, "TrainRuns", "kube-apiserver"
     )
 
 
@@ -64,8 +64,8 @@ class Replica:
         """Its pid: nsenter, which is what was started, has forked it."""
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         with contextlib.suppress(OSError):
-            if found := children.read_text().split():
-                self.pid = int(found[0])
+            if child_pids := children.read_text().split():
+                self.pid = int(child_pids[0])
         return self.pid
 
     def signal(self, number: int) -> None:
@@ -80,7 +80,7 @@ class Replica:
         self._process.wait(30)
 
     def end(self) -> int:
-        """As Kubernetes does it; the exit code."""
+        """Ends it as Kubernetes does, and returns the exit code."""
         self.signal(signal.SIGTERM)
         try:
             return self._process.wait(PATIENCE_S)
@@ -101,22 +101,22 @@ class Replica:
 def controller(bed: Bed, name: str, lease_s: float = 20.0) -> Iterator[Replica]:
     """One that leads until the body ends. It gives its lease back, so that the next one leads at
     once."""
-    one = Replica(bed, name, lease_s)
+    replica = Replica(bed, name, lease_s)
     try:
-        if not wait(lambda: one.leads or not one.alive, PATIENCE_S):
-            raise BedError(f"{name} does not lead\n{one.log[-2000:]}")
-        yield one
+        if not wait(lambda: replica.leads or not replica.alive, PATIENCE_S):
+            raise BedError(f"{name} does not lead\n{replica.log[-2000:]}")
+        yield replica
     finally:
-        if one.alive:
-            one.end()
+        if replica.alive:
+            replica.end()
 
 
 def runs(bed: Bed, namespace: str = "") -> dict[str, dict]:
     """Every TrainRun by `namespace/name`."""
     where = ("-n", namespace) if namespace else ("-A",)
     return {
-        f"{one['metadata']['namespace']}/{one['metadata']['name']}": one
-        for one in bed.get("trainruns", *where)["items"]
+        f"{train_run['metadata']['namespace']}/{train_run['metadata']['name']}": train_run
+        for train_run in bed.get("trainruns", *where)["items"]
     }
 
 

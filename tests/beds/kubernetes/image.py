@@ -42,7 +42,7 @@ def base() -> Path:
 
 
 def site_packages() -> Path:
-    """Of this Python, whose version must be the image's."""
+    """The packages of this Python, whose version must be the image's."""
     if sys.version_info[:2] != (3, 11):
         raise RuntimeError(
             f"the image has Python 3.11, these tests run on {sys.version.split()[0]}"
@@ -53,17 +53,19 @@ def site_packages() -> Path:
 def layer() -> Path:
     """The cached root as one file. RuntimeError as `base`."""
     root = base()
-    whole = cache() / f"layer-{SUITE}.tar"
-    with whole.with_suffix(".lock").open("w") as lock:  # another clone may be at it
+    archive = cache() / f"layer-{SUITE}.tar"
+    with archive.with_suffix(".lock").open("w") as lock:  # another clone may be at it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not whole.exists():
-            part = whole.with_suffix(".part")
+        if not archive.exists():
+            partial = archive.with_suffix(".part")
             without = ("--exclude=./var/lib/apt/lists/*", "--exclude=./var/cache/apt/*")
             subprocess.run(
-                ["tar", "-C", str(root), *without, "-cf", str(part), "."], check=True, timeout=300
+                ["tar", "-C", str(root), *without, "-cf", str(partial), "."],
+                check=True,
+                timeout=300,
             )
-            part.rename(whole)
-    return whole
+            partial.rename(archive)
+    return archive
 
 
 def orch_archive(target: Path) -> None:

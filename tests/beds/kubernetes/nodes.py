@@ -30,7 +30,7 @@ def labels(index: int) -> dict[str, str]:
 
 
 def start_all(bed: Bed) -> None:
-    """At once: each spends most of its start on the image."""
+    """Starts all nodes at once: each spends most of its start on the image."""
     image.pause_archive(bed.home / "pause.tar")
     image.orch_archive(bed.home / "orch.tar")
     with ThreadPoolExecutor() as pool:
@@ -66,7 +66,7 @@ def start(bed: Bed, index: int, again: bool = False) -> None:
     if not again:
         _load(bed, node)
     _weigh()
-    given = ",".join(f"{key}={value}" for key, value in labels(index).items())
+    node_labels = ",".join(f"{key}={value}" for key, value in labels(index).items())
     kubelet = node / "kubelet"
     flags = [
         f"--config={node}/kubelet.yaml",
@@ -78,7 +78,7 @@ def start(bed: Bed, index: int, again: bool = False) -> None:
         f"--hostname-override=node-{index}",
         f"--node-ip={conf.HOST}",
     ]
-    bed.daemon(f"kubelet-{index}", program("kubelet"), *flags, f"--node-labels={given}")
+    bed.daemon(f"kubelet-{index}", program("kubelet"), *flags, f"--node-labels={node_labels}")
 
 
 def _weigh() -> None:
@@ -94,8 +94,8 @@ def _weigh() -> None:
 def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 300) -> None:
     def found() -> bool:
         path = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
-        text = bed.kubectl("get", "node", name, "-o", path, check=False)
-        return (text == "True") == ready and text != ""
+        ready_status = bed.kubectl("get", "node", name, "-o", path, check=False)
+        return (ready_status == "True") == ready and ready_status != ""
 
     bed.wait(
         found,
@@ -112,10 +112,10 @@ def kill(bed: Bed, index: int) -> None:
     everything = list(
         dict.fromkeys(pid for root in bed.pids(node) for pid in (root, *descendants(root)))
     )
-    for how in (signal.SIGSTOP, signal.SIGKILL):
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
         for pid in everything:
             with suppress(ProcessLookupError):
-                os.kill(pid, how)
+                os.kill(pid, signum)
 
 
 def _load(bed: Bed, node: Path) -> None:
@@ -143,11 +143,11 @@ def volume(bed: Bed, name: str, path: Path, read_only: bool, namespace: str = "d
     common = {"accessModes": [mode], "storageClassName": ""}
     size = {"storage": "10Gi"}
     about = {"namespace": namespace, "name": name}
-    whole = f"{namespace}-{name}"
+    volume_name = f"{namespace}-{name}"
     bed.apply(
-        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": whole},
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": volume_name},
          "spec": {**common, "capacity": size, "hostPath": {"path": str(path)}, "claimRef": about,
                   "persistentVolumeReclaimPolicy": "Retain"}},
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": about,
-         "spec": {**common, "resources": {"requests": size}, "volumeName": whole}},
+         "spec": {**common, "resources": {"requests": size}, "volumeName": volume_name}},
     )  # fmt: skip

@@ -35,23 +35,23 @@ def main() -> None:
 
 
 def why_not(environ: Mapping[str, str]) -> str | None:
-    """None: every program is there now. Else one line."""
+    """One line that says why the tier cannot run; None when every program is there now."""
     if environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     if not (missing := building.missing(tuple(building.PROGRAMS))):
         return None
-    what = f"{', '.join(missing)} not built"
+    obstacle = f"{', '.join(missing)} not built"
     if not environ.get(SWITCH):
         return (
-            f"{what}: that takes long, so only `.ci/run` and `make test-kubernetes` do it, once"
+            f"{obstacle}: that takes long, so only `.ci/run` and `make test-kubernetes` do it, once"
             " for all"
         )
     if os.geteuid() != 0:
-        return f"{what}, and only root may have name spaces with a network of their own"
+        return f"{obstacle}, and only root may have name spaces with a network of their own"
     if find("go") is None:
-        return f"{what}, and this machine has no Go"
+        return f"{obstacle}, and this machine has no Go"
     if (free := shutil.disk_usage(Path.home()).free / 1e9) < DISK_GB:
-        return f"{what}, and that takes {DISK_GB} GB, of which {free:.0f} are free"
+        return f"{obstacle}, and that takes {DISK_GB} GB, of which {free:.0f} are free"
     if reason := provide(building.DEBIAN_PROGRAMS, building.DEBIAN) or refusal(Shape(simulated=1)):
         return reason  # known before minutes of building
     end = time.monotonic() + MOST_S
@@ -65,8 +65,8 @@ def why_not(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

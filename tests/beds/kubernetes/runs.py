@@ -91,9 +91,9 @@ class Orch:
             yield cls(bed, home, name)
         finally:
             bed.kubectl("delete", "namespace", name, "--wait=false", check=False, timeout=300)
-            gone = ("-n", name, "delete", "jobs,pods", "--all", "--grace-period=1", "--timeout=60s")
+            argv = ("-n", name, "delete", "jobs,pods", "--all", "--grace-period=1", "--timeout=60s")
             bed.kubectl(
-                *gone, check=False, timeout=300
+                *argv, check=False, timeout=300
             )  # kubectl keeps to its minute, a machine that stands still not
 
     @property
@@ -102,21 +102,21 @@ class Orch:
 
     def __call__(
         self,
-        *words: str,
+        *argv: str,
         code: int | None = 0,
         env: Mapping[str, str] | None = None,
         timeout: float = 600,
     ) -> subprocess.CompletedProcess[str]:
         environ = self.bed.env | self._environ(env)
         # A program runs in pods where it is submitted from, and that folder must be in their image.
-        done = self.bed.commands.run(words, environ, self.home, timeout, cwd=Path("/"))
+        done = self.bed.commands.run(argv, environ, self.home, timeout, cwd=Path("/"))
         return base.checked(done, code)
 
     def alone(
-        self, *words: str, env: Mapping[str, str], timeout: float
+        self, *arguments: str, env: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """In a process of its own, as a user has it: for who takes its time."""
-        argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
+        """Runs `orch` in a process of its own, as a user has it: for who takes its time."""
+        argv = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
         return self.bed.run(*argv, env=self._environ(env), timeout=timeout, cwd=self.home)
 
     def _environ(self, env: Mapping[str, str] | None) -> dict[str, str]:
@@ -127,16 +127,14 @@ class Orch:
             **(env or {}),
         }
 
-    def submit(
-        self, *words: str, options: Mapping[str, object] | None = None, code: int = 0
-    ) -> Run:
-        done = self(*self.submission(options), *words, code=code)
+    def submit(self, *argv: str, options: Mapping[str, object] | None = None, code: int = 0) -> Run:
+        done = self(*self.submission(options), *argv, code=code)
         return Run(self, json.loads(done.stdout)["run_dir"])
 
-    def submit_held(self, *words: str, options: Mapping[str, object] | None = None) -> Run:
+    def submit_held(self, *argv: str, options: Mapping[str, object] | None = None) -> Run:
         """A run of the trainer that waits before its last step until it is released: what a test
         does to it comes before its end, however slow the machine is."""
-        return self.submit(*words, NEVER_HANGS, options={**held_before(LAST), **(options or {})})
+        return self.submit(*argv, NEVER_HANGS, options={**held_before(LAST), **(options or {})})
 
     def submission(self, options: Mapping[str, object] | None = None) -> list[str]:
         """The words of `orch submit` to this bed, with these options; several at once have files of
@@ -144,11 +142,11 @@ class Orch:
         merged = {**self.options, "namespace": self.namespace, **(options or {})}
         conf = self.home / f"conf-{next(_NUMBER)}" / "backend"
         conf.mkdir(parents=True)
-        text = (
+        profile_text = (
             "# @package _global_\ndefaults:\n  - kubernetes\n  - _self_\nbackend:\n  grace_s: 20\n"
         )
         (conf / "bed.yaml").write_text(
-            f"{text}  heartbeat_timeout_s: 10\n  options: {json.dumps(merged)}\n"
+            f"{profile_text}  heartbeat_timeout_s: 10\n  options: {json.dumps(merged)}\n"
         )
         return ["submit", "--json", "--in-place", "--config-dir", str(conf.parent), "backend=bed"]
 
@@ -167,9 +165,9 @@ class Orch:
         return self.pods(run_id)
 
     def pods(self, run_id: str) -> list[dict]:
-        found = self.bed.get("pods", "-n", self.namespace, "-l", f"orch.dev/run={run_id}")["items"]
+        pods = self.bed.get("pods", "-n", self.namespace, "-l", f"orch.dev/run={run_id}")["items"]
         return sorted(
-            found,
+            pods,
             key=lambda pod: int(
                 pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]
             ),
@@ -181,17 +179,17 @@ class Run(base.Run):
 
     @property
     def inside(self) -> Path:
-        """On the claim."""
+        """The run's folder on the claim."""
         return self.orch.claim / self.id
 
     def steps(self, since_epoch: int = 0) -> dict[int, float]:
         """Step -> loss, the last time that it was made, from the agents' own records on the
         claim."""
-        found: dict[int, float] = {}
+        step_losses: dict[int, float] = {}
         for report in reports(self.inside / "metrics"):
             if report.get("loss") is not None and report["epoch"] >= since_epoch:
-                found[report["step"]] = report["loss"]
-        return found
+                step_losses[report["step"]] = report["loss"]
+        return step_losses
 
     def step(self, at_least: int) -> None:
         self.until(f"step {at_least}", lambda: max(self.steps(), default=-1) >= at_least)
@@ -208,7 +206,7 @@ class Run(base.Run):
         ]
 
     def logs(self) -> str:
-        """Of the first pods, and what the namespace's events say."""
+        """The last lines of the first pods, and what the namespace's events say."""
         bed = self.orch.bed
         space = self.orch.namespace
         with contextlib.suppress(Exception):
@@ -237,8 +235,8 @@ class Helm:
         timeout: float = 120,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        more = () if values is None else ("--values", "-")
-        argv = (str(program("helm")), "--namespace", self.namespace, *map(str, argv), *more)
+        values_flags = () if values is None else ("--values", "-")
+        argv = (str(program("helm")), "--namespace", self.namespace, *map(str, argv), *values_flags)
         return self.bed.run(*argv, input=json.dumps(values), timeout=timeout, check=check)
 
 

@@ -55,13 +55,13 @@ _PREFIX = "#/definitions/"
 def folder() -> Path:
     """The folder of all schemas, made if it is not there yet. RuntimeError when Go cannot give the
     modules."""
-    said = json.dumps([KUBERNETES, CUSTOM]).encode() + Path(__file__).read_bytes()
-    target = cache() / f"schemas-{hashlib.sha256(said).hexdigest()[:12]}"
+    cache_key = json.dumps([KUBERNETES, CUSTOM]).encode() + Path(__file__).read_bytes()
+    target = cache() / f"schemas-{hashlib.sha256(cache_key).hexdigest()[:12]}"
     if target.is_dir():
         return target
     cache().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache(), prefix="schemas-part-") as part:
-        made = Path(part, "made")
+    with tempfile.TemporaryDirectory(dir=cache(), prefix="schemas-part-") as partial_folder:
+        schema_folder = Path(partial_folder, "made")
         for version, checksum in KUBERNETES.items():
             swagger = (
                 module("k8s.io/kubernetes", version, checksum)
@@ -69,27 +69,27 @@ def folder() -> Path:
                 / "openapi-spec"
                 / "swagger.json"
             )
-            write(made / version, of_swagger(json.loads(swagger.read_bytes())))
+            write(schema_folder / version, of_swagger(json.loads(swagger.read_bytes())))
         for name, (version, checksum, crd, kinds) in CUSTOM.items():
             source = module(name, version, checksum)
-            write(made / "custom", of_crds([source / crd.format(kind) for kind in kinds]))
-        made.rename(target)
+            write(schema_folder / "custom", of_crds([source / crd.format(kind) for kind in kinds]))
+        schema_folder.rename(target)
     return target
 
 
 def module(name: str, version: str, checksum: str) -> Path:
-    """Where Go keeps it, downloaded if need be."""
+    """Says where Go keeps the module, downloaded if need be."""
     argv = ["go", "mod", "download", "-json", f"{name}@{version}"]
     done = subprocess.run(
         argv, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=600
     )
-    said = json.loads(done.stdout or "{}")
-    if done.returncode or said.get("Sum") != checksum:
+    download = json.loads(done.stdout or "{}")
+    if done.returncode or download.get("Sum") != checksum:
         raise RuntimeError(
             f"{name}@{version}:"
-            f" {said.get('Error') or said.get('Sum') or done.stderr.strip()[-300:]}"
+            f" {download.get('Error') or download.get('Sum') or done.stderr.strip()[-300:]}"
         )
-    return Path(said["Dir"])
+    return Path(download["Dir"])
 
 
 def write(to: Path, schemas: Iterator[tuple[str, dict[str, Any]]]) -> None:
@@ -103,14 +103,14 @@ def write(to: Path, schemas: Iterator[tuple[str, dict[str, Any]]]) -> None:
 
 def of_swagger(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(group_version_kind, schema) of every kind, each with the definitions that it needs."""
-    known = {name: strict(body) for name, body in document["definitions"].items()}
+    definitions = {name: strict(body) for name, body in document["definitions"].items()}
     for name, body in document["definitions"].items():
         for at in body.get("x-kubernetes-group-version-kind", ()):
             group = at["group"] or at["version"]
             kind = at["kind"].lower()  # as kubeconform calls the core group
             needed: dict[str, Any] = {}
-            _gather(known[name], known, needed)
-            yield f"{group}_{at['version']}_{kind}", {**known[name], "definitions": needed}
+            _gather(definitions[name], definitions, needed)
+            yield f"{group}_{at['version']}_{kind}", {**definitions[name], "definitions": needed}
 
 
 def of_crds(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -128,31 +128,31 @@ def strict(schema: Any) -> Any:
     """The same, taking no field that it does not name; numbers where Kubernetes takes numbers and
     text."""
     if isinstance(schema, list):
-        return [strict(part) for part in schema]
+        return [strict(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("format") == "int-or-string" or schema.get("x-kubernetes-int-or-string"):
         return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-    found = {key: strict(value) for key, value in schema.items() if key != "format"}
+    strict_schema = {key: strict(value) for key, value in schema.items() if key != "format"}
     named = isinstance(schema.get("properties"), dict) and schema.get("type", "object") == "object"
     if (
         named
         and "additionalProperties" not in schema
         and not schema.get("x-kubernetes-preserve-unknown-fields")
     ):
-        found["additionalProperties"] = False
-    return found
+        strict_schema["additionalProperties"] = False
+    return strict_schema
 
 
-def _gather(part: Any, known: dict[str, Any], into: dict[str, Any]) -> None:
-    """Put every definition that `part` refers to, at whatever distance, into `into`."""
-    if isinstance(part, list):
-        for one in part:
-            _gather(one, known, into)
-    elif isinstance(part, dict):
-        name = part["$ref"].removeprefix(_PREFIX) if isinstance(part.get("$ref"), str) else None
+def _gather(node: Any, definitions: dict[str, Any], into: dict[str, Any]) -> None:
+    """Put every definition that `node` refers to, at whatever distance, into `into`."""
+    if isinstance(node, list):
+        for child in node:
+            _gather(child, definitions, into)
+    elif isinstance(node, dict):
+        name = node["$ref"].removeprefix(_PREFIX) if isinstance(node.get("$ref"), str) else None
         if name and name not in into:
-            into[name] = known[name]
-            _gather(known[name], known, into)
-        for value in part.values():
-            _gather(value, known, into)
+            into[name] = definitions[name]
+            _gather(definitions[name], definitions, into)
+        for value in node.values():
+            _gather(value, definitions, into)

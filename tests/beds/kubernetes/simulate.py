@@ -131,10 +131,10 @@ class Kubelets:
     def _attend(self, deed: Callable[[Cluster, str, Pod], None], pod: Pod) -> None:
         space = pod.metadata.namespace
         name = pod.metadata.name
-        here = self._clusters.setdefault(space, Cluster(None, space))
+        api = self._clusters.setdefault(space, Cluster(None, space))
         for pause in (0.5, 2.0, 0.0):
             try:
-                return deed(here, name, pod)
+                return deed(api, name, pod)
             except OrchError as error:
                 if getattr(error, "status", None) in (
                     404,
@@ -144,18 +144,16 @@ class Kubelets:
                     return None
                 time.sleep(pause)
 
-    def _run(self, here: Cluster, name: str, pod: Pod) -> None:
-        here.patch_status("Pod", name, _status(pod, "Running", {"running": {"startedAt": _now()}}))
+    def _run(self, api: Cluster, name: str, pod: Pod) -> None:
+        api.patch_status("Pod", name, _status(pod, "Running", {"running": {"startedAt": _now()}}))
 
-    def _finish(self, here: Cluster, name: str, pod: Pod) -> None:
-        here.patch_status("Pod", name, _status(pod, "Succeeded", {"terminated": {"exitCode": 0}}))
+    def _finish(self, api: Cluster, name: str, pod: Pod) -> None:
+        api.patch_status("Pod", name, _status(pod, "Succeeded", {"terminated": {"exitCode": 0}}))
 
-    def _delete(self, here: Cluster, name: str, pod: Pod) -> None:
+    def _delete(self, api: Cluster, name: str, pod: Pod) -> None:
         if pod.status.phase in ("Pending", "Running"):
-            here.patch_status(
-                "Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}})
-            )
-        here.delete("Pod", name, grace_s=0)
+            api.patch_status("Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}}))
+        api.delete("Pod", name, grace_s=0)
 
 
 def _status(pod: Pod, phase: str, state: dict[str, Any]) -> dict[str, Any]:

@@ -31,16 +31,16 @@ def main() -> None:
     at = mesh["dp"].get_local_rank()
     for step in range(1, int(sys.argv[1]) + 1):
         batch = torch.randn(8, 16, generator=data)
-        mine = batch.chunk(dp)[at]
-        loss = (model(mine) - mine).square().mean()
+        shard = batch.chunk(dp)[at]
+        loss = (model(shard) - shard).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        whole = loss.detach().clone()
-        dist.all_reduce(whole, group=mesh["dp"].get_group())
-        orch_report.report(step=step, loss=whole.item() / dp, tokens=8, samples=8 * step)
+        loss_sum = loss.detach().clone()
+        dist.all_reduce(loss_sum, group=mesh["dp"].get_group())
+        orch_report.report(step=step, loss=loss_sum.item() / dp, tokens=8, samples=8 * step)
         if dist.get_rank() == 0:
-            print(f"step {step} loss {whole.item() / dp:.5f}", flush=True)
+            print(f"step {step} loss {loss_sum.item() / dp:.5f}", flush=True)
     dist.barrier()  # none closes its connections while another still sums
     dist.destroy_process_group()
     os._exit(0)  # all is told; a thread of torch may abort while Python takes the process down

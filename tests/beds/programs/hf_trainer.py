@@ -22,7 +22,7 @@ class Line(torch.nn.Module):
 
 
 class Slow(TrainerCallback):
-    def on_step_begin(self, args, state, control, **more):
+    def on_step_begin(self, args, state, control, **kwargs):
         time.sleep(float(sys.argv[3]))
 
 

@@ -162,12 +162,12 @@ class Cluster(base.Bed):
         SIGHUP. Pids do not tell who that is: they begin anew at the largest. A step manager is
         known as the parent of a process of its job.
         """
-        mine = sorted(self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0"), key=_depth)
-        parents = [parent for pid in mine if (parent := _of(pid, psutil.Process.parent))]
+        node_pids = sorted(self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0"), key=_depth)
+        parents = [parent for pid in node_pids if (parent := _of(pid, psutil.Process.parent))]
         managers = {
             parent.pid for parent in parents if _of(parent.pid, psutil.Process.name) == "slurmstepd"
         }
-        everything = [self.pids[f"slurmd-{name}"], *managers, *mine]
+        everything = [self.pids[f"slurmd-{name}"], *managers, *node_pids]
         for pid in everything:
             _signal(pid, signal.SIGSTOP)
         for pid in reversed(everything):
@@ -199,13 +199,13 @@ class Cluster(base.Bed):
     @property
     def env(self) -> dict[str, str]:
         """This process's environment without Slurm's variables, pointed at the cluster."""
-        kept = {
+        environ = {
             k: v
             for k, v in os.environ.items()
             if not k.startswith(("SLURM", "SBATCH", "SALLOC", "SQUEUE"))
         }
         return {
-            **kept,
+            **environ,
             "SLURM_CONF": str(self.inside / "slurm.conf"),
             "PATH": f"{os.environ['PATH']}:{SBIN}",
         }
@@ -265,12 +265,12 @@ class Cluster(base.Bed):
         """Pids whose environment names this cluster (and holds `variable`): daemons, job steps and
         their children."""
         ours = f"SLURM_CONF={self.inside}/slurm.conf".encode() + b"\0"
-        found = []
+        pids = []
         for pid in psutil.pids():
             with suppress(OSError):
                 env = Path(f"/proc/{pid}/environ").read_bytes()
-                found += [pid] if pid != os.getpid() and ours in env and variable in env else []
-        return found
+                pids += [pid] if pid != os.getpid() and ours in env and variable in env else []
+        return pids
 
     # ------------------------------------------------------------------------------------------
     #     parts
@@ -291,8 +291,8 @@ class Cluster(base.Bed):
         }
         if self.shape.accounting:
             files["slurmdbd.conf"] = conf.slurmdbd_conf(self.inside, self.ports)
-        for name, text in files.items():
-            (self.home / name).write_text(text)
+        for name, file_text in files.items():
+            (self.home / name).write_text(file_text)
             (self.home / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
         (self.home / "munge" / "key").write_bytes(random.SystemRandom().randbytes(128))
         (self.home / "munge" / "key").chmod(0o600)
@@ -355,11 +355,11 @@ class Cluster(base.Bed):
         _CHILDREN[process.pid] = process
         self.record(pids=self.pids)
 
-    def _end(self, key: str, how: signal.Signals) -> None:
+    def _end(self, key: str, signum: signal.Signals) -> None:
         pid = self.pids.pop(key, None)
         if pid is None:
             return
-        _signal(pid, how)
+        _signal(pid, signum)
         if not _gone(pid, 10):
             _signal(pid, signal.SIGKILL)
             _gone(pid, 5)
@@ -370,7 +370,7 @@ _CHILDREN: dict[int, subprocess.Popen] = {}
 
 
 def _of(pid: int, question: Callable[[psutil.Process], T]) -> T | None:
-    """None: it has ended."""
+    """The answer of a process to the question; None when it has ended."""
     with suppress(psutil.Error):
         return question(psutil.Process(pid))
     return None
@@ -381,9 +381,9 @@ def _depth(pid: int) -> int:
     return len(_of(pid, psutil.Process.parents) or ())
 
 
-def _signal(pid: int, how: signal.Signals) -> None:
+def _signal(pid: int, signum: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, how)
+        os.kill(pid, signum)
 
 
 def _gone(pid: int, seconds: float) -> bool:
@@ -400,16 +400,16 @@ def _free_ports(nodes: int) -> conf.Ports:
     """Free ports below the kernel's ephemeral range, so that no outgoing connection takes one
     before its daemon."""
     with ExitStack() as stack:
-        found: list[int] = []
-        while len(found) < nodes + 2:
+        free_ports: list[int] = []
+        while len(free_ports) < nodes + 2:
             port = random.randrange(10000, 30000)
             probe = stack.enter_context(socket.socket())
             try:
                 probe.bind(("127.0.0.1", port))
-                found.append(port)
+                free_ports.append(port)
             except OSError:
                 continue
-    return conf.Ports(found[0], found[1], found[2:])
+    return conf.Ports(free_ports[0], free_ports[1], free_ports[2:])
 
 
 def _listening(port: int) -> bool:

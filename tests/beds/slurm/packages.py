@@ -1,5 +1,5 @@
-"""Where the tests' Slurm daemons come from: what is installed, else Debian's packages where root
-and apt are."""
+"""Says where the tests' Slurm daemons come from: what is installed, else Debian's packages where
+root and apt are."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def install_later() -> str | None:
     if LATER.is_dir():
         return None
     if not os.environ.get("ORCH_TEST_LATER_SLURM"):
-        how = "ORCH_TEST_LATER_SLURM=1 (or make test-slurm) installs it there"
-        return f"Slurm of Debian {SUITE} is not in {LATER}; {how}"
+        install_advice = "ORCH_TEST_LATER_SLURM=1 (or make test-slurm) installs it there"
+        return f"Slurm of Debian {SUITE} is not in {LATER}; {install_advice}"
     return debian.root(LATER, SUITE, PACKAGES)

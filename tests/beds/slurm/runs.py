@@ -42,13 +42,13 @@ class Orch:
 
     def __call__(
         self,
-        *words: str,
+        *arguments: str,
         code: int | None = 0,
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """Run `orch`; its exit code must be `code` (None: any)."""
-        again = self._worker_variables if words[0] == "resume" else {}
+        again = self._worker_variables if arguments[0] == "resume" else {}
         environ = {
             **self.cluster.env,
             "ORCH_HOME": str(self.home),
@@ -57,7 +57,7 @@ class Orch:
             **(env or {}),
         }
         return base.checked(
-            self._serve().run(words, environ, self.home, timeout, cwd=self.home), code
+            self._serve().run(arguments, environ, self.home, timeout, cwd=self.home), code
         )
 
     @classmethod
@@ -66,14 +66,14 @@ class Orch:
             cls._server = base.CommandServer("slurm")
         return cls._server
 
-    def submit(self, *words: str, **how: Any) -> Run:
-        """A run. `how`: as of `sent`."""
-        said = self.sent(*words, **how)
-        return Run(self, said["run_dir"], said.get("script", ""))
+    def submit(self, *arguments: str, **options: Any) -> Run:
+        """A run. `options`: as of `sent`."""
+        submission = self.sent(*arguments, **options)
+        return Run(self, submission["run_dir"], submission.get("script", ""))
 
     def sent(
         self,
-        *words: str,
+        *arguments: str,
         verb: str = "submit",
         program: Sequence[str] | None = FAKE_WORKER,
         worker: Mapping[str, object] | None = None,
@@ -85,10 +85,10 @@ class Orch:
         environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
         if held:
             environ |= environment(held)
-            words = (*words, "backend.hang_after_s=3600")  # who is held does not hang
+            arguments = (*arguments, "backend.hang_after_s=3600")  # who is held does not hang
         self._worker_variables |= environ
-        passed = [word for name in environ for word in ("--env", name)]
-        argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
+        passed = [argument for name in environ for argument in ("--env", name)]
+        argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *arguments]
         return json.loads(
             self(*argv, *(["--", *program] if program else []), env=environ, code=code).stdout
         )
@@ -188,8 +188,8 @@ class Run(base.Run):
     @property
     def restarts(self) -> int:
         """How often Slurm says that it has requeued the job."""
-        text = self.orch.cluster.run("scontrol", "show", "job", self.job)
-        return int(text.split("Restarts=")[1].split()[0])
+        job_details = self.orch.cluster.run("scontrol", "show", "job", self.job)
+        return int(job_details.split("Restarts=")[1].split()[0])
 
     @property
     def assignment(self) -> dict:
@@ -206,26 +206,26 @@ class Run(base.Run):
 
     def start_of(self, epoch: int) -> int:
         """The step after which rank 0 started in that epoch."""
-        text = (self.folder / "logs" / "rank-00000.log").read_text()
-        return int(re.findall(r"starts after step (\d+)", text)[epoch])
+        rank_log = (self.folder / "logs" / "rank-00000.log").read_text()
+        return int(re.findall(r"starts after step (\d+)", rank_log)[epoch])
 
     def losses(self) -> dict[int, float]:
         """Step -> loss, as the run's metrics hold them; a step done twice must have had the
         same."""
-        found: dict[int, float] = {}
+        step_losses: dict[int, float] = {}
         for line in reports(self.folder / "metrics"):
             if line.get("loss") is not None:
-                assert found.setdefault(line["step"], line["loss"]) == line["loss"], (
+                assert step_losses.setdefault(line["step"], line["loss"]) == line["loss"], (
                     f"step {line['step']}"
                 )
-        return found
+        return step_losses
 
     def logs(self) -> str:
-        parts = [
+        log_files = [
             *sorted((self.folder / "logs").glob("slurm-*")),
             *sorted((self.folder / "logs").glob("agent-*"))[:1],
         ]
         ours = "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in parts
+            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in log_files
         )
         return f"{ours}\n{self.orch.cluster.job_details(self.job)}"

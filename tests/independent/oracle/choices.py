@@ -108,10 +108,10 @@ def needed_rounding(values: Tensor, chosen: Tensor, moe: dict[str, Any]) -> Tens
 
 def _group_shift(group_scores: Tensor, kept_groups: tuple[int, ...]) -> Tensor:
     """Returns by how much [n] the best of the other groups is above the worst of the kept ones."""
-    others = [group for group in range(group_scores.shape[-1]) if group not in kept_groups]
-    if not others:
+    rest = [group for group in range(group_scores.shape[-1]) if group not in kept_groups]
+    if not rest:
         return torch.zeros_like(group_scores[:, 0])
-    difference = group_scores[:, others].amax(-1) - group_scores[:, list(kept_groups)].amin(-1)
+    difference = group_scores[:, rest].amax(-1) - group_scores[:, list(kept_groups)].amin(-1)
     return difference.clamp(min=0)
 
 

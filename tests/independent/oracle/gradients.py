@@ -85,11 +85,11 @@ class GradientJudge:
         overall = rms(exact)
         squared_norm = 0.0
         squared_blur = 0.0
-        given = Tensors()
+        grads = Tensors()
         kinds = dict[str, list[float]]()
         for name, expected in exact.items():
             grad, blur = self._gradient(before, after, name, clip)
-            given[name] = grad
+            grads[name] = grad
             error = distance(grad, expected, overall)
             # One layer has few elements, whose rounding may be small by luck; all layers have many.
             noise = max(self.noise[name], self.kind_noise[kind_of(name)])
@@ -106,7 +106,7 @@ class GradientJudge:
         bound = 4 * math.sqrt(squared_blur) / exact_norm + ALLOWED * self.norm_rounding
         error = abs(math.sqrt(squared_norm) - norm) / max(norm, 1e-300)
         self.findings.measure("clipping", error, bound, location)
-        self._check_narrow(given, location)
+        self._check_narrow(grads, location)
 
     def _gradient(
         self, before: State, after: State, name: str, clip: float
@@ -141,7 +141,7 @@ class GradientJudge:
         sums[0] += float(error.norm()) ** 2
         sums[1] += float(expected.norm()) ** 2
 
-    def _check_narrow(self, given: Tensors, location: str) -> None:
+    def _check_narrow(self, grads: Tensors, location: str) -> None:
         """Checks that gradients are sums in fp32: such a sum of several narrow numbers is a narrow
         number itself only in a few elements. Measured once per run."""
         if self.precision == self.wide or self.train["grad_dtype"] != "fp32":
@@ -149,9 +149,9 @@ class GradientJudge:
         if not self.rounded_grads:
             return
         names = [
-            name for name, grad in given.items() if grad.dim() > 1 and not name.startswith("embed")
+            name for name, grad in grads.items() if grad.dim() > 1 and not name.startswith("embed")
         ]
-        share = narrow([given[name] for name in names], self.precision)
+        share = narrow([grads[name] for name in names], self.precision)
         rounded_share = narrow([self.rounded_grads[name] for name in names], self.precision)
         self.rounded_grads = Tensors()
         self.findings.measure("narrow", share, 1.5 * rounded_share + 0.03, location)
@@ -174,15 +174,15 @@ class GradientJudge:
             expected = beta2 * second + (1 - beta2) * grad.square()
             allowed = self._allowed(MOMENT_OPERATIONS, expected)
             allowed += (1 - beta2) * (2 * grad.abs() + blur) * blur
-            place = f"{location}, {name}"
-            self.findings.elements("second moment", squared, expected, allowed, place)
+            parameter_location = f"{location}, {name}"
+            self.findings.elements("second moment", squared, expected, allowed, parameter_location)
             weight = old["master"][name].double()
             expected = optimizer.updated(
                 weight, then, squared, updates=updates, lr=lr, optim=self.optim
             )
             size = weight.abs() + (expected - weight).abs()
             allowed = self._allowed(WEIGHT_OPERATIONS, size)
-            self.findings.elements("weight", saved.double(), expected, allowed, place)
+            self.findings.elements("weight", saved.double(), expected, allowed, parameter_location)
 
     def _allowed(self, operations: int, size: Tensor) -> Tensor:
         """Returns the allowed error of elements of this size after so many operations. Below the
@@ -193,4 +193,4 @@ class GradientJudge:
 
 def kind_of(name: str) -> str:
     """Returns a parameter's name without its layer: `layers.attn.wq.weight`."""
-    return ".".join(word for word in name.split(".") if not word.isdigit())
+    return ".".join(component for component in name.split(".") if not component.isdigit())
