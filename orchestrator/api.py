@@ -55,7 +55,9 @@ def home() -> Path:
 
 
 def plan_job(
-    *overrides: str, config_dir: str | Path | None = None, any_layout: bool = False
+    *overrides: str,
+    config_dir: str | Path | None = None,
+    any_layout: bool = False,
 ) -> Plan:
     """Returns the plan of a job of the bundled trainer, as `orch plan` shows it; for `nodes=A..B`
     the plan of the largest size.
@@ -69,7 +71,10 @@ def plan_job(
 
 
 def plan_all_sizes(
-    overrides: list[str], config_dir: str | Path | None, any_layout: bool, settle: bool = False
+    overrides: list[str],
+    config_dir: str | Path | None,
+    any_layout: bool,
+    settle: bool = False,
 ) -> tuple[Sizes, ClusterResolver]:
     """Returns the plans of all sizes, the largest first. settle: replaces `parallel=auto` by the
     layout that it chooses, so that the layout can be explained."""
@@ -84,7 +89,13 @@ def plan_all_sizes(
         from orchestrator.planner.search.auto import settled
 
         config = settled(config, resolve(config.cluster), any_layout, profile)
-    sizes = plan_sizes(config, resolve, any_memory=True, any_layout=any_layout, profile=profile)
+    sizes = plan_sizes(
+        config,
+        resolve,
+        any_memory=True,
+        any_layout=any_layout,
+        profile=profile,
+    )
     return sizes, resolve
 
 
@@ -105,7 +116,9 @@ class PreparedJob(NamedTuple):
 
 
 def prepare_job(
-    overrides: list[str], options: SubmitOptions, config_dir: str | Path | None = None
+    overrides: list[str],
+    options: SubmitOptions,
+    config_dir: str | Path | None = None,
 ) -> PreparedJob:
     """Plans and checks a job, at the size that its scheduler would start. Raises OrchError as
     `submit_job` does."""
@@ -168,7 +181,11 @@ def submit_job(
         "run_id": run_id,
     }
     program = bool(command) and not names_model(overrides)
-    options = options_from_here(**settings, after=tuple(after), program=program)
+    options = options_from_here(
+        **settings,
+        after=tuple(after),
+        program=program,
+    )
     job = prepare_job(list(overrides), options, config_dir)
     run = job.send(options)
     for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
@@ -182,7 +199,11 @@ def options_from_here(**settings: Any) -> SubmitOptions:
     from orchestrator.submit.submission import SubmitOptions
 
     return SubmitOptions(
-        home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **settings
+        home=home(),
+        cwd=Path.cwd(),
+        python=sys.executable,
+        environ=os.environ,
+        **settings,
     )
 
 
@@ -304,7 +325,12 @@ class Run:
                 raise TimeoutError(f"run {self.id} is {state.state} after {timeout_s:g} s")
             time.sleep(_POLL_S)
 
-    def logs(self, rank: int, last: int | None = None, follow: bool = False) -> Iterator[str]:
+    def logs(
+        self,
+        rank: int,
+        last: int | None = None,
+        follow: bool = False,
+    ) -> Iterator[str]:
         """Yields the log lines of a rank. last: only this many of the existing lines. follow: also
         new lines, until the run has ended."""
         log = self.folder.rank_log(rank)
@@ -312,7 +338,10 @@ class Run:
             yield line
 
     def lines(
-        self, logs: Callable[[], Mapping[str, Path]], last: int | None = None, follow: bool = False
+        self,
+        logs: Callable[[], Mapping[str, Path]],
+        last: int | None = None,
+        follow: bool = False,
     ) -> Iterator[tuple[str, str]]:
         """Yields (name, line) of several logs, as `Run.logs` does. `logs` returns the files; it is
         called once the folder of the run has them."""

@@ -85,7 +85,14 @@ class Entry:
         with contextlib.suppress(OSError):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             scratch = os.path.join(self.folder, f".{os.urandom(8).hex()}.partial")
-            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with open(
+                os.open(
+                    scratch,
+                    os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+                    0o600,
+                ),
+                "wb",
+            ) as file:
                 file.write(content)
             os.replace(scratch, self.file)
             self._prune()

@@ -88,7 +88,13 @@ def fold(line: str, width: int, indent: int = 0) -> list[str]:
 
 def si(value: float, unit: str = "") -> str:
     """Formats three digits with a decimal prefix: 1234567 -> "1.23 M"."""
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
         if abs(value) >= factor * 0.9995:
             return f"{three(value / factor)} {prefix}{unit}"
     return f"{three(value)} {unit}".rstrip()

@@ -78,7 +78,12 @@ def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
     with contextlib.suppress(OSError):
         print(f"trainer: rank {env.rank} on {env.node}: {message}", file=sys.stderr, flush=True)
     cause = cause_of(error)
-    reporter.event(name, error=message, exit=int(code), **({"cause": cause} if cause else {}))
+    reporter.event(
+        name,
+        error=message,
+        exit=int(code),
+        **({"cause": cause} if cause else {}),
+    )
     return code
 
 

@@ -24,7 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="folder for model.safetensors")
     parser.add_argument("--step", type=int, help="of this step (default: the newest that verifies)")
     parser.add_argument(
-        "--dtype", choices=("fp64", "fp32", "bf16", "fp16"), help="default: as saved"
+        "--dtype",
+        choices=("fp64", "fp32", "bf16", "fp16"),
+        help="default: as saved",
     )
     args = parser.parse_args(argv)
 

@@ -73,7 +73,11 @@ def train(
     control = connect(env, device)
     check_peers(plan, env, control)
     reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
-    mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
+    mesh = Mesh.from_plan(
+        plan,
+        env.rank,
+        timeout=timedelta(seconds=TIMEOUT.total_seconds()),
+    )
     store = open_data(plan, env, reporter, termination, control)
     loader = Loader(plan, mesh.coord, store, pin_memory=device.type == "cuda")
     run = Run(
@@ -177,7 +181,10 @@ class Run:
             return
         following = learning_rate(self.step + 1, job.optim, job.train.steps)
         self.reporter.event(
-            "learning_rate_jumps", self.step, saved=saved[RATE], following=following
+            "learning_rate_jumps",
+            self.step,
+            saved=saved[RATE],
+            following=following,
         )
         warn(warning)
 

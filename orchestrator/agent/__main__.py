@@ -84,10 +84,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--node", required=True, help="this node's name in the plan")
     parser.add_argument(
-        "--address", default="127.0.0.1", help="where the other nodes reach this one"
+        "--address",
+        default="127.0.0.1",
+        help="where the other nodes reach this one",
     )
     parser.add_argument(
-        "--metrics-fd", type=int, help="descriptor of a listening socket for the metrics page"
+        "--metrics-fd",
+        type=int,
+        help="descriptor of a listening socket for the metrics page",
     )
     parser.add_argument(
         "--metrics-port",
@@ -106,7 +110,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="port of the coordinator; 0: any free port",
     )
     parser.add_argument(
-        "--gpus", type=int, help="GPUs granted on this node; by default all GPUs of the machine"
+        "--gpus",
+        type=int,
+        help="GPUs granted on this node; by default all GPUs of the machine",
     )
     parser.add_argument(
         "--elastic",
@@ -257,7 +263,9 @@ def _listen_to_signals(agent: Agent, on_termination_signal: Callable[[], None] |
     loop.add_signal_handler(END, agent.request_end, False)
     loop.add_signal_handler(END_BY_FORCE, agent.request_end, True)
     terminate = partial(
-        agent.terminate, "got the termination signal of the job script", can_force=False
+        agent.terminate,
+        "got the termination signal of the job script",
+        can_force=False,
     )
     loop.add_signal_handler(_JOB_SCRIPT_SIGNAL, terminate)
 

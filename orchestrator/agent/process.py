@@ -58,7 +58,13 @@ class AgentProcess:
             self._recorder.event("coordinates", epoch_claimed=lease.held)
             self.lead(WorldSizes.from_request(self._folder, self._request, scale_up), lease)
 
-        return LeaderElection(self._folder, self._node, self._key, self._request.policy, lead)
+        return LeaderElection(
+            self._folder,
+            self._node,
+            self._key,
+            self._request.policy,
+            lead,
+        )
 
     def lead(self, sizes: WorldSizes, lease: EpochLease | None = None) -> None:
         """Starts the coordinator with the plan in force. Elastic runs need a `lease`."""

@@ -96,7 +96,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+    def resume(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        environ: Mapping[str, str],
+    ) -> str:
         """Starts the next attempt of a run that has ended, in its folder; returns the handle.
 
         OrchError (64) while the run is running.
@@ -197,7 +202,9 @@ class ArraySubmission(ABC):
 
     @abstractmethod
     def submit_all(
-        self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]
+        self,
+        bundles: Sequence[SubmissionBundle],
+        environ: Mapping[str, str],
     ) -> list[str]:
         """Submits all of these runs or none; returns their handles."""
 

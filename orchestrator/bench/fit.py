@@ -46,7 +46,14 @@ def predicted(row: Row, latency_s: float, seconds_per_byte: float) -> float:
     """Returns the seconds of the planner's formula; every hop of such a group is the same."""
     hops = row.ranks if PATTERN[row.operation] == "ring" else 1
     shares = {row.level: 1.0}
-    path = Path(seconds_per_byte, 0.0, latency_s, latency_s * hops, row.level, shares)
+    path = Path(
+        seconds_per_byte,
+        0.0,
+        latency_s,
+        latency_s * hops,
+        row.level,
+        shares,
+    )
     return value_of(seconds(row.operation, row.size, row.ranks, path))
 
 

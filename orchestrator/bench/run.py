@@ -52,7 +52,12 @@ def config_of(config: Config) -> Config:
     )
 
 
-def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[dict[str, Any]]:
+def watch(
+    folder: RunFolder,
+    plan: Plan,
+    backend: Backend,
+    tell: Tell,
+) -> list[dict[str, Any]]:
     """Returns every report of the run, calling `tell` for each as it comes. Raises OrchError
     with the run's code if it fails."""
     path = folder.events(plan.ranks[0].node)
@@ -65,7 +70,8 @@ def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[d
         )
         reports: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
         total = next(
-            (int(event["total"]) for event in reports if event["name"] == "bench_total"), 0
+            (int(event["total"]) for event in reports if event["name"] == "bench_total"),
+            0,
         )
         steps = [event for event in reports if event["name"] != "bench_total"]
         for done in range(seen, len(steps)):
@@ -140,5 +146,8 @@ def keep(config: Config, record: Record, home: Any) -> str:
     """Writes the record to where plans of this cluster find it, and returns the path."""
     path = path_of(config.cluster, home)
     make_private_folder(path.parent)
-    write_private(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    write_private(
+        path,
+        msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n",
+    )
     return str(path)

@@ -128,7 +128,12 @@ def _run_verb(name: str, verb: Verb, arguments: list[str]) -> int:
     return int(module.run(args, _overrides(name, verb, extra, parser.flags())) or 0)
 
 
-def _overrides(name: str, verb: Verb, unknown_arguments: list[str], flags: list[str]) -> list[str]:
+def _overrides(
+    name: str,
+    verb: Verb,
+    unknown_arguments: list[str],
+    flags: list[str],
+) -> list[str]:
     """Returns the arguments that argparse did not recognise, which must be Hydra overrides.
 
     Raises OrchError (64) for any other argument, and for a verb without overrides."""
@@ -217,7 +222,17 @@ def _report_error(message: str, code: int, as_json: bool) -> int:
 
         # `code` may be a plain integer: the keys of MEANING are IntEnum members, which equal it.
         meaning = MEANING[Exit(code)] if code in MEANING else ""
-        print(json.dumps({"error": {"message": message, "exit": int(code), "meaning": meaning}}))
+        print(
+            json.dumps(
+                {
+                    "error": {
+                        "message": message,
+                        "exit": int(code),
+                        "meaning": meaning,
+                    }
+                }
+            )
+        )
     return int(code)
 
 

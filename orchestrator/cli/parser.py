@@ -43,7 +43,10 @@ class Parser(argparse.ArgumentParser):
 def make_parser(name: str, verb: Verb) -> Parser:
     """Returns the parser of a verb, with the common flags. A verb may redefine a common flag."""
     parser = Parser(
-        prog=f"orch {name}", description=verb.help, allow_abbrev=False, conflict_handler="resolve"
+        prog=f"orch {name}",
+        description=verb.help,
+        allow_abbrev=False,
+        conflict_handler="resolve",
     )
     if verb.overrides:
         parser.tail += " [key=value ...]"
@@ -51,11 +54,15 @@ def make_parser(name: str, verb: Verb) -> Parser:
         parser.tail += " [-- program args]"
     parser.add_argument("--json", action="store_true", help="print JSON; errors too")
     parser.add_argument(
-        "--debug", action="store_true", help="print the traceback of an internal error"
+        "--debug",
+        action="store_true",
+        help="print the traceback of an internal error",
     )
     if verb.overrides:
         parser.add_argument(
-            "--config-dir", metavar="DIR", help="search this folder of group files first"
+            "--config-dir",
+            metavar="DIR",
+            help="search this folder of group files first",
         )
     return parser
 

@@ -48,7 +48,11 @@ def plan(request: PlanRequest) -> Planned:
     if config.backend.name != "kubernetes":
         message = f"backend.name={config.backend.name}: a TrainRun is for kubernetes"
         raise OrchError(message, Exit.CONFIG)
-    merged = {**config.backend.options, **request.options, "namespace": request.namespace}
+    merged = {
+        **config.backend.options,
+        **request.options,
+        "namespace": request.namespace,
+    }
     config = structs.replace(config, backend=structs.replace(config.backend, options=merged))
     submission = prepare(config, options)
     check(submission, structs.replace(options, dry_run=False))

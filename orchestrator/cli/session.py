@@ -68,10 +68,18 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     )
     code_location = parser.add_mutually_exclusive_group()
     in_place_help = "run the program in this folder (the default where nodes share it)"
-    code_location.add_argument("--in-place", action="store_true", default=None, help=in_place_help)
+    code_location.add_argument(
+        "--in-place",
+        action="store_true",
+        default=None,
+        help=in_place_help,
+    )
     snapshot_help = "run the program in a copy of this folder, as it is now"
     code_location.add_argument(
-        "--snapshot", action="store_false", dest="in_place", help=snapshot_help
+        "--snapshot",
+        action="store_false",
+        dest="in_place",
+        help=snapshot_help,
     )
     run_id_help = "id of the run (default: <name>-<time>-<random>)"
     parser.add_argument("--run-id", metavar="ID", help=run_id_help)
@@ -79,11 +87,19 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         "start when this run has succeeded (any:RUN when it has ended, notok:RUN when it has ended"
         " without success); repeatable"
     )
-    parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after_help)
+    parser.add_argument(
+        "--after",
+        metavar="RUN",
+        action="append",
+        default=[],
+        help=after_help,
+    )
 
 
 def submit_options(
-    args: argparse.Namespace, dry_run: bool, overrides: Sequence[str] = ()
+    args: argparse.Namespace,
+    dry_run: bool,
+    overrides: Sequence[str] = (),
 ) -> SubmitOptions:
     """Returns the options of a submission: the flags of `add_request_arguments`, and this shell.
     A program is planned by the model or the training that the `overrides` name, if they do."""
@@ -96,4 +112,8 @@ def submit_options(
         "after": tuple(args.after),
     }
     settings["program"] = bool(args.command) and not names_model(overrides)
-    return options_from_here(command=tuple(args.command or ()), dry_run=dry_run, **settings)
+    return options_from_here(
+        command=tuple(args.command or ()),
+        dry_run=dry_run,
+        **settings,
+    )

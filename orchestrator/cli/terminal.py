@@ -64,7 +64,12 @@ def show_progress(done: int, total: int, label: str) -> None:
     not a terminal."""
     if sys.stderr.isatty():
         line = f"{done}/{total}  {label}" if done < total else ""
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r\033[K{line}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def follow_run(

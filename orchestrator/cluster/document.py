@@ -153,7 +153,11 @@ def to_document(topologies: list[Topology]) -> str:
     import yaml
 
     clusters = [msgspec.to_builtins(_written(topology)) for topology in topologies]
-    return yaml.safe_dump({"schema": SCHEMA, "clusters": clusters}, sort_keys=False, width=110)
+    return yaml.safe_dump(
+        {"schema": SCHEMA, "clusters": clusters},
+        sort_keys=False,
+        width=110,
+    )
 
 
 def _written(topology: Topology) -> ClusterText:

@@ -143,7 +143,12 @@ def svg(topology: Topology) -> str:
     )
 
 
-def _draw_tier(tier: Tier, y: int, column_of: dict[str, int], cell: float) -> Iterator[str]:
+def _draw_tier(
+    tier: Tier,
+    y: int,
+    column_of: dict[str, int],
+    cell: float,
+) -> Iterator[str]:
     """Yields the name of a tier and a box for each of its switches."""
     yield f'<text x="4" y="{y + 17}" font-weight="bold">{escape(tier.name)}</text>'
     for name, nodes in tier.switches.items():
@@ -163,7 +168,10 @@ def _draw_tier(tier: Tier, y: int, column_of: dict[str, int], cell: float) -> It
 
 
 def _draw_nodes(
-    topology: Topology, y: int, column_of: dict[str, int], cell: float
+    topology: Topology,
+    y: int,
+    column_of: dict[str, int],
+    cell: float,
 ) -> Iterator[str]:
     """Yields the label of the lowest row and a box for each node."""
     yield f'<text x="4" y="{y + 13}" font-weight="bold">nodes</text>'

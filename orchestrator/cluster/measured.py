@@ -108,12 +108,19 @@ def with_measured(cluster: Cluster, record: Record) -> Cluster:
         if not (fit := links.get(tier)):
             return described
         return structs.replace(
-            described, bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s, source=source
+            described,
+            bytes_per_s=fit.bytes_per_s,
+            latency_s=fit.latency_s,
+            source=source,
         )
 
     nvlink = measured_tier(NVLINK, cluster.nvlink)
     levels = [measured_tier(level.name, level) for level in cluster.levels]
     host = cluster.host if record.host is None else record.host
     return structs.replace(
-        cluster, nvlink=nvlink, levels=levels, measured=record.measured, host=host
+        cluster,
+        nvlink=nvlink,
+        levels=levels,
+        measured=record.measured,
+        host=host,
     )

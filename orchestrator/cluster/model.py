@@ -144,7 +144,9 @@ def check(topology: Topology, source: str) -> Topology:
 
 
 def from_paths(
-    paths: Mapping[str, tuple[str, ...]], names: Iterable[str], kind: Kind = "tree"
+    paths: Mapping[str, tuple[str, ...]],
+    names: Iterable[str],
+    kind: Kind = "tree",
 ) -> tuple[Kind, tuple[Tier, ...]]:
     """Builds (kind, tiers) from each node's switches, coarse to fine, all of one length. `names`:
     names of the tiers, coarse first.
@@ -203,7 +205,9 @@ def tree(switches: Mapping[str, tuple[list[str], list[str]]], source: str = "top
 
 
 def _leaves(
-    switches: Mapping[str, tuple[list[str], list[str]]], parents: Mapping[str, str], source: str
+    switches: Mapping[str, tuple[list[str], list[str]]],
+    parents: Mapping[str, str],
+    source: str,
 ) -> dict[str, str]:
     """Maps each node to its leaf switch. Raises OrchError (65) for a cycle or a node under two
     leaves."""

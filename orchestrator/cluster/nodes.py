@@ -22,7 +22,10 @@ FABRIC = "fabric"  # the level that joins nodes which share no switch of the top
 
 
 def with_nodes(
-    base: Cluster, names: Iterable[str], topology: Topology, name: str | None = None
+    base: Cluster,
+    names: Iterable[str],
+    topology: Topology,
+    name: str | None = None,
 ) -> Cluster:
     """Returns `base` with these nodes, in topology order, under the switches of the topology.
 
@@ -36,11 +39,19 @@ def with_nodes(
         is_top = height > 0 and height == len(topology.tiers) - 1
         figures = base.levels[-1 if is_top else min(height, len(base.levels) - 1)]
         levels.append(
-            _measured(tier, base, figures, name=_free_name(tier.name, levels), switches=switches)
+            _measured(
+                tier,
+                base,
+                figures,
+                name=_free_name(tier.name, levels),
+                switches=switches,
+            )
         )
     if not levels or len(levels[-1].switches) > 1:
         top = structs.replace(
-            base.levels[-1], name=_free_name(FABRIC, levels), switches=[list(range(len(order)))]
+            base.levels[-1],
+            name=_free_name(FABRIC, levels),
+            switches=[list(range(len(order)))],
         )
         levels.append(top)
     cluster = structs.replace(
@@ -55,7 +66,12 @@ def with_nodes(
     return cluster
 
 
-def _measured(tier: Tier, base: Cluster, figures: SwitchLevel, **values: object) -> SwitchLevel:
+def _measured(
+    tier: Tier,
+    base: Cluster,
+    figures: SwitchLevel,
+    **values: object,
+) -> SwitchLevel:
     """Returns the base's figures, replaced by those that the network reports about itself."""
     if tier.gbit_per_s:
         values["bytes_per_s"] = tier.gbit_per_s * 1e9 / 8 * base.nics_per_node / base.gpus_per_node
@@ -82,7 +98,10 @@ def _free_name(name: str, levels: Sequence[SwitchLevel]) -> str:
 
 
 def _domains(
-    base: Cluster, topology: Topology, index: dict[str, int], inner: SwitchLevel
+    base: Cluster,
+    topology: Topology,
+    index: dict[str, int],
+    inner: SwitchLevel,
 ) -> list[list[int]]:
     """Returns the NVLink domains: those that the topology names; else single nodes; else, on
     rack-scale systems, Slurm's blocks or runs of nodes under one switch."""
@@ -121,7 +140,12 @@ def choose_nodes(free: Iterable[str], topology: Topology, count: int) -> list[st
     return topology.order(_fill(topology, len(topology.tiers), free, count))
 
 
-def _fill(topology: Topology, height: int, pool: Sequence[str], count: int) -> list[str]:
+def _fill(
+    topology: Topology,
+    height: int,
+    pool: Sequence[str],
+    count: int,
+) -> list[str]:
     """Chooses `count` of the nodes of one switch at `height`, taking whole sub-switches first,
     the largest first."""
     if height == 0 or count == len(pool):

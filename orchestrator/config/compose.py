@@ -17,7 +17,9 @@ from .schema import Config
 
 
 def load(
-    overrides: list[str], config_dir: str | Path | None = None, ranges: bool = False
+    overrides: list[str],
+    config_dir: str | Path | None = None,
+    ranges: bool = False,
 ) -> Config:
     """Composes, resolves and checks a configuration. OrchError: 64 for the command line, 65 for a
     file, 78 for code or secrets.
@@ -37,7 +39,11 @@ def load(
 
     inputs = _inputs(library, overrides)
     config = cached(
-        "config", inputs, compose, _encoded, lambda raw: msgspec.json.decode(raw, type=Config)
+        "config",
+        inputs,
+        compose,
+        _encoded,
+        lambda raw: msgspec.json.decode(raw, type=Config),
     )
     if config.nodes is not None and not ranges:
         raise OrchError(

@@ -21,7 +21,12 @@ from .structured import bare, fields, is_open, struct_of
 class Origin:
     """The override or file that each key's value came from."""
 
-    def __init__(self, library: Library, overrides: list[Override], choices: dict[str, str]):
+    def __init__(
+        self,
+        library: Library,
+        overrides: list[Override],
+        choices: dict[str, str],
+    ):
         self.library = library
         self.overrides = overrides
         self.choices = choices
@@ -113,7 +118,10 @@ def _container(annotation: Any) -> Any:
     """Returns the `list[...]` or `dict[...]` that an annotation is or may be, else None."""
     inner = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
     kinds = [inner, *get_args(inner)] if get_origin(inner) not in (list, dict) else [inner]
-    return next((kind for kind in map(bare, kinds) if get_origin(kind) in (list, dict)), None)
+    return next(
+        (kind for kind in map(bare, kinds) if get_origin(kind) in (list, dict)),
+        None,
+    )
 
 
 def _rule(annotation: Any) -> str | None:
@@ -153,7 +161,11 @@ def _parts(location: str, tree: Any) -> list[str]:
     return path
 
 
-def from_msgspec(error: msgspec.ValidationError, tree: dict[str, Any], origin: Origin) -> OrchError:
+def from_msgspec(
+    error: msgspec.ValidationError,
+    tree: dict[str, Any],
+    origin: Origin,
+) -> OrchError:
     """Turns a schema violation of the composed tree into one line."""
     message, _, location = str(error).partition(" - at `")
     path = _parts(location, tree)

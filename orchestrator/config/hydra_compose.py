@@ -117,9 +117,17 @@ def _put(tree: Any, override: Override) -> None:
             and OmegaConf.select(tree, override.key) is None
         ):
             OmegaConf.update(
-                tree, override.key, OmegaConf.structured(config_dataclass(struct)), merge=False
+                tree,
+                override.key,
+                OmegaConf.structured(config_dataclass(struct)),
+                merge=False,
             )
-        OmegaConf.update(tree, override.key, override.value, force_add=open_at(path))
+        OmegaConf.update(
+            tree,
+            override.key,
+            override.value,
+            force_add=open_at(path),
+        )
     except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
         raise OrchError(f"{override.show()}: {reason(error)}") from None
 
@@ -129,7 +137,10 @@ def _register_spec(spec: str) -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(
-        group="parallel", name=spec, node=grammar.parse(spec), provider="word"
+        group="parallel",
+        name=spec,
+        node=grammar.parse(spec),
+        provider="word",
     )
 
 
@@ -141,13 +152,16 @@ def _lend_primary(library: Library) -> str:
 
     name = f"shipped_{PRIMARY}"
     ConfigStore.instance().store(
-        name=name, node=OmegaConf.load(library.folders[-1] / f"{PRIMARY}.yaml")
+        name=name,
+        node=OmegaConf.load(library.folders[-1] / f"{PRIMARY}.yaml"),
     )
     return name
 
 
 def _call_hydra(
-    library: Library, primary: str, hydra_overrides: list[str]
+    library: Library,
+    primary: str,
+    hydra_overrides: list[str],
 ) -> tuple[Any, dict[str, str]]:
     import yaml
     from hydra import compose, initialize_config_dir

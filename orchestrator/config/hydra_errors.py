@@ -61,7 +61,8 @@ def _missing_file(error: Any, library: Library) -> Exception:
     # Hydra names the primary file even if another file has overridden the choice.
     if include and include[1].endswith(PRIMARY):
         file = _file_with(
-            library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None
+            library,
+            lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None,
         )
     if group == "parallel" and grammar.looks_like_spec(name):
         try:
@@ -107,7 +108,11 @@ def _yaml_line(error: Any, library: Library) -> str:
     return f"{where}: not YAML: {getattr(error, 'problem', None) or error}"
 
 
-def _composition(error: Exception, library: Library, hydra_overrides: list[str]) -> OrchError:
+def _composition(
+    error: Exception,
+    library: Library,
+    hydra_overrides: list[str],
+) -> OrchError:
     """Returns the error for what Hydra or OmegaConf refused in a file: the file, the key, the
     reason."""
     from omegaconf.errors import GrammarParseError
@@ -120,7 +125,11 @@ def _composition(error: Exception, library: Library, hydra_overrides: list[str])
             Exit.USAGE,
         )
     inner = _innermost(error)
-    key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(inner, "full_key", None) or ""))
+    key = re.sub(
+        r"\[(\d+)\]",
+        r".\1",
+        str(getattr(inner, "full_key", None) or ""),
+    )
     include = re.match(r"In '([^']+)'", str(error))
     file = _file(include[1], library) if include else "configuration"
     if isinstance(inner, GrammarParseError) and (seen := re.search(r"'(\$\{[^']*)'", str(inner))):

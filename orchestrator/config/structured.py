@@ -95,7 +95,12 @@ def config_dataclass(struct: type[msgspec.Struct]) -> type:
         name: _omega_type(field.type) for name, field in fields(struct).items()
     }
     # OmegaConf reads fields and calls no methods, so Python need not compile any.
-    return dataclasses.dataclass(type(struct.__name__, (), body), init=False, eq=False, repr=False)
+    return dataclasses.dataclass(
+        type(struct.__name__, (), body),
+        init=False,
+        eq=False,
+        repr=False,
+    )
 
 
 def register() -> None:
@@ -103,5 +108,7 @@ def register() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(
-        name="schema", node=config_dataclass(Config), provider="orchestrator.config.schema"
+        name="schema",
+        node=config_dataclass(Config),
+        provider="orchestrator.config.schema",
     )

@@ -92,7 +92,9 @@ class CostContext:
         if moe is None or expert_mesh(parallel).ep == 1:
             return parallel
         factor = self.imbalance or load_factor(
-            self.model, parallel, self.profile.values[spread_name(moe)]
+            self.model,
+            parallel,
+            self.profile.values[spread_name(moe)],
         )
         return structs.replace(
             parallel, expert_imbalance=UNSET if factor == 1 else float(f"{factor:.4g}")

@@ -46,7 +46,8 @@ class Dual:
     def __mul__(self, number: Number) -> Dual:
         if isinstance(number, Dual):
             return Dual(
-                self.value * number.value, self.grad * number.value + number.grad * self.value
+                self.value * number.value,
+                self.grad * number.value + number.grad * self.value,
             )
         return Dual(self.value * number, self.grad * number)
 
@@ -112,7 +113,8 @@ def scaled_like(value: float, number: Number) -> Number:
     """Returns `value` with the relative gradient of `number`, to which it is proportional."""
     if isinstance(number, Dual):
         return Dual(
-            value, number.grad * (value / number.value) if number.value else number.grad * 0.0
+            value,
+            number.grad * (value / number.value) if number.value else number.grad * 0.0,
         )
     return value
 

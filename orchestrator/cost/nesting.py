@@ -141,7 +141,11 @@ def axis_placement(
                 for path in _phases(candidate, message):
                     for level, share in path.share.items():
                         by_level[level] = by_level.get(level, 0.0) + sent_bytes * share
-            busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
+            busiest = max(
+                busiest,
+                by_level,
+                key=lambda levels: sum(levels.values()),
+            )
         placements[axis] = AxisPlacement(
             worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest
         )

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def context_of(
-    plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None
+    plan: Plan,
+    profile: Profile | None = None,
+    cluster: Cluster | None = None,
 ) -> CostContext:
     """Returns the cost context in which a plan was made.
 
@@ -52,7 +54,10 @@ def context_of(
 
 
 def jacobian(
-    context: CostContext, candidate: Candidate, parallel: Parallel, train: Train
+    context: CostContext,
+    candidate: Candidate,
+    parallel: Parallel,
+    train: Train,
 ) -> NDArray[np.float64]:
     """Returns d ln(step) / d ln(parameter) of a costed layout, float [parameters]."""
     rate = context.rates(duals(context.profile.values))

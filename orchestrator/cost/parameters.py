@@ -50,7 +50,11 @@ class Parameter(NamedTuple):
 
 
 def _share(
-    names: dict[str, float], stem: str, sd: float, unit: str, source: str
+    names: dict[str, float],
+    stem: str,
+    sd: float,
+    unit: str,
+    source: str,
 ) -> Iterator[Parameter]:
     """Yields parameters `stem.name` that share a standard deviation, a unit and a source."""
     for name, value in names.items():

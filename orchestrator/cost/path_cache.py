@@ -17,7 +17,11 @@ from orchestrator.plan.ranks import degrees
 from .numpy_import import np
 
 
-def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:
+def group_members(
+    order: Sequence[str],
+    degrees: Mapping[str, int],
+    varying: Sequence[str],
+) -> Ints:
     """Returns the groups in which only the `varying` axes vary: ranks, int [groups, members].
 
     Members are sorted by those coordinates, the last of `varying` slowest, as in
@@ -60,7 +64,10 @@ NO_CUTS = Cuts()
 
 
 def communicating(
-    order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, cuts: Cuts = NO_CUTS
+    order: Sequence[Axis],
+    sizes: Mapping[str, int],
+    key: PathKey,
+    cuts: Cuts = NO_CUTS,
 ) -> tuple[Ints, Pattern]:
     """Returns (the groups of a key of `Traffic` as int [groups, n], their pattern)."""
     varying, pattern = key
@@ -68,7 +75,12 @@ def communicating(
     zero_group = cuts.zero_group
     # A group has the ranks that hold the same part of the experts.
     if pattern == "exchange" and "tp" in varying and cuts.etp > 1:
-        by_tensor_part = members.reshape(len(members), -1, sizes["tp"] // cuts.etp, cuts.etp)
+        by_tensor_part = members.reshape(
+            len(members),
+            -1,
+            sizes["tp"] // cuts.etp,
+            cuts.etp,
+        )
         members = np.moveaxis(by_tensor_part, 3, 1).reshape(len(members) * cuts.etp, -1)
     if "pp" in varying and len(varying) > 1:
         members = mirrored(members, sizes["pp"])
@@ -127,7 +139,14 @@ class PathCache:
             return NO_PATH
         is_mirrored = "pp" in varying and len(varying) > 1  # two stages hold the same layers
         cuts = cuts if "tp" in varying else cuts._replace(etp=1)
-        slot = (shape, pattern, is_mirrored, wrap, math.prod(sizes.values()), cuts)
+        slot = (
+            shape,
+            pattern,
+            is_mirrored,
+            wrap,
+            math.prod(sizes.values()),
+            cuts,
+        )
         if slot not in self._seen:
             members, communication = communicating(order, sizes, key, cuts)
             members = self.fabric.standing_for_all(members, _window(shape))
@@ -135,7 +154,10 @@ class PathCache:
         return self._seen[slot]
 
     def spans_domains(
-        self, order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]
+        self,
+        order: Sequence[Axis],
+        sizes: Mapping[str, int],
+        varying: Sequence[Axis],
     ) -> bool:
         """Reports whether a group's ends are farther apart than an NVLink domain is long.
 
@@ -184,7 +206,11 @@ class Paths(Mapping[PathKey, Path]):
     def __getitem__(self, key: PathKey) -> Path:
         if key not in self._found:
             self._found[key] = self.cache.path(
-                self.order, self.sizes, key, self.wanted[key], self.cuts
+                self.order,
+                self.sizes,
+                key,
+                self.wanted[key],
+                self.cuts,
             )
         return self._found[key]
 
@@ -202,7 +228,11 @@ class Paths(Mapping[PathKey, Path]):
 Shape = tuple[tuple[int, int], ...]  # (stride, size) of each axis with several ranks
 
 
-def _shape(order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]) -> Shape:
+def _shape(
+    order: Sequence[Axis],
+    sizes: Mapping[str, int],
+    varying: Sequence[Axis],
+) -> Shape:
     """Returns the shape of the groups in which the `varying` axes vary."""
     return tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
 

@@ -294,7 +294,11 @@ def with_values(values: Mapping[str, float]) -> Profile:
                 name: getattr(parameter, name) for name in ("name", "sd", "unit", "source")
             }
             parameters.append(
-                FittedParameter(**prior_fields, value=values[parameter.name], prior=parameter.value)
+                FittedParameter(
+                    **prior_fields,
+                    value=values[parameter.name],
+                    prior=parameter.value,
+                )
             )
             triangle.append([0.0] * len(triangle) + [parameter.sd**2])
     return structs.replace(shipped(), parameters=parameters, covariance=triangle)

@@ -22,7 +22,12 @@ CPU_LAUNCHES = 14
 
 #: The elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x
 #: 256 (V100: 128 x 128).
-WAVE = {"v100": 80 * 128 * 128, "a100": 108 * 32768, "hopper": 132 * 32768, "cpu": 0}
+WAVE = {
+    "v100": 80 * 128 * 128,
+    "a100": 108 * 32768,
+    "hopper": 132 * 32768,
+    "cpu": 0,
+}
 WAVE |= dict.fromkeys(("blackwell", "blackwell_ultra"), 148 * 32768)
 
 
@@ -199,7 +204,10 @@ def _attention_s(
 
 
 def _memory_bound(
-    cluster: Cluster, values: Mapping[str, Number], precision: str, software: Software
+    cluster: Cluster,
+    values: Mapping[str, Number],
+    precision: str,
+    software: Software,
 ) -> dict[str, Number]:
     """Returns the fields of `Rates` about kernels that are bound by memory."""
     reached: Number = cluster.gpu.hbm_bytes_per_s * values["hbm"]
@@ -277,7 +285,10 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
 
 
 def _narrow_gemm(
-    cluster: Cluster, values: Mapping[str, Number], generation: str, matmul: Matmul
+    cluster: Cluster,
+    values: Mapping[str, Number],
+    generation: str,
+    matmul: Matmul,
 ) -> Number:
     """Returns the seconds per FLOP of matrix products in 8 or 4 bits.
 

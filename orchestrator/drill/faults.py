@@ -28,13 +28,19 @@ KINDS: dict[str, Kind] = {
     "kill_worker": Kind("SIGKILL to one worker", "restart"),
     "stop_worker": Kind("SIGSTOP to one worker: it exists and does nothing", "restart"),
     "slow_worker": Kind(
-        "one worker runs half of the time", "nothing", lasts=True, restarts=False, slows=True
+        "one worker runs half of the time",
+        "nothing",
+        lasts=True,
+        restarts=False,
+        slows=True,
     ),
     "kill_agent": Kind("SIGKILL to the agent of a node", "node"),
     "stop_agent": Kind("SIGSTOP to the agent of a node, SIGCONT later", "node", lasts=True),
     "kill_node": Kind("SIGKILL to everything of the run on a node", "node"),
     "stop_node": Kind(
-        "SIGSTOP to everything of the run on a node, SIGCONT later", "node", lasts=True
+        "SIGSTOP to everything of the run on a node, SIGCONT later",
+        "node",
+        lasts=True,
     ),
     "notice": Kind(
         "SIGTERM to the agent of a node, and SIGKILL to what is left of it later",
@@ -42,7 +48,9 @@ KINDS: dict[str, Kind] = {
         lasts=True,
     ),
     "partition": Kind(
-        "a node's link is down, and up later (network=namespaces)", "node", lasts=True
+        "a node's link is down, and up later (network=namespaces)",
+        "node",
+        lasts=True,
     ),
     "disk_full": Kind(
         "checkpoints cannot be written: their filesystem is full",
@@ -72,19 +80,30 @@ class Injection(NamedTuple):
 
 
 def plan_injections(
-    faults: Sequence[str], position: str, trials: int, seed: int, at_random: bool
+    faults: Sequence[str],
+    position: str,
+    trials: int,
+    seed: int,
+    at_random: bool,
 ) -> list[Injection]:
     """Plans `trials` of each fault in turn; at random: `trials` altogether, drawn by the seed."""
     draw = random.Random(seed)
     if at_random:
         return [
-            Injection(draw.choice(list(faults)), position, draw.random()) for _ in range(trials)
+            Injection(
+                draw.choice(list(faults)),
+                position,
+                draw.random(),
+            )
+            for _ in range(trials)
         ]
     return [Injection(fault, position, draw.random()) for _ in range(trials) for fault in faults]
 
 
 def victim(
-    injection: Injection, ranks: Mapping[str, Sequence[int]], coordinator: str
+    injection: Injection,
+    ranks: Mapping[str, Sequence[int]],
+    coordinator: str,
 ) -> tuple[str, int] | None:
     """Chooses the (node, rank) to be hit among nodes with the ranks they hold; None if no node
     fits the position."""
@@ -105,7 +124,13 @@ def victim(
     return candidates[min(int(injection.pick * len(candidates)), len(candidates) - 1)]
 
 
-def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) -> str:
+def refusal(
+    fault: str,
+    *,
+    restarts_left: int,
+    elastic: bool,
+    spare_nodes: int,
+) -> str:
     """Returns why the fault would end this run, "" if the run can survive it."""
     takes = KINDS[fault].takes
     if takes == "restart" and restarts_left < 1:
@@ -118,7 +143,11 @@ def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) 
 
 
 def restarts_left(
-    fault: str, max_restarts: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]
+    fault: str,
+    max_restarts: int,
+    limits: Mapping[str, int],
+    used: int,
+    by_cause: Mapping[str, int],
 ) -> int:
     """Returns what is left of the budget that the fault is charged to: its cause's own, else the
     shared one (docs/protocol.md)."""

@@ -39,7 +39,13 @@ class Reply(Frozen):
 
 
 def arguments(
-    folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float
+    folder: str,
+    agent: int,
+    fault: str,
+    rank: int,
+    for_s: float,
+    pick: float,
+    limit_s: float,
 ) -> list[str]:
     """Returns the command line after `python -P`."""
     options = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
@@ -70,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_allowed(folder)
         undo = NodeProcesses(folder, agent_of(folder, args.agent)).inject(
-            args.fault, args.rank, args.for_s, args.pick
+            args.fault,
+            args.rank,
+            args.for_s,
+            args.pick,
         )
     except OrchError as error:
         return _print(Reply(exit=int(error.exit), problem=error.message))
@@ -125,13 +134,25 @@ def _wait(limit_s: float) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="orchestrator.drill.node_command")
     parser.add_argument("--run-dir", required=True, type=Path)
-    parser.add_argument("--agent", required=True, type=int, help="its pid on this node")
-    parser.add_argument("--fault", required=True, choices=sorted(KINDS.keys() - {"partition"}))
+    parser.add_argument(
+        "--agent",
+        required=True,
+        type=int,
+        help="its pid on this node",
+    )
+    parser.add_argument(
+        "--fault",
+        required=True,
+        choices=sorted(KINDS.keys() - {"partition"}),
+    )
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--for-s", type=float, default=5.0)
     parser.add_argument("--pick", type=float, default=0.0)
     parser.add_argument(
-        "--limit-s", type=float, default=120.0, help="after which the fault is undone in any case"
+        "--limit-s",
+        type=float,
+        default=120.0,
+        help="after which the fault is undone in any case",
     )
     return parser.parse_args(argv)
 

@@ -35,7 +35,13 @@ class NodeProcesses:
         self._folder = folder
         self._agent = agent
 
-    def inject(self, fault: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
+    def inject(
+        self,
+        fault: str,
+        rank: int,
+        for_s: float,
+        pick: float,
+    ) -> Callable[[], None]:
         """Injects the fault and returns what undoes it. A process that has ended in the meantime
         is not an error."""
         return getattr(self, f"_{fault}")(rank, for_s, pick)

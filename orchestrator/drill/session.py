@@ -23,7 +23,10 @@ from .trial import DrilledRun, Trial
 
 
 def open_drill(
-    folder: RunFolder, faults: Sequence[str], position: str, limit_s: float
+    folder: RunFolder,
+    faults: Sequence[str],
+    position: str,
+    limit_s: float,
 ) -> tuple[DrilledRun, Targets]:
     """Opens a drill, and refuses what is known to fail before the first injection: OrchError 64
     or 76; 78 if the run belongs to somebody else."""
@@ -46,10 +49,17 @@ def open_drill(
     drilled = DrilledRun(folder, backend, request, limit_s)
     for fault in faults:
         budget = restarts_left(
-            fault, state.max_restarts, request.policy.max_restarts_by_cause, 0, {}
+            fault,
+            state.max_restarts,
+            request.policy.max_restarts_by_cause,
+            0,
+            {},
         )
         never = refusal(
-            fault, restarts_left=budget, elastic=drilled.survives_lost_nodes, spare_nodes=1
+            fault,
+            restarts_left=budget,
+            elastic=drilled.survives_lost_nodes,
+            spare_nodes=1,
         )
         if never or (
             len(request.sizes) == 1
@@ -132,6 +142,10 @@ def _line(trial: Trial, style: Style) -> str:
 
 def _record(folder: RunFolder, trial: Trial) -> None:
     path = folder.path / "drills.jsonl"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(
+        path,
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
+        0o600,
+    )
     with os.fdopen(fd, "wb") as file:
         file.write(msgspec.json.encode(trial) + b"\n")

@@ -35,7 +35,14 @@ class Targets(Protocol):
     def check(self, fault: str) -> None:
         """Raises OrchError (64, 76) for a fault that this run cannot have."""
 
-    def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> InjectedFault:
+    def inject(
+        self,
+        fault: str,
+        node: str,
+        rank: int,
+        for_s: float,
+        pick: float,
+    ) -> InjectedFault:
         """Injects the fault into that node, or that rank on it. `pick` (0 to 1) draws if there is
         something to choose.
 
@@ -44,7 +51,10 @@ class Targets(Protocol):
 
 
 def targets_of(
-    backend: Backend, folder: RunFolder, request: LaunchRequest, limit_s: float
+    backend: Backend,
+    folder: RunFolder,
+    request: LaunchRequest,
+    limit_s: float,
 ) -> Targets:
     """Returns the targets of a run. `limit_s`: the time after which a fault is undone in any
     case. OrchError (64) for a backend that cannot reach its nodes."""
@@ -73,13 +83,21 @@ class LocalTargets:
         if fault == "bit_flip":
             check_two_saves(self._folder)
 
-    def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> InjectedFault:
+    def inject(
+        self,
+        fault: str,
+        node: str,
+        rank: int,
+        for_s: float,
+        pick: float,
+    ) -> InjectedFault:
         """Injects the fault. A process that has already ended is not an error."""
         at = time.time()
         if fault == "partition":
             return InjectedFault(at, self._partition(node))
         return InjectedFault(
-            at, NodeProcesses(self._folder, self._agent(node)).inject(fault, rank, for_s, pick)
+            at,
+            NodeProcesses(self._folder, self._agent(node)).inject(fault, rank, for_s, pick),
         )
 
     def _record(self) -> LocalRecord:
@@ -108,12 +126,18 @@ class LocalTargets:
         plan = load_plan(self._folder.sized_plan(largest) if largest else self._folder.plan)
         index = plan.cluster.node_names.index(node)
         assert switches is not None  # `check` has found network=namespaces
-        namespaces.cut([record.supervisor[0], *record.agents.values()], switches, index)
+        namespaces.cut(
+            [record.supervisor[0], *record.agents.values()],
+            switches,
+            index,
+        )
 
         def heal() -> None:
             now = self._record()
             namespaces.heal(
-                [now.supervisor[0], *now.agents.values()], now.switches or switches, index
+                [now.supervisor[0], *now.agents.values()],
+                now.switches or switches,
+                index,
             )
 
         return heal
@@ -124,7 +148,11 @@ class ClusterTargets:
     of a node."""
 
     def __init__(
-        self, backend: NodeExec, folder: RunFolder, request: LaunchRequest, limit_s: float
+        self,
+        backend: NodeExec,
+        folder: RunFolder,
+        request: LaunchRequest,
+        limit_s: float,
     ):
         self._backend = backend
         self._folder = folder
@@ -154,7 +182,14 @@ class ClusterTargets:
             return "the agent is process 1 of its pod"
         return ""
 
-    def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> InjectedFault:
+    def inject(
+        self,
+        fault: str,
+        node: str,
+        rank: int,
+        for_s: float,
+        pick: float,
+    ) -> InjectedFault:
         """Injects the fault. The command runs as long as there is something to undo."""
         self.check(fault)
         if isinstance(self._backend, NodeRemoval) and fault in ("kill_node", "notice"):

@@ -48,7 +48,13 @@ class Trial(msgspec.Struct, kw_only=True):
 class DrilledRun:
     """A run that faults are injected into."""
 
-    def __init__(self, folder: RunFolder, backend: Backend, request: LaunchRequest, limit_s: float):
+    def __init__(
+        self,
+        folder: RunFolder,
+        backend: Backend,
+        request: LaunchRequest,
+        limit_s: float,
+    ):
         self.folder = folder
         self.request = request
         self.limit_s = limit_s
@@ -145,13 +151,22 @@ class DrilledRun:
         trial.at = injected.at
         try:
             self._watch(
-                trial, last.step, for_s if KINDS[injection.fault].lasts else 0.0, injected.undo
+                trial,
+                last.step,
+                for_s if KINDS[injection.fault].lasts else 0.0,
+                injected.undo,
             )
         finally:
             injected.undo()
         return trial
 
-    def _watch(self, trial: Trial, last_step: int, for_s: float, undo: Callable[[], None]) -> None:
+    def _watch(
+        self,
+        trial: Trial,
+        last_step: int,
+        for_s: float,
+        undo: Callable[[], None],
+    ) -> None:
         """Waits for the end of the trial. Times of the run are compared with its own clocks;
         this process's clock measures durations only."""
         began = time.monotonic()
@@ -193,7 +208,11 @@ class DrilledRun:
         present = sum(1 for node in nodes if node.state in ("running", "joined"))
         spare_nodes = max(present, with_ranks) - min(self.request.sizes, default=0)
         budget = restarts_left(
-            fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause
+            fault,
+            state.max_restarts,
+            limits,
+            state.restarts,
+            state.restarts_by_cause,
         )
         return refusal(
             fault,
@@ -217,7 +236,8 @@ def measure(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None
     if later:
         first = min(later, key=lambda step: (step.epoch, step.step))
         done = max(
-            (step.step for step in steps if step.epoch == trial.epoch), default=first.step - 1
+            (step.step for step in steps if step.epoch == trial.epoch),
+            default=first.step - 1,
         )
         trial.stepping_s = max(0.0, first.at - first.step_s - trial.at)
         trial.lost_steps = max(0, done - (first.step - 1))

@@ -36,10 +36,21 @@ def replay(plan: Path, steps: Iterable[Step]) -> DataVerdict:
     ]
     entries = [entry for entry in book.entries if entry.fingerprint]
     requests = [
-        json.dumps({"step": entry.step, "first": entry.first, "last": entry.last}) + "\n"
+        json.dumps(
+            {
+                "step": entry.step,
+                "first": entry.first,
+                "last": entry.last,
+            }
+        )
+        + "\n"
         for entry in entries
     ]
-    output = start.output("trainer.data.replay", str(plan), stdin="".join(requests))
+    output = start.output(
+        "trainer.data.replay",
+        str(plan),
+        stdin="".join(requests),
+    )
     equal = 0
     for entry, line in zip(entries, output.splitlines(), strict=True):
         answer = json.loads(line)

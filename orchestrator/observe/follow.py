@@ -30,7 +30,12 @@ def _retrying(read_state: ReadState) -> ReadState:
     return lambda folder: insist(lambda: read_state(folder), tells=False)
 
 
-def follow_program(folder: RunFolder, read_state: ReadState, out: TextIO, style: Style) -> RunState:
+def follow_program(
+    folder: RunFolder,
+    read_state: ReadState,
+    out: TextIO,
+    style: Style,
+) -> RunState:
     """Prints the workers' output with their ranks, and faults and restarts between the lines, until
     the run has ended. Returns its final state."""
     planned: set[int] = set()
@@ -62,7 +67,12 @@ def follow_program(folder: RunFolder, read_state: ReadState, out: TextIO, style:
         time.sleep(_POLL_S)
 
 
-def follow(folder: RunFolder, read_state: ReadState, out: TextIO, style: Style) -> RunState:
+def follow(
+    folder: RunFolder,
+    read_state: ReadState,
+    out: TextIO,
+    style: Style,
+) -> RunState:
     """Shows progress on `out` until the run has ended. Returns its final state. `read_state`: the
     backend's `state`."""
     terminal = out.isatty()
@@ -72,7 +82,11 @@ def follow(folder: RunFolder, read_state: ReadState, out: TextIO, style: Style) 
     read_state = _retrying(read_state)
     while True:
         state = read_state(folder)
-        line = progress_line(state, read_live(folder, state, time.time()), style)
+        line = progress_line(
+            state,
+            read_live(folder, state, time.time()),
+            style,
+        )
         now = time.monotonic()
         if terminal:
             out.write(f"\r\033[K{line}")

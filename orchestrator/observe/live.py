@@ -146,5 +146,7 @@ def _node(lines: list[StepLine], now: float) -> NodeLive:
         return NodeLive()
     seen = max(line.at for line in lines)
     return NodeLive(
-        step=max(line.step for line in lines), memory_bytes=memory, seen_s=max(0.0, now - seen)
+        step=max(line.step for line in lines),
+        memory_bytes=memory,
+        seen_s=max(0.0, now - seen),
     )

@@ -41,7 +41,11 @@ class Timeline(NamedTuple):
     def peak(self, step: Span) -> dict[str, int]:
         """Bytes by category at the moment of the step's largest total."""
         inside = [held.bytes for held in self.memory if step.start <= held.at <= step.end]
-        return max(inside, key=lambda by_category: sum(by_category.values()), default={})
+        return max(
+            inside,
+            key=lambda by_category: sum(by_category.values()),
+            default={},
+        )
 
 
 class _Event(msgspec.Struct):
@@ -73,13 +77,23 @@ def read_timeline(path: Path, rank: int) -> Timeline:
         raise OrchError(f"{path}: {error}", Exit.CONFIG) from None
     held = [event for event in file.events if event.ph == "C" and event.name == "memory"]
     memory = [
-        Held(counter.ts / 1e6, {name: int(counter.args.get(name, 0)) for name in CATEGORIES})
+        Held(
+            counter.ts / 1e6,
+            {name: int(counter.args.get(name, 0)) for name in CATEGORIES},
+        )
         for counter in held
     ]
 
     def spans(row: int) -> list[Span]:
         slices = [event for event in file.events if event.ph == "X" and event.tid == row]
-        return [Span(event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6) for event in slices]
+        return [
+            Span(
+                event.name,
+                event.ts / 1e6,
+                (event.ts + event.dur) / 1e6,
+            )
+            for event in slices
+        ]
 
     return Timeline(rank, memory, spans(ACTIONS), spans(STEPS))
 

@@ -96,7 +96,10 @@ def _outcome(state: RunState) -> dict[str, Any]:
 
 
 def _goodput(
-    state: RunState, lines: list[StepLine], events: Sequence[Event], now: float
+    state: RunState,
+    lines: list[StepLine],
+    events: Sequence[Event],
+    now: float,
 ) -> dict[str, Any]:
     """Time by state, faults and samples. Times count from the submission; a run with many
     intervals does not list them."""
@@ -175,8 +178,16 @@ def _speed(plan: Plan, step_lines: _StepLines) -> dict[str, Any]:
 
 def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
     nodes = nodes_of(plan, state)
-    report = make_report(plan, state, read_steps(folder, nodes), read_events(folder, nodes))
-    write_private(folder.report, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    report = make_report(
+        plan,
+        state,
+        read_steps(folder, nodes),
+        read_events(folder, nodes),
+    )
+    write_private(
+        folder.report,
+        msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n",
+    )
 
 
 def write_final_state(folder: RunFolder, state: RunState) -> None:
@@ -214,7 +225,11 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
         for name in {**planned, **seen}
     }
     if not plan.program:
-        rows["total"] |= _against(planned["total"], plan.memory.sd, seen.get("total"))
+        rows["total"] |= _against(
+            planned["total"],
+            plan.memory.sd,
+            seen.get("total"),
+        )
         context = plan.memory.total - planned["total"]
         if context:
             rows["device context"] = {"planned": context, "measured": None}

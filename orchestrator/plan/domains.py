@@ -62,7 +62,13 @@ class Domains(NamedTuple):
         return group * cp if fits else group
 
     def parts(
-        self, tp: int, cp: int, ep: int, pp: int, dp: int = 1, across: bool = False
+        self,
+        tp: int,
+        cp: int,
+        ep: int,
+        pp: int,
+        dp: int = 1,
+        across: bool = False,
     ) -> dict[int, int]:
         """Maps each number of GPUs that a job may use to the group of which it is a multiple,
         largest first. Empty if the domains have too few GPUs.
@@ -79,7 +85,14 @@ class Domains(NamedTuple):
                 groups_by_gpus.setdefault(gpus, group * factor)
         return dict(sorted(groups_by_gpus.items(), reverse=True))
 
-    def filled(self, tp: int, cp: int, ep: int, pp: int, across: bool = False) -> int:
+    def filled(
+        self,
+        tp: int,
+        cp: int,
+        ep: int,
+        pp: int,
+        across: bool = False,
+    ) -> int:
         """The number of GPUs that a job without `dp` uses: the largest of `parts` that whole copies
         of the model fill.
 

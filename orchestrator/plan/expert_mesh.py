@@ -70,7 +70,11 @@ def spread(par: Degrees) -> int:
 def axes(par: Degrees) -> tuple[Axis, ...]:
     """The axes along which ranks hold different experts, to which tokens are sent. "tp" may be
     folded only in part."""
-    folded: dict[Axis, bool] = {"tp": tensor_ranks(par) < par.tp, "cp": folds_cp(par), "ep": True}
+    folded: dict[Axis, bool] = {
+        "tp": tensor_ranks(par) < par.tp,
+        "cp": folds_cp(par),
+        "ep": True,
+    }
     return tuple(axis for axis in folded if folded[axis])
 
 
@@ -84,7 +88,13 @@ def in_words(par: Degrees) -> tuple[int, int] | None:
     express it."""
     mesh = expert_mesh(par)
     try:
-        folded = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda reason, near: ValueError(reason))
+        folded = fold(
+            par.tp,
+            par.cp,
+            mesh.etp,
+            mesh.ep,
+            lambda reason, near: ValueError(reason),
+        )
     except ValueError:
         return None
     return (mesh.etp, mesh.ep) if folded == (par.ep, folds_cp(par)) else None
@@ -100,7 +110,11 @@ def position(par: Any, coord: Any) -> int:
     "experts" group, ascending. `par`: a `Parallel`, `coord`: a `Coord`."""
     etp = tensor_ranks(par)
     sizes = {"tp": par.tp // etp, "cp": par.cp, "ep": par.ep}
-    coordinates: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
+    coordinates: dict[str, int] = {
+        "tp": coord.tp // etp,
+        "cp": coord.cp,
+        "ep": coord.ep,
+    }
     expert_axes = axes(par)
     index = 0
     for axis in reversed(par.order):
@@ -117,7 +131,11 @@ def nvlink_domain_of(plan: Plan) -> list[int]:
 
 
 def fold(
-    tp: int, cp: int, etp: int, ep: int, refuse: Callable[[str, int], Exception]
+    tp: int,
+    cp: int,
+    etp: int,
+    ep: int,
+    refuse: Callable[[str, int], Exception],
 ) -> tuple[int, bool]:
     """Finds (degree of the axis ep, whether cp folds) of an expert mesh with `etp` and `ep` in a
     stage with `tp` and `cp`.

@@ -99,7 +99,9 @@ def nested_groups(order: Iterable[str], degrees: Mapping[str, int]) -> dict[str,
 
 
 def _nested(
-    strides: dict[str, int], degrees: Mapping[str, int], varying: tuple[str, ...]
+    strides: dict[str, int],
+    degrees: Mapping[str, int],
+    varying: tuple[str, ...],
 ) -> list[list[int]]:
     """Lists groups like `groups`, in the order of their lowest rank. Members are sorted by
     coordinate, the last axis of `varying` slowest. `strides` has the innermost axis first."""

@@ -302,11 +302,19 @@ def _sharding(case: Case) -> str | None:
     from .schedules import copies
 
     return sharding(
-        case.zero, case.pp, case.schedule_name, copies(case.schedule_name, case.pp, case.vpp)
+        case.zero,
+        case.pp,
+        case.schedule_name,
+        copies(case.schedule_name, case.pp, case.vpp),
     )
 
 
-def sharding(zero: int, pp: int, schedule: str, copies: int) -> str | None:
+def sharding(
+    zero: int,
+    pp: int,
+    schedule: str,
+    copies: int,
+) -> str | None:
     """Checks a ZeRO stage against a schedule that holds `copies` of the model on one pipeline
     (dualpipe: 2)."""
     if zero == 3 and pp > 1 and schedule not in WHOLE_BACKWARD:

@@ -139,7 +139,8 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
                 if (match := _STEP.fullmatch(path.name))
             ]
             checkpoints = sorted(
-                ((step, path) for step, path in folders if path.is_dir()), reverse=True
+                ((step, path) for step, path in folders if path.is_dir()),
+                reverse=True,
             )
             # If newer checkpoints have replaced all of them since the listing, list again.
             if checkpoints or all(path.exists() for _, path in folders):

@@ -33,7 +33,9 @@ SAME_CHIP |= dict.fromkeys(("GB200", "B300", "GB300", "B100"), "B200")
 
 
 def warnings(
-    plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False
+    plan: Plan,
+    inside_nvlink: tuple[str, float] | None = None,
+    any_layout: bool = False,
 ) -> list[str]:
     """Returns all warnings of a plan, each in one line.
 
@@ -129,7 +131,8 @@ def _idle(plan: Plan) -> str | None:
         else group_of_usable
     )
     usable_gpus = min(
-        (gpus for gpus in group_of_usable if par.world_size <= gpus < domains.gpus), default=0
+        (gpus for gpus in group_of_usable if par.world_size <= gpus < domains.gpus),
+        default=0,
     )
     if not usable_gpus or par.world_size == domains.gpus:
         return None

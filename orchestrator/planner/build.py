@@ -40,7 +40,10 @@ GIB = 1 << 30
 
 
 def build_plan(
-    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+    config: Config,
+    cluster: Cluster,
+    any_layout: bool = False,
+    profile: Profile | None = None,
 ) -> Plan:
     """Returns the plan of a job, sealed with its hash.
 
@@ -67,7 +70,11 @@ def build_plan(
     recipe = recipe_of(config.cost.software, config.optim)
     budget = config.train.recompute_budget_gib
     train = resolve_recompute(
-        Workload(model, shape, job.train), cluster, budget, recipe, job.matmul
+        Workload(model, shape, job.train),
+        cluster,
+        budget,
+        recipe,
+        job.matmul,
     )
     job = structs.replace(job, train=train)
     path_cache = searched.path_cache if searched else None
@@ -123,7 +130,10 @@ def _plan_of(
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size
     peak = cluster.gpu.peak_flops[train.precision]
     accounts = memory.memory_by_pp_rank(
-        Workload(model, parallel, train), cluster, recipe, job.matmul
+        Workload(model, parallel, train),
+        cluster,
+        recipe,
+        job.matmul,
     )
     worst = max(accounts, key=lambda account: account.total)
     worst_rank = next(
@@ -141,7 +151,11 @@ def _plan_of(
         groups=nested_groups(parallel.order, degrees(parallel)),
         placement=axis_placement(best, traffic),
         memory=structs.replace(worst, worst_rank=worst_rank),
-        time=structs.replace(time, sd=sd, parameters=differing(context.profile)),
+        time=structs.replace(
+            time,
+            sd=sd,
+            parameters=differing(context.profile),
+        ),
         mfu=per_gpu * model_flops_per_token(model, train.seq_len) / peak,
         tokens_per_s_per_gpu=per_gpu,
         warnings=[],
@@ -172,7 +186,11 @@ def check_host(cluster: Cluster, memory: Memory) -> None:
             )
 
 
-def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[str, float] | None:
+def _inside_nvlink(
+    config: Config,
+    case: Case,
+    context: CostContext,
+) -> tuple[str, float] | None:
     """Returns the nearest degrees that keep tensor parallelism inside NVLink, or None.
 
     The result is (parallelism spec, step seconds). Degrees with the same tp x pp come first,
@@ -189,6 +207,7 @@ def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[st
         ),
     )
     free = structs.replace(
-        config, parallel=structs.replace(config.parallel, order=None, stage_layers=None)
+        config,
+        parallel=structs.replace(config.parallel, order=None, stage_layers=None),
     )
     return near.spec, solve(context, context.balanced(make_parallel(free, near))).time.step_s

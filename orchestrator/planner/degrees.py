@@ -46,7 +46,13 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     ep = degrees["ep"]
     pp = degrees["pp"]
     samples = global_batch(config)
-    gpus = domains_of(cluster).filled(tp, degrees["cp"], ep, pp, par.allow_tp_across_nvlink)
+    gpus = domains_of(cluster).filled(
+        tp,
+        degrees["cp"],
+        ep,
+        pp,
+        par.allow_tp_across_nvlink,
+    )
     dp = par.dp or max(1, gpus // (tp * degrees["cp"] * ep * pp))
     sp = tp > 1 if par.sp is None else par.sp
     etp = UNSET if par.etp is None else par.etp
@@ -117,7 +123,13 @@ def _narrow_state(optim: OptimSpec) -> str:
 MOST_SLOWER = 1.1
 
 
-def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, uneven: bool) -> int:
+def _micro_batch(
+    cluster: doc.Cluster,
+    replicas: int,
+    pp: int,
+    samples: int,
+    uneven: bool,
+) -> int:
     """Returns the default number of samples per micro-batch.
 
     It is 1 on GPUs, which one sample fills, and up to 8 on CPUs, where calls cost most. Every stage

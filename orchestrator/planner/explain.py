@@ -87,7 +87,12 @@ class Explanation(NamedTuple):
     not_counted: list[str]  # work of the job that the predicted time and memory leave out
 
 
-def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) -> Explanation:
+def explain(
+    config: Config,
+    cluster: doc.Cluster,
+    plan: Plan,
+    limit: int = 3,
+) -> Explanation:
     """Explains `plan`, which was made of `config` and `cluster` with nothing left open.
 
     At most `limit` changes are returned.
@@ -102,7 +107,8 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, limit: int = 3) ->
         changes += offered(config, cluster, plan)
     changes.sort(key=lambda change: (change.step_s, change.memory.total, change.overrides))
     categories = sorted(
-        ((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1]
+        ((name, getattr(memory, name)) for name in CATEGORIES),
+        key=lambda pair: -pair[1],
     )
     return Explanation(
         terms=terms(plan),
@@ -177,7 +183,11 @@ def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change
             saves = plan.time.step_s - offloaded.time.step_s
             frees = plan.memory.total - offloaded.memory.total
             yield Change(
-                [f"train.{key}={target}"], offloaded.time.step_s, offloaded.memory, saves, frees
+                [f"train.{key}={target}"],
+                offloaded.time.step_s,
+                offloaded.memory,
+                saves,
+                frees,
             )
 
 
@@ -258,13 +268,17 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
             yield from _one(plan, settings | {"recompute": mode}, [f"train.recompute={mode}"])
     if par.tp > 1:
         yield from _one(
-            plan, settings | {"sp": not par.sp}, [f"parallel.sp={str(not par.sp).lower()}"]
+            plan,
+            settings | {"sp": not par.sp},
+            [f"parallel.sp={str(not par.sp).lower()}"],
         )
     if par.cp > 1:
         for method in CP_METHODS:
             if method != par.cp_method:
                 yield from _one(
-                    plan, settings | {"cp_method": method}, [f"parallel.cp_method={method}"]
+                    plan,
+                    settings | {"cp_method": method},
+                    [f"parallel.cp_method={method}"],
                 )
     if par.pp > 1:
         yield from _pipelines(plan, settings)
@@ -293,7 +307,11 @@ def _folds(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], La
             if fold_cp != current_fold[1]:
                 overrides.append(f"parallel.fold_cp={str(fold_cp).lower()}")
             cut = etp if etp < par.tp else UNSET
-            folded = {"etp": cut, "fold_cp": fold_cp or UNSET, "ep": ep}
+            folded = {
+                "etp": cut,
+                "fold_cp": fold_cp or UNSET,
+                "ep": ep,
+            }
             yield from _one(plan, settings | folded, overrides)
 
 
@@ -308,7 +326,13 @@ def _by(plan: Plan, all_to_all: doc.AllToAll) -> tuple[list[str], Layout]:
     """Returns the plan's layout with another exchange between tokens and experts."""
     par = plan.parallel
     mesh = Mesh(**{name: getattr(par, name) for name in Mesh._fields})
-    layout = Layout(mesh, plan.job.train.recompute, par.zero, par.schedule, par.vpp)
+    layout = Layout(
+        mesh,
+        plan.job.train.recompute,
+        par.zero,
+        par.schedule,
+        par.vpp,
+    )
     return [f"parallel.expert_all_to_all={all_to_all}"], layout
 
 
@@ -339,7 +363,9 @@ def _gpus_of(plan: Plan, tp: int, cp: int, ep: int, pp: int) -> int:
 
 
 def _one(
-    plan: Plan, settings: dict[str, Any], overrides: list[str]
+    plan: Plan,
+    settings: dict[str, Any],
+    overrides: list[str],
 ) -> Iterator[tuple[list[str], Layout]]:
     """Yields the layout with these settings if its degrees fill the GPUs and the global batch."""
     par = plan.parallel

@@ -60,7 +60,8 @@ def _around(case: Case, near: Near) -> Iterator[Case]:
     stages = min(case.model.layers, case.gpus)
     for tp, pp in product(near(case.tp, case.model.heads, True), near(case.pp, stages, True)):
         for cp, ep in product(
-            near(case.cp, case.gpus, case.fold_cp is True), near(case.ep, experts, False)
+            near(case.cp, case.gpus, case.fold_cp is True),
+            near(case.ep, experts, False),
         ):
             dp = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // (tp * pp * cp * ep)
             if not dp:
@@ -69,7 +70,15 @@ def _around(case: Case, near: Near) -> Iterator[Case]:
                 cut = isinstance(etp, int) and etp < tp
                 sp = case.sp or (case.tp == 1 and tp > 1) or cut
                 candidate = structs.replace(
-                    case, tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, vpp=vpp, sp=sp, etp=etp
+                    case,
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    ep=ep,
+                    dp=dp,
+                    vpp=vpp,
+                    sp=sp,
+                    etp=etp,
                 )
                 plain = case.model.moe is None or (cp == 1 and isinstance(etp, int))
                 yield structs.replace(candidate, fold_cp=UNSET) if plain else candidate
@@ -85,7 +94,12 @@ def _cuts(case: Case, tp: int) -> list[int | UnsetType]:
     return [*divisors(tp)]
 
 
-def _dividing(gpus: int, value: int, largest: int, start: bool) -> list[int]:
+def _dividing(
+    gpus: int,
+    value: int,
+    largest: int,
+    start: bool,
+) -> list[int]:
     """Returns all degrees that divide the GPUs. A degree of 1 stays so, unless it may `start`."""
     return (
         [1]

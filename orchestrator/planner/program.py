@@ -46,7 +46,9 @@ def plan_program(config: Config, cluster: doc.Cluster) -> Plan:
     metrics = config.metrics
     job = doc.Job(
         checkpoint=doc.Checkpoint(
-            dir=checkpoint.dir or "", every_steps=0, keep_last=checkpoint.keep_last
+            dir=checkpoint.dir or "",
+            every_steps=0,
+            keep_last=checkpoint.keep_last,
         ),
         metrics=doc.Metrics(
             **{name: getattr(metrics, name) for name in doc.Metrics.__struct_fields__}
@@ -189,7 +191,11 @@ def _first_nodes(cluster: doc.Cluster, parallel: doc.Parallel) -> doc.Cluster:
     # From the outermost level inwards, keep the smallest switch that holds all ranks.
     for level in reversed(cluster.levels):
         inside = [[node for node in switch if node in set(chosen)] for switch in level.switches]
-        chosen = min((nodes for nodes in inside if len(nodes) >= need), key=len, default=chosen)
+        chosen = min(
+            (nodes for nodes in inside if len(nodes) >= need),
+            key=len,
+            default=chosen,
+        )
     by_switch = {
         node: index for index, switch in enumerate(cluster.levels[0].switches) for node in switch
     }

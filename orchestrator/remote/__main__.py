@@ -130,7 +130,12 @@ class Host:
         alive = run.backend.is_alive(run.folder)
         state = run.state
         file_parts, payload, incomplete = mirror.parts_of(run.folder, question.known, question.logs)
-        answer = wire.Looked(alive=alive, state=state, parts=file_parts, more=incomplete)
+        answer = wire.Looked(
+            alive=alive,
+            state=state,
+            parts=file_parts,
+            more=incomplete,
+        )
         return answer, payload
 
     def _resize(self, question: wire.Resize) -> None:

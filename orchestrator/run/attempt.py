@@ -12,7 +12,9 @@ from .state import prepare_resume, read_state
 
 
 def begin_attempt(
-    folder: RunFolder, request: LaunchRequest, intent: Intent | None
+    folder: RunFolder,
+    request: LaunchRequest,
+    intent: Intent | None,
 ) -> tuple[LaunchRequest, Plan]:
     """Puts the plan and the request of the next attempt in force, then writes its state, and
     returns request and plan. If this is interrupted, the next call repeats it.

@@ -113,7 +113,13 @@ class NodeMemory:
             yield
 
 
-def remember(folder: RunFolder, node: str, reason: str, hours: float, now: float) -> bool:
+def remember(
+    folder: RunFolder,
+    node: str,
+    reason: str,
+    hours: float,
+    now: float,
+) -> bool:
     """Records that a run has found a node bad. Returns False if that was not possible, or is not
     wanted (0 hours)."""
     if not hours:

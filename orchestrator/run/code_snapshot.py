@@ -71,7 +71,11 @@ def copy(code: Code, folder: RunFolder) -> None:
         else:
             shutil.copyfile(source, target)
             target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
-    Path(folder.code, code.subfolder).mkdir(parents=True, exist_ok=True, mode=0o700)
+    Path(folder.code, code.subfolder).mkdir(
+        parents=True,
+        exist_ok=True,
+        mode=0o700,
+    )
     changed = "" if code.held_at or code.kind != "git" else _git(root, *_CHANGED)
     listing = {
         **msgspec.to_builtins(code),
@@ -119,7 +123,11 @@ def _git(cwd: Path, *arguments: str) -> str | None:
     argv = ["git", "-c", "core.fsmonitor=false", *arguments]
     try:
         process = subprocess.run(
-            argv, cwd=cwd, capture_output=True, timeout=_GIT_S, stdin=subprocess.DEVNULL
+            argv,
+            cwd=cwd,
+            capture_output=True,
+            timeout=_GIT_S,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

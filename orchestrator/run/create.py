@@ -85,7 +85,12 @@ def _fill(folder: RunFolder, bundle: SubmissionBundle, state: RunState) -> None:
         content = (
             bundle.contents[file.path] if file.sha256 else os.urandom(32).hex().encode() + b"\n"
         )
-        write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
+        write_private(
+            folder.path / file.path,
+            content,
+            int(file.mode, 8),
+            durable=False,
+        )
     snapshot.copy(request.code, folder)
     write_private(folder.request, to_bytes(request), durable=False)
     write_state(folder, state)
@@ -106,7 +111,10 @@ def disk_refusals(folder: RunFolder) -> Iterator[None]:
 
 
 def check_program(
-    argv: Sequence[str], environ: Mapping[str, str], cwd: Path, context: str = ""
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: Path,
+    context: str = "",
 ) -> None:
     """Raises OrchError (64) if the program, or the script that it is to interpret, is not found
     from `cwd`.

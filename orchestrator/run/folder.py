@@ -125,12 +125,19 @@ def check_private_parent(path: Path) -> None:
         )
 
 
-def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool = True) -> None:
+def write_private(
+    path: Path,
+    content: bytes,
+    mode: int = 0o600,
+    durable: bool = True,
+) -> None:
     """Creates or replaces `path` atomically. `durable`: the file also survives a power cut
     (fsync of file and folder)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     fd = os.open(
-        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode
+        temporary,
+        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+        mode,
     )
     try:
         with os.fdopen(fd, "wb") as file:
@@ -346,7 +353,11 @@ class RunFolder(Struct, frozen=True):
         they ended.
         """
         try:
-            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(
+                self.lock,
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+                0o600,
+            )
         except OSError as error:
             raise OrchError(f"{self.lock}: {error.strerror}", Exit.CONFIG) from None
         deadline = time.monotonic() + wait_s

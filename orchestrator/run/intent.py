@@ -74,7 +74,13 @@ def due(folder: RunFolder, began_with: int) -> Intent | None:
 
 def unwritten_end(force: bool) -> Intent:
     """Returns a request for the end that could not be written, newer than all that are on disk."""
-    return Intent(number=sys.maxsize, want="end", at=time.time(), uid=os.geteuid(), force=force)
+    return Intent(
+        number=sys.maxsize,
+        want="end",
+        at=time.time(),
+        uid=os.geteuid(),
+        force=force,
+    )
 
 
 def wants_end(folder: RunFolder) -> Intent | None:
@@ -106,7 +112,11 @@ def ask(
 
 
 def _ask(
-    folder: RunFolder, want: Literal["end", "run"], force: bool, nodes: int | None, began_with: int
+    folder: RunFolder,
+    want: Literal["end", "run"],
+    force: bool,
+    nodes: int | None,
+    began_with: int,
 ) -> Intent:
     make_private_folder(folder.intents)
     lowest = 1  # the listing of a shared folder may be a minute old, a link is not
@@ -119,7 +129,12 @@ def _ask(
                 return last
         number = max(lowest, max(numbers, default=0) + 1)
         intent = Intent(
-            number=number, want=want, at=time.time(), uid=os.geteuid(), force=force, nodes=nodes
+            number=number,
+            want=want,
+            at=time.time(),
+            uid=os.geteuid(),
+            force=force,
+            nodes=nodes,
         )
         draft = folder.intents / f".{number}.{os.urandom(4).hex()}"
         write_private(draft, msgspec.json.encode(intent))

@@ -241,7 +241,11 @@ def kill_other_children(spare: Collection[int]) -> None:
             kill_trees(orphans)
 
 
-def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0) -> list[int]:
+def kill_descendants(
+    reap: bool = True,
+    timeout_s: float = 10.0,
+    spare: int = 0,
+) -> list[int]:
     """Kills everything below this process, but not process `spare`, until nothing is left; returns
     the pids that survived `timeout_s`.
 

@@ -18,7 +18,13 @@ from .folder import RunFolder
 #: The prefix of a folder's name from the moment at which it is not a run any more.
 _REMOVED_PREFIX = ".removed-"
 _AGES = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZES = {
+    "": 1,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+}
 
 
 def seconds(age: str) -> float:

@@ -181,15 +181,30 @@ def true_state(folder: RunFolder, alive: bool) -> RunState:
     state = read_state(folder)
     if alive and state.is_final and state.state != "done" and (intent := due(folder, state.intent)):
         phase: Phase = "stopping" if intent.want == "end" else "restarting"
-        return replace(state, state=phase, exit_code=None, ended_at=None, reason=intent.text)
+        return replace(
+            state,
+            state=phase,
+            exit_code=None,
+            ended_at=None,
+            reason=intent.text,
+        )
     if alive or state.is_final:
         return state
     if intent := wants_end(folder):
         reason = f"cancelled; every process of the run ended while it was {state.state}"
-        return finish(state, "cancelled", Exit.RESTART, intent.text if intent.force else reason)
+        return finish(
+            state,
+            "cancelled",
+            Exit.RESTART,
+            intent.text if intent.force else reason,
+        )
     event = "every process of the run is gone (killed, or the machine went down)"
     reason = f"{event} while it was {state.state}"
-    cause = Cause(kind="supervisor_lost", text=reason, epoch=state.epoch)
+    cause = Cause(
+        kind="supervisor_lost",
+        text=reason,
+        epoch=state.epoch,
+    )
     return finish(state, "failed", Exit.CAPACITY, reason, cause)
 
 
@@ -214,7 +229,14 @@ def finish(
         changes |= {"ended_at": at, "updated_at": at}
     if writer is not None:
         changes["writer"] = writer
-    return replace(state, state=phase, exit_code=int(code), reason=reason, cause=cause, **changes)
+    return replace(
+        state,
+        state=phase,
+        exit_code=int(code),
+        reason=reason,
+        cause=cause,
+        **changes,
+    )
 
 
 def pending_again(state: RunState, **changes: object) -> RunState:
@@ -237,7 +259,11 @@ def pending_again(state: RunState, **changes: object) -> RunState:
     return replace(state, **fixed, **(clear | changes))
 
 
-def prepare_resume(folder: RunFolder, plan: Plan | None = None, intent: int | None = None) -> None:
+def prepare_resume(
+    folder: RunFolder,
+    plan: Plan | None = None,
+    intent: int | None = None,
+) -> None:
     """Sets the run back to `pending` with new budgets, keeping epochs and history. The caller knows
     that nobody else writes.
 

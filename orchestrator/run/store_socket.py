@@ -160,9 +160,18 @@ def drop_others(admitted: list[Network], version: int) -> bytes:
         ]
         tests = [test for test in tests if test[2]]  # words with an empty mask do not count
         for remaining, (offset, address_word, mask) in zip(
-            range(len(tests) - 1, -1, -1), tests, strict=True
+            range(len(tests) - 1, -1, -1),
+            tests,
+            strict=True,
         ):
-            program.append((_LOAD, 0, 0, _NETWORK_HEADER + _SOURCE[version] + offset))
+            program.append(
+                (
+                    _LOAD,
+                    0,
+                    0,
+                    _NETWORK_HEADER + _SOURCE[version] + offset,
+                )
+            )
             program.append((_AND, 0, 0, mask))
             program.append(
                 (_JUMP_EQUAL, 0, 3 * remaining + 1, address_word)
@@ -176,7 +185,11 @@ def attach(listening: socket.socket, program: bytes) -> None:
     """Makes the kernel pass every packet for this socket through the program, which replaces an
     earlier one. OSError."""
     content = ctypes.create_string_buffer(program, len(program))
-    filter_program = struct.pack("HL", len(program) // _INSTRUCTION.size, ctypes.addressof(content))
+    filter_program = struct.pack(
+        "HL",
+        len(program) // _INSTRUCTION.size,
+        ctypes.addressof(content),
+    )
     listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_program)
 
 

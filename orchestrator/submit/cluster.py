@@ -45,7 +45,9 @@ class ClusterResolver:
         self._home = home
         self._bad_nodes: dict[str, list[str]] = {}
         self._sources = Sources(
-            measured=self._measured, live=cache(_live), bad_nodes=self.bad_nodes
+            measured=self._measured,
+            live=cache(_live),
+            bad_nodes=self.bad_nodes,
         )
 
     def __call__(self, spec: ClusterSpec) -> Cluster:

@@ -36,7 +36,10 @@ class PreparedOnHost(NamedTuple):
 
 
 def prepare_on_host(
-    config: Config, overrides: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
+    config: Config,
+    overrides: Sequence[str],
+    options: SubmitOptions,
+    config_dir: str | Path | None,
 ) -> PreparedOnHost:
     """Lets the orch of the host plan and check a job, and sends it what it needs of this machine.
 

@@ -252,7 +252,14 @@ def make_bundle(
         agent_flags=list(backend.agent_flags),
         passes_all=backend.on_this_machine,
     )
-    return make_request(config, plan, site, options.command, options.env, sizes=sizes)
+    return make_request(
+        config,
+        plan,
+        site,
+        options.command,
+        options.env,
+        sizes=sizes,
+    )
 
 
 def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidate, list[str]]:

@@ -46,7 +46,9 @@ class SweepRun(NamedTuple):
 
 
 def prepare_sweep(
-    members: Sequence[Member], load: Callable[[list[str]], Config], options: SubmitOptions
+    members: Sequence[Member],
+    load: Callable[[list[str]], Config],
+    options: SubmitOptions,
 ) -> tuple[Backend, list[SweepRun]]:
     """Plans and checks every run, and returns them with their backend. `load` reads the
     configuration of a member from its overrides.
@@ -103,7 +105,11 @@ def _labelled(candidate: SizeCandidate, label: str) -> SizeCandidate:
     return candidate._replace(bundle=structs.replace(candidate.bundle, request=request))
 
 
-def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions) -> list[str]:
+def send_sweep(
+    backend: Backend,
+    runs: Sequence[SweepRun],
+    options: SubmitOptions,
+) -> list[str]:
     """Sends all runs to a scheduler, together if it can take them so (Slurm: as one array), and
     returns their handles."""
     bundles = [run.bundle for run in runs]

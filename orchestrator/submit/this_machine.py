@@ -21,7 +21,9 @@ _SHAPE = ("cluster.nodes", "cluster.gpus_per_node", "nodes")
 
 
 def load_job(
-    overrides: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
+    overrides: Sequence[str],
+    options: SubmitOptions,
+    config_dir: str | Path | None,
 ) -> Config:
     """Loads the configuration of a job. The shipped cluster `local` simulates two nodes of four
     processes; a program on a machine with GPUs gets one node with these GPUs instead. Raises
@@ -64,7 +66,10 @@ def other_python(ours: str, path: str, remedy: str) -> list[str]:
     """Returns a message if the search path finds a Python in another folder than that of `ours`.
     `remedy`: how to select that one."""
     names = (Path(ours).name, "python3")
-    shell_python = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+    shell_python = next(
+        filter(None, (shutil.which(name, path=path) for name in names)),
+        None,
+    )
     if shell_python is None or Path(shell_python).parent == Path(ours).parent:
         return []
     return [

@@ -108,10 +108,20 @@ def cells_of_entries(
     for entry in entries:
         packed = entry.variation.packing == "packed"
         empty = entry.variation.masks == "empty"
-        yield make(entry.name, config_of_entry(base, entry), packed=packed, empty=empty)
+        yield make(
+            entry.name,
+            config_of_entry(base, entry),
+            packed=packed,
+            empty=empty,
+        )
 
 
-def make(name: str, config: Config, note: str = "", **settings: Any) -> Cell | Verdict:
+def make(
+    name: str,
+    config: Config,
+    note: str = "",
+    **settings: Any,
+) -> Cell | Verdict:
     """Returns the cell, or the planner's refusal. Raises OrchError for a model that is too large
     for one process."""
     from orchestrator.planner.build import build_plan
@@ -134,7 +144,11 @@ def make(name: str, config: Config, note: str = "", **settings: Any) -> Cell | V
 
 def config_of_entry(base: Config, entry: Entry) -> Config:
     """Returns the configuration of an entry of the matrix."""
-    model = structs.replace(base.model, name=entry.variation.model, **entry.model)
+    model = structs.replace(
+        base.model,
+        name=entry.variation.model,
+        **entry.model,
+    )
     bucket = BUCKET_MIB[entry.variation.buckets]
     parallel = structs.replace(base.parallel, **entry.degrees, bucket_mib=bucket)
     parallel = structs.replace(parallel, micro_batch_size=entry.variation.size)
@@ -151,7 +165,12 @@ def config_of_entry(base: Config, entry: Entry) -> Config:
     optim = structs.replace(base.optim, warmup_steps=0)
     cluster = few_nodes(base.cluster, entry.processes, entry.nodes)
     config = structs.replace(
-        base, cluster=cluster, model=model, parallel=parallel, train=train, optim=optim
+        base,
+        cluster=cluster,
+        model=model,
+        parallel=parallel,
+        train=train,
+        optim=optim,
     )
     return _with_budget(config) if entry.recompute == "budget" else config
 
@@ -166,7 +185,10 @@ def _with_budget(config: Config) -> Config:
 
 
 def small(
-    config: Config, degrees: scale.Degrees, small_degrees: scale.Degrees, keys: set[str]
+    config: Config,
+    degrees: scale.Degrees,
+    small_degrees: scale.Degrees,
+    keys: set[str],
 ) -> Config:
     """Returns the job at small degrees, with a batch that one process computes in a second. The
     `keys` that the user has set are kept if the layout is unchanged. Raises OrchError."""
@@ -192,13 +214,22 @@ def small(
     # The full learning rate in both steps: weights that hardly change prove little.
     optim = structs.replace(config.optim, warmup_steps=0)
     config = structs.replace(
-        config, cluster=cluster, nodes=None, parallel=par, train=train, optim=optim
+        config,
+        cluster=cluster,
+        nodes=None,
+        parallel=par,
+        train=train,
+        optim=optim,
     )
     budget = train.recompute == "budget" and "train.recompute_budget_gib" not in keys
     return _with_budget(config) if budget else config
 
 
-def _batch_micro_batches(par: ParallelSpec, degrees: scale.Degrees, micro_batches: int) -> int:
+def _batch_micro_batches(
+    par: ParallelSpec,
+    degrees: scale.Degrees,
+    micro_batches: int,
+) -> int:
     """Returns the number of micro-batches of all replicas; of uneven replicas, only the first takes
     all `micro_batches`."""
     replicas = degrees["dp"] * degrees["ep"]

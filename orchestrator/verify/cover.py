@@ -35,7 +35,11 @@ def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
 
 
 def _grow(
-    row: Row, levels: Sequence[int], strength: int, uncovered: dict[_Tuple, None], legal: Legal
+    row: Row,
+    levels: Sequence[int],
+    strength: int,
+    uncovered: dict[_Tuple, None],
+    legal: Legal,
 ) -> Row:
     """Adds choices on further axes to a row, each time the one with the most uncovered
     combinations."""

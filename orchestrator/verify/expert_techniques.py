@@ -58,7 +58,13 @@ FOLDED = (
     _folded("cp2 ep2 over it, zero2 hybrid", cp=2, dp=4, fold_cp=True, zero=2, zero_group=4),
     _folded("tp2 pp2 etp1 ep4, zb_h1", DEEPSEEK, tp=2, pp=2, ep=2, etp=1, schedule="zb_h1"),
     _folded(
-        "tp2 cp2 pp2 etp1 ep4, dualpipe", tp=2, cp=2, pp=2, etp=1, fold_cp=True, schedule="dualpipe"
+        "tp2 cp2 pp2 etp1 ep4, dualpipe",
+        tp=2,
+        cp=2,
+        pp=2,
+        etp=1,
+        fold_cp=True,
+        schedule="dualpipe",
     ),
 )
 
@@ -113,7 +119,14 @@ CAPPED_LAYOUTS = (
     _folded("tp2 etp1 ep4 capacity", CAPPED_DEEPSEEK, tp=2, etp=1, ep=2),
     _folded("tp4 etp2 ep2 capacity", CAPPED, tp=4, etp=2),
     _folded(
-        "tp2 cp2 etp1 ep4 zero2 capacity", CAPPED, tp=2, cp=2, dp=2, etp=1, fold_cp=True, zero=2
+        "tp2 cp2 etp1 ep4 zero2 capacity",
+        CAPPED,
+        tp=2,
+        cp=2,
+        dp=2,
+        etp=1,
+        fold_cp=True,
+        zero=2,
     ),
     _folded("tp2 sp capacity", CAPPED, tp=2, sp=True),
     _folded("tp2 capacity", CAPPED, tp=2, sp=False),
@@ -128,7 +141,13 @@ JITTER = (
     _folded("ep2 tp2 sp jitter, deepseek", _NOISY_DEEPSEEK, ep=2, tp=2),
     _folded("ep2 tp2 jitter", _NOISY, ep=2, tp=2, sp=False),
     _folded("ep2 cp2 zigzag jitter", _NOISY, ep=2, cp=2, cp_method="zigzag"),
-    Technique("ep2 pp2 full, jitter", {"ep": 2, "pp": 2}, "full", model=_NOISY, pairs="none"),
+    Technique(
+        "ep2 pp2 full, jitter",
+        {"ep": 2, "pp": 2},
+        "full",
+        model=_NOISY,
+        pairs="none",
+    ),
     _folded("ep2 pp2 dualpipe jitter", _NOISY, ep=2, pp=2, schedule="dualpipe"),
 )
 
@@ -178,7 +197,9 @@ CORNERS = (
         )
     ),
     _folded(
-        "ep2, one takes all and drops most", with_mixture(ONE_TAKES_ALL, capacity_factor=0.5), ep=2
+        "ep2, one takes all and drops most",
+        with_mixture(ONE_TAKES_ALL, capacity_factor=0.5),
+        ep=2,
     ),
     _folded(
         "ep2 tp2, one takes all and drops most",
@@ -190,11 +211,21 @@ CORNERS = (
 
 
 def _by_domain(
-    name: str, model: dict[str, Any] = MIXTURE, nodes: int = 2, **parallel: Any
+    name: str,
+    model: dict[str, Any] = MIXTURE,
+    nodes: int = 2,
+    **parallel: Any,
 ) -> Technique:
     recompute = parallel.pop("recompute", "none")
     parallel |= {"expert_all_to_all": "hierarchical", "allow_tp_across_nvlink": True}
-    return Technique(name, parallel, recompute, model=model, pairs="none", nodes=nodes)
+    return Technique(
+        name,
+        parallel,
+        recompute,
+        model=model,
+        pairs="none",
+        nodes=nodes,
+    )
 
 
 #: Hierarchical all-to-alls: a token is sent once to each NVLink domain.

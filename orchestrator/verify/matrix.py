@@ -77,10 +77,21 @@ VARIATIONS = tuple(
             for choices, choice in zip(_SETTINGS, row, strict=True)
         )
     )
-    for at, row in enumerate(cover([len(choices) for choices in _SETTINGS], 2, lambda row: True))
+    for at, row in enumerate(
+        cover(
+            [len(choices) for choices in _SETTINGS],
+            2,
+            lambda row: True,
+        )
+    )
 )
 PLAIN = Variation(
-    model="gqa", buckets="one bucket", accumulation=4, packing="whole", size=1, masks="uneven"
+    model="gqa",
+    buckets="one bucket",
+    accumulation=4,
+    packing="whole",
+    size=1,
+    masks="uneven",
 )
 
 

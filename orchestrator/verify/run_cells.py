@@ -27,7 +27,12 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
         errors = Path(folder) / "stderr"
         documents = [msgspec.json.encode(cell) for cell in cells]
         path.write_bytes(b"".join(document + b"\n" for document in documents))
-        command = [*start.command("trainer.verify"), str(path), "--together", str(together)]
+        command = [
+            *start.command("trainer.verify"),
+            str(path),
+            "--together",
+            str(together),
+        ]
         # One thread: the single process of a cell runs beside the ranks of other cells.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         remaining = len(cells)
@@ -44,7 +49,9 @@ def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
 
 @contextmanager
 def running(
-    command: Sequence[str], errors: Path, environment: Mapping[str, str]
+    command: Sequence[str],
+    errors: Path,
+    environment: Mapping[str, str],
 ) -> Iterator[tuple[Iterable[bytes], Callable[[], int]]]:
     """Runs `command` during the block, and yields the lines that it prints and a function that
     waits for its exit code. Its stderr goes to the file `errors`.
@@ -52,7 +59,12 @@ def running(
     The process is killed at the end of the block.
     """
     with errors.open("wb") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=environment,
+        )
     assert process.stdout
     try:
         yield process.stdout, process.wait

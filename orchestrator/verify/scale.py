@@ -98,7 +98,12 @@ def _within(degree: int, room: int) -> int:
     return max(room - room % 2, 1)
 
 
-def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Config:
+def scaled(
+    config: Config,
+    degrees: Degrees,
+    small: Degrees,
+    named: bool,
+) -> Config:
     """Returns the job at small degrees, with a model and stages of the same ratios. `named`: the
     user chose the model, which stays unchanged if the layout does and it is not too large."""
     par = config.parallel
@@ -120,7 +125,11 @@ def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Con
     if not (fits and named) or resolve(model).parameters > MOST_PARAMETERS:
         layers = sum(stage_layers) if stage_layers else None
         model = _small_model(config, degrees, small, layers)
-    return structs.replace(config, model=model, parallel=structs.replace(par, **small, **changes))
+    return structs.replace(
+        config,
+        model=model,
+        parallel=structs.replace(par, **small, **changes),
+    )
 
 
 def _zero_group(group: int, small: Degrees) -> int:
@@ -147,7 +156,12 @@ def _stages(stage_layers: list[int], stages: int) -> list[int]:
     return [few(stage_layers[0]), *middle, few(stage_layers[-1])]
 
 
-def _small_model(config: Config, degrees: Degrees, small: Degrees, layers: int | None) -> ModelSpec:
+def _small_model(
+    config: Config,
+    degrees: Degrees,
+    small: Degrees,
+    layers: int | None,
+) -> ModelSpec:
     """Returns the model with smaller sizes: those that the small degrees do not divide, and those
     that are too large, are replaced. `layers`: their number, if it is known."""
     model = config.model
@@ -260,7 +274,12 @@ def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
     return small_layers + 1 if unequal else small_layers
 
 
-def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool) -> int:
+def micro_batches(
+    config: Config,
+    degrees: Degrees,
+    small: Degrees,
+    chosen: bool,
+) -> int:
     """Returns a legal number of micro-batches per replica: enough to fill the pipeline, or fewer
     than stages if the user has `chosen` such a batch."""
     par = config.parallel

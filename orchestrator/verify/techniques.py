@@ -24,7 +24,11 @@ from .technique import Technique
 
 
 def _pipeline(schedule: str, vpp: int = 1, **settings: Any) -> Technique:
-    return Technique(f"pp2 {schedule}", {"pp": 2, "vpp": vpp, "schedule": schedule}, **settings)
+    return Technique(
+        f"pp2 {schedule}",
+        {"pp": 2, "vpp": vpp, "schedule": schedule},
+        **settings,
+    )
 
 
 #: Queries, keys and values are recomputed from the latents.
@@ -62,11 +66,20 @@ _SHARED_INPUTS = {"partition_activations": True}
 _SHARED_LAYOUT = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
 
 
-def _offloaded_inputs(mode: str, storage: str, name: str = "", **train: Any) -> Technique:
+def _offloaded_inputs(
+    mode: str,
+    storage: str,
+    name: str = "",
+    **train: Any,
+) -> Technique:
     parallel = {"pp": 2, "schedule": "zb_h1"} if name else {}
     train = {"offload_activations": storage, **train}
     return Technique(
-        f"{name}{mode}, inputs on the {storage}", parallel, mode, pairs="none", train=train
+        f"{name}{mode}, inputs on the {storage}",
+        parallel,
+        mode,
+        pairs="none",
+        train=train,
     )
 
 
@@ -134,7 +147,12 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
         Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=_HOST),
         *(
-            Technique(f"zero{zero} on the host", {"zero": zero, "dp": 2}, pairs="none", train=_HOST)
+            Technique(
+                f"zero{zero} on the host",
+                {"zero": zero, "dp": 2},
+                pairs="none",
+                train=_HOST,
+            )
             for zero in (0, 2, 3)
         ),
         *(
@@ -153,7 +171,12 @@ AXES: dict[str, tuple[Technique, ...]] = {
             train=_DELAYED,
         ),
         *(
-            Technique(f"zero{zero} on a disk", {"zero": zero, "dp": 2}, pairs="none", train=_DISK)
+            Technique(
+                f"zero{zero} on a disk",
+                {"zero": zero, "dp": 2},
+                pairs="none",
+                train=_DISK,
+            )
             for zero in (1, 2, 3)
         ),
         Technique(
@@ -242,7 +265,14 @@ AXES: dict[str, tuple[Technique, ...]] = {
         *CORNERS,
         Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
     ),
-    "prediction": (Technique("mtp", {}, model={"mtp": Mtp(depth=2, weight=0.4)}, deep=True),),
+    "prediction": (
+        Technique(
+            "mtp",
+            {},
+            model={"mtp": Mtp(depth=2, weight=0.4)},
+            deep=True,
+        ),
+    ),
     "products": _FP8,
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
 }
@@ -258,7 +288,11 @@ REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}
 
 #: Replicas that take unequal numbers of micro-batches, and their partners.
 UNEQUAL = tuple(
-    Technique(f"dp3 zero{zero} unequal", {"dp": 3, "zero": zero, "uneven": True}, pairs="none")
+    Technique(
+        f"dp3 zero{zero} unequal",
+        {"dp": 3, "zero": zero, "uneven": True},
+        pairs="none",
+    )
     for zero in range(4)
 )
 UNEQUAL_PARTNERS = (

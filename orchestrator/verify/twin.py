@@ -125,7 +125,10 @@ def _accounts(plan: Plan) -> list[Memory]:
     """Returns the planned memory of each pipeline rank under the bundled trainer."""
     recipe = recipe_of("orch", plan.job.optim)
     return memory_by_pp_rank(
-        Workload(plan.model, plan.parallel, plan.job.train), plan.cluster, recipe, plan.job.matmul
+        Workload(plan.model, plan.parallel, plan.job.train),
+        plan.cluster,
+        recipe,
+        plan.job.matmul,
     )
 
 
@@ -137,7 +140,12 @@ def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
         errors = Path(folder) / "stderr"
         path.write_bytes(to_json(plan))
         rank_list = ",".join(map(str, ranks))
-        command = [*start.command("trainer.twin"), str(path), "--ranks", rank_list]
+        command = [
+            *start.command("trainer.twin"),
+            str(path),
+            "--ranks",
+            rank_list,
+        ]
         finished = 0
         with running(command, errors, os.environ) as (lines, wait):
             for line in lines:
@@ -163,8 +171,20 @@ def _memory(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
     for name in STATES:
         planned = getattr(account, name)
         judged = max(planned, rank_run.memory[name]) > SMALL * total
-        yield _compared(rank_run.rank, f"memory: {name}", planned, rank_run.memory[name], judged)
-    yield _compared(rank_run.rank, "memory: peak", total, rank_run.peak["total"], True)
+        yield _compared(
+            rank_run.rank,
+            f"memory: {name}",
+            planned,
+            rank_run.memory[name],
+            judged,
+        )
+    yield _compared(
+        rank_run.rank,
+        "memory: peak",
+        total,
+        rank_run.peak["total"],
+        True,
+    )
 
 
 def _transfers(plan: Plan, rank_run: RankRun, pp_rank: int) -> Iterator[Compared]:
@@ -211,7 +231,11 @@ def _share_of_direct(plan: Plan, rank: int, exchange: Traffic) -> float:
     group = hierarchy(plan, rank)
     peers = len(group.inside) * len(group.across) - 1
     near = (len(group.inside) - 1) / peers
-    direct = structs.replace(NO_PATH, nvlink_s=1.0, share={NVLINK: near, "network": 1 - near})
+    direct = structs.replace(
+        NO_PATH,
+        nvlink_s=1.0,
+        share={NVLINK: near, "network": 1 - near},
+    )
     return sum(
         sum(phase.share.values())
         for phase in phases(direct, plan.model, plan.parallel, exchange.carried)
@@ -225,7 +249,13 @@ def _levels(plan: Plan, rank_run: RankRun) -> Iterator[Compared]:
     """
     par = plan.parallel
     by_ring = par.cp_method in ("ring", "zigzag")
-    spans_group = {"tp": True, "cp": not by_ring, "pp": False, "dp": not par.zero_group, "ep": True}
+    spans_group = {
+        "tp": True,
+        "cp": not by_ring,
+        "pp": False,
+        "dp": not par.zero_group,
+        "ep": True,
+    }
     for axis in spans_group:
         transfers = [transfer for transfer in rank_run.transfers if transfer.axis == axis]
         if not transfers:
@@ -267,12 +297,25 @@ def _members(plan: Plan, axis: str, rank: int) -> set[int]:
     return {member for ranks in groups if holders & set(ranks) for member in ranks}
 
 
-def _compared(rank: int, figure: str, planned: float, measured: float, judged: bool) -> Compared:
+def _compared(
+    rank: int,
+    figure: str,
+    planned: float,
+    measured: float,
+    judged: bool,
+) -> Compared:
     if planned:
         off = measured / planned - 1
     else:
         off = float("inf") if measured else 0.0
-    return Compared(rank=rank, what=figure, planned=planned, found=measured, off=off, judged=judged)
+    return Compared(
+        rank=rank,
+        what=figure,
+        planned=planned,
+        found=measured,
+        off=off,
+        judged=judged,
+    )
 
 
 def level_of(plan: Plan, transfer: Transfer) -> str:

@@ -71,7 +71,12 @@ def _bench_case(
         for size in SIZES:
             # The next size is four times as large or more. Every rank decides alike.
             if duration > _TOO_LONG_S / 4:
-                report("bench_skipped", level=case.level, operation=name, size=size)
+                report(
+                    "bench_skipped",
+                    level=case.level,
+                    operation=name,
+                    size=size,
+                )
                 continue
             timed = operation(name, size, group, device) if group else None
             duration = seconds(timed, device, control)

@@ -31,7 +31,12 @@ RECORDS = 32  # records of `RECORD` bytes that a rank moves
 ROUNDS = 3  # of the disk; the first writes to new space and is not timed
 
 
-def host(device: torch.device, folder: Path, ranks: int, control: ControlPath) -> dict[str, float]:
+def host(
+    device: torch.device,
+    folder: Path,
+    ranks: int,
+    control: ControlPath,
+) -> dict[str, float]:
     """Measures a node with `ranks` ranks, in bytes and bytes per second; the disk is that of
     `folder`. Collective. Raises DiskError if it cannot be written or is full."""
     memory = HostMemory(device)

@@ -29,7 +29,9 @@ _MOST_REPEATS = 200
 
 
 def seconds(
-    once: Callable[[], object] | None, device: torch.device, control: ControlPath = WORLD
+    once: Callable[[], object] | None,
+    device: torch.device,
+    control: ControlPath = WORLD,
 ) -> float:
     """Median over batches of the slowest rank's time for one call. Collective; None: this rank only
     waits."""
@@ -50,7 +52,10 @@ def seconds(
 
 
 def operation(
-    name: str, size: int, group: dist.ProcessGroup, device: torch.device
+    name: str,
+    size: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> Callable[[], Tensor | list]:
     """Returns a function that runs a collective of the trainer on `size` bytes (p2p: a message of
     `size` to the next rank)."""
@@ -82,7 +87,14 @@ def compute(precision: str, device: torch.device) -> dict[str, float]:
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     matmul = 2 * side**3 / seconds(lambda: a @ b, device)
     heads, length, width = (8, 256, 32) if small else (32, 4096, 128)
-    query = torch.randn(1, heads, length, width, device=device, dtype=dtype)
+    query = torch.randn(
+        1,
+        heads,
+        length,
+        width,
+        device=device,
+        dtype=dtype,
+    )
     core = seconds(
         lambda: scaled_dot_product_attention(query, query, query, is_causal=True), device
     )

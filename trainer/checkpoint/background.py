@@ -63,7 +63,11 @@ class BackgroundSave:
 
     def _write(self, contents: Contents) -> RankOutcome:
         self._snapshots.wait()
-        return write(self.target.staging(contents.step), self.target.rank, contents)
+        return write(
+            self.target.staging(contents.step),
+            self.target.rank,
+            contents,
+        )
 
     @property
     def copied(self) -> torch.cuda.Event | None:
@@ -160,7 +164,11 @@ class Snapshots:
 
     @staticmethod
     def _allocate(data: Tensor) -> Tensor:
-        return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
+        return torch.empty(
+            data.shape,
+            dtype=data.dtype,
+            pin_memory=data.device.type == "cuda",
+        )
 
 
 def _copy(pairs: Iterable[tuple[Tensor, StatePiece]]) -> None:

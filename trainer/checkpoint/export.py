@@ -133,10 +133,15 @@ def _exported_dtypes(
 
 
 def _weights(
-    stored: StoredState, shapes: dict[str, list[int]], dtypes: dict[str, torch.dtype]
+    stored: StoredState,
+    shapes: dict[str, list[int]],
+    dtypes: dict[str, torch.dtype],
 ) -> Iterator[Tensor]:
     for name, shape in shapes.items():
         kind: StateKind = KIND if name in stored.checkpoint.manifest.parameters else "state"
-        tensor = torch.empty(torch.Size(shape).numel(), dtype=stored.dtype(kind, name))
+        tensor = torch.empty(
+            torch.Size(shape).numel(),
+            dtype=stored.dtype(kind, name),
+        )
         stored.fill([StatePiece(kind, whole(name, tuple(shape)), 0, tensor)])
         yield tensor.to(dtypes[name])

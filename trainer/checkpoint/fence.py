@@ -32,7 +32,11 @@ class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     def of(cls, env: WorkerEnv) -> Fence:
         """Returns the token of a worker's epoch."""
         leases = lease_folder(env.run_dir)
-        return cls(env.run_id, env.epoch, str(leases) if leases.is_dir() else "")
+        return cls(
+            env.run_id,
+            env.epoch,
+            str(leases) if leases.is_dir() else "",
+        )
 
 
 def acquire(folder: Path, token: Fence) -> None:

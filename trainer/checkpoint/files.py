@@ -57,7 +57,11 @@ def write_stream(
     for key, (dtype, shape) in entries.items():
         begin = end
         end = end + prod(shape) * dtype.itemsize
-        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[key] = {
+            "dtype": DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
     encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded_header += b" " * (-len(encoded_header) % 8)  # 8-byte aligned data can be mapped
     return write_chunks(path, _chunks(encoded_header, tensors))

@@ -207,7 +207,11 @@ def encode(manifest: Manifest) -> bytes:
     """Returns the manifest as JSON, with its own hash filled in."""
     unsealed = msgspec.json.encode(msgspec.structs.replace(manifest, hash=""))
     raw = msgspec.json.format(unsealed, indent=1)
-    return raw.replace(_hash_line(""), _hash_line(hashlib.sha256(raw).hexdigest()), 1)
+    return raw.replace(
+        _hash_line(""),
+        _hash_line(hashlib.sha256(raw).hexdigest()),
+        1,
+    )
 
 
 def decode(raw: bytes) -> Manifest:

@@ -43,7 +43,9 @@ class Overlap(NamedTuple):
 
 
 def overlaps(
-    left_range: BlockRange, right_range: BlockRange, shape: Sequence[int]
+    left_range: BlockRange,
+    right_range: BlockRange,
+    shape: Sequence[int],
 ) -> list[Overlap]:
     """Returns the rectangles that two ranges of a parameter of `shape` share, in element order."""
     cut_dims = {dim for block_range in (left_range, right_range) for dim, _, _ in block_range.cuts}
@@ -52,7 +54,9 @@ def overlaps(
     rectangles = []
     for box in _boxes(left_block, left_range.offset, left_range.offset + left_range.length):
         for other_box in _boxes(
-            right_block, right_range.offset, right_range.offset + right_range.length
+            right_block,
+            right_range.offset,
+            right_range.offset + right_range.length,
         ):
             shared = _intersection(box, other_box)
             if shared is None:

@@ -62,7 +62,11 @@ def newest(
     return None
 
 
-def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> tuple[int, int]:
+def newest_committed(
+    folder: Path,
+    rank: int,
+    control: ControlPath = WORLD,
+) -> tuple[int, int]:
     """Returns (epoch, step) of the newest checkpoint whose manifest is readable and names the same
     step as the folder, or (-1, -1). It does not verify the files. Every rank must call it."""
     version = (-1, -1)
@@ -76,7 +80,8 @@ def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> t
         version = manifest.epoch, manifest.step
         break
     return msgspec.json.decode(
-        control.broadcast_bytes(msgspec.json.encode(version)), type=tuple[int, int]
+        control.broadcast_bytes(msgspec.json.encode(version)),
+        type=tuple[int, int],
     )
 
 
@@ -90,7 +95,11 @@ def at_step(folder: Path, step: int, rank: int) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(path, manifest)
 
 
-def _verify(path: Path, rank: int, control: ControlPath) -> tuple[Manifest | None, str | None]:
+def _verify(
+    path: Path,
+    rank: int,
+    control: ControlPath,
+) -> tuple[Manifest | None, str | None]:
     raw = b""
     if rank == 0:
         try:

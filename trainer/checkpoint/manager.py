@@ -106,7 +106,8 @@ class Checkpoints:
         if self._partial_fill:
             raise OSError(f"only a part of the state was filled: {self._partial_fill}")
         lost_checkpoint = control.judge(
-            b"", lambda _: pins.saved_before(self._pin, folder) if self._pin else ""
+            b"",
+            lambda _: pins.saved_before(self._pin, folder) if self._pin else "",
         )
         if lost_checkpoint:
             raise CheckpointError(lost_checkpoint)
@@ -212,7 +213,8 @@ class Checkpoints:
         self._report_removed_folder(step)
         with self._reporting_failure(step):
             self._background.start(
-                Contents(step, samples, pieces, dict(scalars)), self.verified_step
+                Contents(step, samples, pieces, dict(scalars)),
+                self.verified_step,
             )
         self._stall_s = time.perf_counter() - self._started
 

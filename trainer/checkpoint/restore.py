@@ -63,7 +63,11 @@ def restore(
     else:
         seed_key = f"orch.random/1 {seed} {checkpoint.manifest.step} {rank}".encode()
         torch.manual_seed(
-            int.from_bytes(hashlib.sha256(seed_key).digest()[:8], "little", signed=True)
+            int.from_bytes(
+                hashlib.sha256(seed_key).digest()[:8],
+                "little",
+                signed=True,
+            )
         )
 
 
@@ -120,7 +124,9 @@ class StoredState:
         missing = piece.data.numel()
         for record, stored_slice in self._slices.get((piece.kind, piece.info.name), []):
             for shared in overlaps(
-                stored_slice.block_range, piece.block_range, piece.info.global_shape
+                stored_slice.block_range,
+                piece.block_range,
+                piece.info.global_shape,
             ):
                 _check_dtype(self.checkpoint, record, piece)
                 missing -= shared.rows * shared.columns
@@ -134,7 +140,12 @@ class StoredState:
         return reads
 
 
-def _copy(file: TensorFile, key: str, data: Tensor, shared: Overlap) -> None:
+def _copy(
+    file: TensorFile,
+    key: str,
+    data: Tensor,
+    shared: Overlap,
+) -> None:
     """Reads the rectangle `shared` of the file's tensor `key` (left) into `data` (right)."""
     shape = (shared.rows, shared.columns)
     step = (shared.right_step, 1)
@@ -174,7 +185,11 @@ def _check_shape(checkpoint: VerifiedCheckpoint, piece: StatePiece) -> None:
         )
 
 
-def _check_dtype(checkpoint: VerifiedCheckpoint, record: FileRecord, piece: StatePiece) -> None:
+def _check_dtype(
+    checkpoint: VerifiedCheckpoint,
+    record: FileRecord,
+    piece: StatePiece,
+) -> None:
     stored = record.dtypes.get(dtype_key(piece.kind, piece.info.name))
     expected = DTYPES[piece.data.dtype]
     if stored != expected:

@@ -29,7 +29,12 @@ def open_data(
     DataError."""
 
     def progress(phase: str, done: int, total: int) -> None:
-        reporter.event("data_progress", phase=phase, done=done, total=total)
+        reporter.event(
+            "data_progress",
+            phase=phase,
+            done=done,
+            total=total,
+        )
         if termination.received:
             raise Stopped(f"{termination.received} while preparing data: nothing to save yet")
 
@@ -57,7 +62,12 @@ def open_data(
     return store
 
 
-def _pin_problem(plan: Plan, env: WorkerEnv, store: TokenStore, reporter: Reporter) -> str:
+def _pin_problem(
+    plan: Plan,
+    env: WorkerEnv,
+    store: TokenStore,
+    reporter: Reporter,
+) -> str:
     """Pins the corpus of the run. Returns the problem with an earlier pin, or ""."""
     pin = pin_file(env.run_dir, PINS["changed-data"])
     paths = ", ".join(plan.job.data.paths)

@@ -114,7 +114,12 @@ def layout_of(plan: Plan) -> Layout:
 #     collective
 
 
-def save(target: Target, contents: Contents, keep_last: int, protected: int | None = None) -> int:
+def save(
+    target: Target,
+    contents: Contents,
+    keep_last: int,
+    protected: int | None = None,
+) -> int:
     """Writes and commits a checkpoint; returns the bytes of all its files. Collective.
 
     The pieces are those that only this rank writes (owner of a slice, one data-parallel replica).
@@ -282,7 +287,11 @@ def publish(
     return sum(record.bytes for record in manifest.files)
 
 
-def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutcome]) -> Manifest:
+def manifest_of(
+    target: Target,
+    contents: Contents,
+    outcomes: Sequence[RankOutcome],
+) -> Manifest:
     """Returns the manifest of the files that all ranks have written."""
     return Manifest(
         run_id=target.token.run_id,
@@ -301,7 +310,12 @@ def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutco
     )
 
 
-def _rename(target: Target, staging: Path, manifest: Manifest, read_back: bool) -> None:
+def _rename(
+    target: Target,
+    staging: Path,
+    manifest: Manifest,
+    read_back: bool,
+) -> None:
     # This also makes the names of the ranks' files durable.
     write_atomic(staging / MANIFEST, encode(manifest))
     if read_back:

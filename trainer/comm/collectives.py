@@ -30,7 +30,13 @@ LEVELS = ("nvlink", "network")
 class TransferTrace(Protocol):
     """A recorder of transfers (`trainer.metrics.trace.StepTrace`)."""
 
-    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None: ...
+    def transfer(
+        self,
+        name: str,
+        axis: str,
+        size: int,
+        ranks: Sequence[int],
+    ) -> None: ...
 
     def receive(self, axis: str, size: int, ranks: Sequence[int]) -> None:
         """Records a receive; `ranks`: the sender and the receiver."""
@@ -145,7 +151,13 @@ class _Stopwatch:
 
     begin: Any  # a CUDA event, or seconds of perf_counter
 
-    def __init__(self, counter: CommCounter, axis: str, cuda: bool, operation: str):
+    def __init__(
+        self,
+        counter: CommCounter,
+        axis: str,
+        cuda: bool,
+        operation: str,
+    ):
         self.counter = counter
         self.axis = axis
         self.cuda = cuda
@@ -243,7 +255,12 @@ def start_all_reduce(
     if group is None:
         return Handle(tensor, None, axis, counter)
     n = group.size()
-    counter.count_sent("all-reduce", axis, 2 * tensor.nbytes * (n - 1) // n, group)
+    counter.count_sent(
+        "all-reduce",
+        axis,
+        2 * tensor.nbytes * (n - 1) // n,
+        group,
+    )
     with counter.waiting(axis, tensor):
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     return Handle(tensor, work, axis, counter)
@@ -259,11 +276,21 @@ def start_reduce_scatter(
     """[n*k, ...] -> [k, ...]: starts to sum over the group this rank's slice of dimension 0 (a view
     if there is no group)."""
     if group is None:
-        return Handle(tensor if out is None else out.copy_(tensor), None, axis, counter)
+        return Handle(
+            tensor if out is None else out.copy_(tensor),
+            None,
+            axis,
+            counter,
+        )
     n = group.size()
     if out is None:
         out = tensor.new_empty(tensor.shape[0] // n, *tensor.shape[1:])
-    counter.count_sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n, group)
+    counter.count_sent(
+        "reduce-scatter",
+        axis,
+        tensor.nbytes * (n - 1) // n,
+        group,
+    )
     with counter.waiting(axis, tensor):
         if not counter.gloo:
             work = dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
@@ -281,7 +308,12 @@ def start_all_gather(
 ) -> Handle:
     """[k, ...] -> [n*k, ...]: starts to join the group's tensors along dimension 0."""
     if group is None:
-        return Handle(tensor if out is None else out.copy_(tensor), None, axis, counter)
+        return Handle(
+            tensor if out is None else out.copy_(tensor),
+            None,
+            axis,
+            counter,
+        )
     n = group.size()
     if out is None:
         out = tensor.new_empty(n * tensor.shape[0], *tensor.shape[1:])
@@ -306,7 +338,10 @@ class Message(NamedTuple):
 
 
 def start_messages(
-    messages: Sequence[Message], group: dist.ProcessGroup, axis: str, counter: CommCounter
+    messages: Sequence[Message],
+    group: dist.ProcessGroup,
+    axis: str,
+    counter: CommCounter,
 ) -> list[Handle]:
     """Starts all messages together, which NCCL runs as one kernel. Returns a handle for each, in
     the same order."""
@@ -329,7 +364,13 @@ def start_messages(
     for message, work in zip(messages, works, strict=True):
         size = message.tensor.nbytes
         if not message.receives:
-            counter.count_sent("send", axis, size, group, to=message.peer)
+            counter.count_sent(
+                "send",
+                axis,
+                size,
+                group,
+                to=message.peer,
+            )
         elif counter.trace is not None:
             counter.trace.receive(axis, size, (message.peer, dist.get_rank()))
         operation = _description(message)
@@ -422,7 +463,10 @@ def all_gather(
 
 
 def all_to_all(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: str,
+    counter: CommCounter,
 ) -> Tensor:
     """[n, ...] -> [n, ...]: sends piece i to the i-th rank of the group; piece i of the result is
     that rank's."""

@@ -77,7 +77,13 @@ def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
         timeout=TIMEOUT,
         device_id=bound_device,
     )
-    return ControlPath.join(store, env.rank, env.world_size, env.local_world_size, TIMEOUT)
+    return ControlPath.join(
+        store,
+        env.rank,
+        env.world_size,
+        env.local_world_size,
+        TIMEOUT,
+    )
 
 
 def connect_thread(name: str, node: int) -> tuple[ControlPath, Group | None]:
@@ -94,7 +100,12 @@ def connect_thread(name: str, node: int) -> tuple[ControlPath, Group | None]:
     world = dist.get_world_size()
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
     control = ControlPath.join(store, rank, world, node, TIMEOUT)
-    tensor_group = dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, world, TIMEOUT)
+    tensor_group = dist.ProcessGroupGloo(
+        dist.PrefixStore("all", store),
+        rank,
+        world,
+        TIMEOUT,
+    )
     return control, cast(Group, tensor_group)
 
 

@@ -27,15 +27,37 @@ FAN_OUT = 16
 class Group(Protocol):
     """The methods of a gloo group that are used here."""
 
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> dist.Work: ...
+    def allreduce(
+        self,
+        tensors: list[Tensor],
+        opts: dist.AllreduceOptions,
+        /,
+    ) -> dist.Work: ...
 
     def reduce(self, tensors: list[Tensor], opts: dist.ReduceOptions, /) -> dist.Work: ...
 
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> dist.Work: ...
+    def broadcast(
+        self,
+        tensors: list[Tensor],
+        opts: dist.BroadcastOptions,
+        /,
+    ) -> dist.Work: ...
 
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
+    def send(
+        self,
+        tensors: list[Tensor],
+        to: int,
+        tag: int,
+        /,
+    ) -> dist.Work: ...
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
+    def recv(
+        self,
+        tensors: list[Tensor],
+        source: int,
+        tag: int,
+        /,
+    ) -> dist.Work: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +79,12 @@ class Level:
         return self.size * self.stride >= world
 
 
-def levels_of(rank: int, world: int, node: int, fan_out: int = FAN_OUT) -> list[Level]:
+def levels_of(
+    rank: int,
+    world: int,
+    node: int,
+    fan_out: int = FAN_OUT,
+) -> list[Level]:
     """Returns the levels that `rank` takes part in, lowest first; it leads all but the last. Empty
     for a world of one rank.
 
@@ -82,7 +109,10 @@ class ControlPath:
     in the same order."""
 
     def __init__(
-        self, rank: int = 0, world: int = 1, tree: Sequence[tuple[Level, Group]] | None = None
+        self,
+        rank: int = 0,
+        world: int = 1,
+        tree: Sequence[tuple[Level, Group]] | None = None,
     ):
         """Without a `tree`, messages use torch's default group; without that, there are none."""
         self._rank = rank
@@ -121,7 +151,12 @@ class ControlPath:
 
     def maximum(self, value: float) -> float:
         """Returns the largest `value` of all ranks."""
-        return float(self._reduced(torch.tensor([value], dtype=torch.float64), dist.ReduceOp.MAX))
+        return float(
+            self._reduced(
+                torch.tensor([value], dtype=torch.float64),
+                dist.ReduceOp.MAX,
+            )
+        )
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
@@ -145,7 +180,8 @@ class ControlPath:
             for index, work in enumerate(works, 1):
                 work.wait()
                 messages += msgspec.msgpack.decode(
-                    arrived[index].numpy().tobytes(), type=list[bytes]
+                    arrived[index].numpy().tobytes(),
+                    type=list[bytes],
                 )
         return messages
 

@@ -46,14 +46,23 @@ def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> d
     if not in_place:
         own_piece.copy_(tensor)
     works = [
-        dist.broadcast(piece, group=group, group_src=rank, async_op=True)
+        dist.broadcast(
+            piece,
+            group=group,
+            group_src=rank,
+            async_op=True,
+        )
         for rank, piece in enumerate(pieces)
     ]
     return CombinedWork(works)
 
 
 def start_exchange(
-    tensor: Tensor, out: Tensor, to: int, source: int, group: dist.ProcessGroup
+    tensor: Tensor,
+    out: Tensor,
+    to: int,
+    source: int,
+    group: dist.ProcessGroup,
 ) -> dist.Work:
     """Starts to send `tensor` to the group's rank `to` and to receive `out` from its rank `source`:
     an all-to-all whose other pieces are empty. All members must call it.
@@ -63,7 +72,12 @@ def start_exchange(
     receive = [0] * group.size()
     receive[source] = out.numel()
     work = dist.all_to_all_single(
-        out.view(-1), tensor.view(-1), receive, send, group=group, async_op=True
+        out.view(-1),
+        tensor.view(-1),
+        receive,
+        send,
+        group=group,
+        async_op=True,
     )
     assert work is not None
     return work
@@ -93,7 +107,12 @@ class ReduceScatter:
             self.work = start_exchange(pieces[peer], self.arrived, peer, peer, group)
         else:
             self.arrived = torch.empty_like(pieces)
-            self.work = dist.all_to_all_single(self.arrived, pieces, group=group, async_op=True)
+            self.work = dist.all_to_all_single(
+                self.arrived,
+                pieces,
+                group=group,
+                async_op=True,
+            )
 
     def finish(self) -> None:
         """Sums the pieces into `out`."""

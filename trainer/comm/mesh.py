@@ -59,7 +59,18 @@ PARENTS |= {
 PARENTS |= dict.fromkeys(DOMAIN_GROUPS, "experts")
 #: Groups for which computation waits at once: their kernels run before those that only have to end
 #: with the step.
-URGENT = frozenset({"tp", "cp", "ep", "kv", "pp", "experts", "etp", *DOMAIN_GROUPS})
+URGENT = frozenset(
+    {
+        "tp",
+        "cp",
+        "ep",
+        "kv",
+        "pp",
+        "experts",
+        "etp",
+        *DOMAIN_GROUPS,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,11 @@ class Mesh:
 
     @classmethod
     def from_plan(
-        cls, plan: Plan, rank: int, timeout: timedelta | None = None, split: bool | None = None
+        cls,
+        plan: Plan,
+        rank: int,
+        timeout: timedelta | None = None,
+        split: bool | None = None,
     ) -> Mesh:
         """Creates this rank's process groups, in the same order on all ranks of the plan.
         Collective.
@@ -105,7 +120,12 @@ class Mesh:
                 parent = groups.get(PARENTS.get(name, "")) if split else None
                 group_ranks = _ends(members["pp"]) if outside else ranks
                 created[key] = _make(
-                    name, group_ranks, rank, parent=parent, split=split, timeout=timeout
+                    name,
+                    group_ranks,
+                    rank,
+                    parent=parent,
+                    split=split,
+                    timeout=timeout,
                 )
             groups[name] = created[key]
         return cls._of(plan, rank, members, groups)
@@ -198,12 +218,21 @@ def _make(
 ) -> dist.ProcessGroup | None:
     """Creates the group of `ranks`. Returns None on a rank of the parent that is not a member."""
     if split:
-        return split_group(parent, ranks, name, timeout, urgent=name in URGENT)
+        return split_group(
+            parent,
+            ranks,
+            name,
+            timeout,
+            urgent=name in URGENT,
+        )
     # torch names a group by the number of earlier groups, so all ranks must create equally many.
     if rank not in ranks:
         ranks = (rank,)
     group = dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+        list(ranks),
+        timeout=timeout,
+        use_local_synchronization=True,
+        group_desc=name,
     )
     return group if isinstance(group, dist.ProcessGroup) and len(ranks) > 1 else None
 
@@ -222,7 +251,12 @@ def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     if name == "kv":
         return _kv_replicas(plan, rank)
     if name in ("shard", "replica"):
-        return _hybrid(members_of(plan, "grad", rank), plan.parallel.zero_group, name, rank)
+        return _hybrid(
+            members_of(plan, "grad", rank),
+            plan.parallel.zero_group,
+            name,
+            rank,
+        )
     if name in DOMAIN_GROUPS:
         if not is_hierarchical(plan):
             return ()
@@ -258,7 +292,11 @@ def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
         peers = _along(plan, axes(par), rank)
         return tuple(peer for peer in peers if plan.ranks[peer].coord.tp % etp == coord.tp % etp)
     if name == "expert_model":
-        outside_tp = _along(plan, tuple(axis for axis in axes(par) if axis != "tp"), rank)
+        outside_tp = _along(
+            plan,
+            tuple(axis for axis in axes(par) if axis != "tp"),
+            rank,
+        )
         return tuple(
             sorted(
                 model_rank for peer in outside_tp for model_rank in members_of(plan, "model", peer)
@@ -273,7 +311,10 @@ def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     if name == "expert_grad":
         return with_same_experts
     return _hybrid(
-        with_same_experts, par.zero_group // spread(par), name.removeprefix("expert_"), rank
+        with_same_experts,
+        par.zero_group // spread(par),
+        name.removeprefix("expert_"),
+        rank,
     )
 
 
@@ -285,7 +326,12 @@ def _along(plan: Plan, over: tuple[str, ...], rank: int) -> tuple[int, ...]:
     return tuple(sorted(peers))
 
 
-def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:
+def _hybrid(
+    ranks: tuple[int, ...],
+    size: int,
+    name: str,
+    rank: int,
+) -> tuple[int, ...]:
     """Returns a hybrid-sharding group of `rank`. `ranks` are cut into runs of `size` neighbours (0:
     one run): a run is a "shard" group, and ranks with equal positions in their runs are "replica"
     groups."""

@@ -34,7 +34,12 @@ def start_all_to_all_uneven(
     out = rows.new_empty(sum(received), *rows.shape[1:])
     unsent = sent[group.rank()]
     row_bytes = rows[:1].nbytes if len(rows) else 0
-    counter.count_sent("all-to-all", axis, (len(rows) - unsent) * row_bytes, group)
+    counter.count_sent(
+        "all-to-all",
+        axis,
+        (len(rows) - unsent) * row_bytes,
+        group,
+    )
     for rank, (count, level) in enumerate(zip(sent, levels, strict=bool(levels))):
         if rank != group.rank():
             counter.levels[level] += count * row_bytes
@@ -45,7 +50,14 @@ def start_all_to_all_uneven(
     with contextlib.ExitStack() as waits:
         for name in names:
             waits.enter_context(counter.waiting(name, rows))
-        work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
+        work = dist.all_to_all_single(
+            out,
+            rows,
+            received,
+            sent,
+            group=group,
+            async_op=True,
+        )
     assert work is not None  # since it is asynchronous
     ended = counter.on_arrival(work)
 
@@ -63,7 +75,11 @@ def start_all_to_all_uneven(
 
 
 def all_gather_uneven(
-    rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
+    rows: Tensor,
+    sizes: list[int],
+    group: dist.ProcessGroup,
+    axis: str,
+    counter: CommCounter,
 ) -> Tensor:
     """[sizes[this rank], ...] -> [sum of `sizes`, ...]: joins the rows of all ranks of the group,
     in their order."""
@@ -72,12 +88,23 @@ def all_gather_uneven(
     pieces = list(out.split(sizes))
     pieces[index].copy_(rows)
     sent = [rows] * len(sizes)
-    _exchange("all-gather", sent, pieces, group, axis=axis, counter=counter)
+    _exchange(
+        "all-gather",
+        sent,
+        pieces,
+        group,
+        axis=axis,
+        counter=counter,
+    )
     return out
 
 
 def reduce_scatter_uneven(
-    rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
+    rows: Tensor,
+    sizes: list[int],
+    group: dist.ProcessGroup,
+    axis: str,
+    counter: CommCounter,
 ) -> Tensor:
     """[sum of `sizes`, ...] -> [sizes[this rank], ...]: sums this rank's rows over the group, in
     the order of the ranks."""
@@ -87,7 +114,14 @@ def reduce_scatter_uneven(
         piece if index == own_index else torch.empty_like(pieces[own_index])
         for index, piece in enumerate(pieces)
     ]
-    _exchange("reduce-scatter", pieces, arrived, group, axis=axis, counter=counter)
+    _exchange(
+        "reduce-scatter",
+        pieces,
+        arrived,
+        group,
+        axis=axis,
+        counter=counter,
+    )
     total = arrived[0].clone()
     for piece in arrived[1:]:
         total += piece
@@ -110,7 +144,12 @@ def _exchange(
         for index, rank in enumerate(dist.get_process_group_ranks(group))
         if index != group.rank()
     ]
-    counter.count_sent(operation, axis, sum(to[index].nbytes for index, _ in peers), group)
+    counter.count_sent(
+        operation,
+        axis,
+        sum(to[index].nbytes for index, _ in peers),
+        group,
+    )
     ended = counter.on_arrival()
     with counter.waiting(axis, to[0]):
         operations = [

@@ -105,10 +105,15 @@ def look_ahead(batch: MicroBatch, depth: int) -> MicroBatch:
         target = F.pad(batch.targets[:, k:], end, value=IGNORED)
         if batch.documents is not None:
             numbers = batch.documents.numbers
-            target = target.masked_fill(numbers != F.pad(numbers[:, k:], end, value=-1), IGNORED)
+            target = target.masked_fill(
+                numbers != F.pad(numbers[:, k:], end, value=-1),
+                IGNORED,
+            )
         targets.append(target)
     return replace(
-        batch, next_tokens=torch.stack(tokens, -1), next_targets=torch.stack(targets, -1)
+        batch,
+        next_tokens=torch.stack(tokens, -1),
+        next_targets=torch.stack(targets, -1),
     )
 
 

@@ -43,7 +43,9 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 def rate_limited(
-    progress: Progress, every_s: float, clock: Callable[[], float] = time.monotonic
+    progress: Progress,
+    every_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Wraps `progress` so that it is called at most once per `every_s` seconds, and always for the
     first and the last report of a phase."""
@@ -150,7 +152,11 @@ def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progre
 
 
 def _build(
-    cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenizer, report: Progress
+    cache: Path,
+    key: str,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    report: Progress,
 ) -> None:
     """Builds the token files in a private folder, then renames it. Deletes the leftovers of killed
     processes first."""
@@ -162,7 +168,11 @@ def _build(
         writer = TokenWriter(folder, tokenizer)
         try:
             _encode(sources, tokenizer, writer, report)
-            writer.close(key, len(sources), sum(source.size for source in sources))
+            writer.close(
+                key,
+                len(sources),
+                sum(source.size for source in sources),
+            )
         finally:
             writer.abandon()
         try:
@@ -177,7 +187,10 @@ def _build(
 
 
 def _encode(
-    sources: Sequence[Source], tokenizer: Tokenizer, writer: TokenWriter, report: Progress
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    writer: TokenWriter,
+    report: Progress,
 ) -> None:
     total = sum(source.size for source in sources)
     done = 0

@@ -86,7 +86,10 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
                 continue
             name = f"{path}/{file_path.relative_to(resolved_root).as_posix()}"
             _add(
-                sources, name, file_path.resolve() if file.is_symlink() else file_path, file.stat()
+                sources,
+                name,
+                file_path.resolve() if file.is_symlink() else file_path,
+                file.stat(),
             )
     if not sources:
         counts = [f"{count} {suffix}" for suffix, count in ignored.most_common(4)]
@@ -97,7 +100,12 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
     return list(sources.values())
 
 
-def _add(sources: dict[Path, Source], name: str, file: Path, status: os.stat_result) -> None:
+def _add(
+    sources: dict[Path, Source],
+    name: str,
+    file: Path,
+    status: os.stat_result,
+) -> None:
     sources.setdefault(file, Source(name, file, status.st_size, status.st_mtime_ns))
 
 

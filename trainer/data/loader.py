@@ -23,7 +23,13 @@ class Loader:
     """Reads the samples of `samples_of_step` from a token store. Its only state is the
     read-ahead."""
 
-    def __init__(self, plan: Plan, coord: Coord, store: TokenStore, pin_memory: bool = False):
+    def __init__(
+        self,
+        plan: Plan,
+        coord: Coord,
+        store: TokenStore,
+        pin_memory: bool = False,
+    ):
         """`pin_memory` puts batches into page-locked memory, from which copies to a CUDA device
         overlap with computation.
 

@@ -38,7 +38,11 @@ class Permutation:
         digest = hashlib.blake2b(key_source, digest_size=8 * _ROUNDS).digest()
         keys = tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
         object.__setattr__(self, "_keys", keys)
-        object.__setattr__(self, "_half_bits", max(1, ((self.size - 1).bit_length() + 1) // 2))
+        object.__setattr__(
+            self,
+            "_half_bits",
+            max(1, ((self.size - 1).bit_length() + 1) // 2),
+        )
 
     def __call__(self, index: int) -> int:
         if not 0 <= index < self.size:
@@ -103,7 +107,10 @@ def samples_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) -> int
 
 
 def samples_of_step(
-    parallel: Parallel, coord: Coord, consumed: int, micro_batches: int | None = None
+    parallel: Parallel,
+    coord: Coord,
+    consumed: int,
+    micro_batches: int | None = None,
 ) -> list[list[int]]:
     """Returns the indices in the global order that a rank reads in the step that starts after
     `consumed` samples: [micro-batches of this replica][micro_batch_size].

@@ -182,7 +182,11 @@ class TokenStore:
     @cached_property
     def tokens(self) -> np.ndarray:
         """All ids, memory-mapped, without a check of their hashes."""
-        return np.memmap(self.folder / "tokens.bin", dtype=self._dtype, mode="r")
+        return np.memmap(
+            self.folder / "tokens.bin",
+            dtype=self._dtype,
+            mode="r",
+        )
 
     @cached_property
     def documents(self) -> np.ndarray:
@@ -212,7 +216,12 @@ class TokenStore:
         stop = ((sample + 1) * seq_len + 1) * width
         first = start // BLOCK_BYTES
         raw = self._verified(first, -(-stop // BLOCK_BYTES))
-        return np.frombuffer(raw, self._dtype, seq_len + 1, start - first * BLOCK_BYTES)
+        return np.frombuffer(
+            raw,
+            self._dtype,
+            seq_len + 1,
+            start - first * BLOCK_BYTES,
+        )
 
     def _verified(self, first: int, end: int) -> bytes:
         """Returns the bytes of the blocks from `first` to before `end`, read once and compared with

@@ -78,7 +78,8 @@ class FileTokenizer:
         self._backend.no_truncation()
         candidates = ((name, self._backend.token_to_id(name)) for name in END_TOKENS)
         self._end, self.eod = next(
-            ((name, number) for name, number in candidates if number is not None), ("", -1)
+            ((name, number) for name, number in candidates if number is not None),
+            ("", -1),
         )
         if not self._end:
             raise DataError(

@@ -81,7 +81,13 @@ class ActivationStore:
             self._slots[tensor.nbytes] = slots
         entry = Entry(self._puts, slots.take(), tensor)
         self._offloaded[entry.serial] = weakref.ref(entry)
-        weakref.finalize(entry, self._release, slots, entry.slot, entry.serial)
+        weakref.finalize(
+            entry,
+            self._release,
+            slots,
+            entry.slot,
+            entry.serial,
+        )
         self._puts += 1
         slots.store(entry, tensor)
         if entry.serial == self._following():
@@ -176,7 +182,10 @@ class _Slots:
         target = self.host.device_tensor(entry.shape, entry.dtype)
         file = self._file
         if file is None:
-            entry.fetch = _Fetch(target, self.host.bring(self._memory[entry.slot], target))
+            entry.fetch = _Fetch(
+                target,
+                self.host.bring(self._memory[entry.slot], target),
+            )
             return
         buffer, thread = self._next_buffer()
 

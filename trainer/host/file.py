@@ -47,7 +47,10 @@ class StateFile:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(
-                prefix="state-", suffix=".offload", dir=folder, buffering=0
+                prefix="state-",
+                suffix=".offload",
+                dir=folder,
+                buffering=0,
             ) as file:
                 self.fd = os.dup(file.fileno())
             self.direct = self._open_direct()
@@ -148,7 +151,12 @@ class StateFile:
             os.close(fd)
 
 
-def _move(transfer: Transfer, fd: int, view: memoryview, offset: int) -> None:
+def _move(
+    transfer: Transfer,
+    fd: int,
+    view: memoryview,
+    offset: int,
+) -> None:
     while view:
         done = transfer(fd, [view], offset)
         if not done:

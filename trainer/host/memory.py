@@ -27,7 +27,10 @@ class HostMemory:
     """One rank's memory on its host. `tensors` lists all of its tensors."""
 
     def __init__(
-        self, device: torch.device, takes_gradients: bool = True, weights: Path | None = None
+        self,
+        device: torch.device,
+        takes_gradients: bool = True,
+        weights: Path | None = None,
     ):
         """`takes_gradients` sends summed gradients to the host. `weights` is the folder of a disk
         that holds weights and gradients, or None to keep them on the device."""
@@ -59,9 +62,16 @@ class HostMemory:
         if numel * dtype.itemsize < LARGE_BYTES:
             return torch.zeros(numel, dtype=dtype)
         pages = mmap.mmap(
-            -1, numel * dtype.itemsize + GAP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            -1,
+            numel * dtype.itemsize + GAP_BYTES,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
         )
-        return torch.frombuffer(pages, dtype=dtype, count=numel, offset=GAP_BYTES)
+        return torch.frombuffer(
+            pages,
+            dtype=dtype,
+            count=numel,
+            offset=GAP_BYTES,
+        )
 
     def blocks(self, size: int) -> Tensor:
         """Allocates `size` bytes on the host that begin on a multiple of `BLOCK`, as transfers past
@@ -71,7 +81,10 @@ class HostMemory:
         return buffer[start : start + size]
 
     def take(
-        self, target: Tensor, source: Tensor, work: torch.distributed.Work | None = None
+        self,
+        target: Tensor,
+        source: Tensor,
+        work: torch.distributed.Work | None = None,
     ) -> torch.cuda.Event | None:
         """Starts to copy `source` from the device to `target`; `wait` waits for it. The copy
         follows `work`, the collective that produces `source`, or else the current stream. Returns

@@ -32,7 +32,11 @@ class ChoiceRecord:
     the first writes."""
 
     def __init__(
-        self, plan: Plan, env: WorkerEnv, engine: Engine, failed: Callable[[OSError], None]
+        self,
+        plan: Plan,
+        env: WorkerEnv,
+        engine: Engine,
+        failed: Callable[[OSError], None],
     ):
         """If a file cannot be written, `failed` is called with the error and the record ends."""
         self.env = env

@@ -244,7 +244,14 @@ class StorageTracker(DispatchMode):
                 "activations" if lifetime.category == "buffers" else lifetime.category
             )
         elif self._opaque and storage_key(storage) not in self._known:
-            self._follow(storage, StorageLifetime(storage.nbytes(), "activations", self._clock()))
+            self._follow(
+                storage,
+                StorageLifetime(
+                    storage.nbytes(),
+                    "activations",
+                    self._clock(),
+                ),
+            )
         return tensor
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -284,7 +291,11 @@ def downsample(points: list[Point], limit: int) -> list[Point]:
         bins.setdefault(int((point.at - start) / width), []).append(point)
     sampled = []
     for interval in bins.values():
-        extremes = (min(interval, key=_total), max(interval, key=_total), interval[-1])
+        extremes = (
+            min(interval, key=_total),
+            max(interval, key=_total),
+            interval[-1],
+        )
         distinct = {id(point): point for point in extremes}
         sampled += sorted(distinct.values(), key=lambda point: point.at)
     return sampled
@@ -362,4 +373,8 @@ class StepMemory:
         if cuda:
             untracked = max(torch.cuda.max_memory_allocated(self.device) - peak.total, 0)
         held = {name: size for name, size in peak.held.items() if name != "host" or size}
-        result.update(held, buffers=held["buffers"] + untracked, total=peak.total + untracked)
+        result.update(
+            held,
+            buffers=held["buffers"] + untracked,
+            total=peak.total + untracked,
+        )

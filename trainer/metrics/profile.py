@@ -25,7 +25,12 @@ class Profile:
     """Profiles the steps of an engine; other steps cost nothing."""
 
     def __init__(
-        self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter
+        self,
+        plan: Plan,
+        env: WorkerEnv,
+        device: torch.device,
+        engine: Engine,
+        reporter: Reporter,
     ):
         self.every = plan.job.metrics.memory_every_steps
         self.traced = plan.job.metrics.trace_steps
@@ -37,7 +42,10 @@ class Profile:
         about = {"plan": plan.hash, "epoch": env.epoch}
         self.trace = StepTrace(path, env.rank, device, self._failed, about)
         self.choices = ChoiceRecord(
-            plan, env, engine, lambda error: reporter.event("record_failed", error=str(error))
+            plan,
+            env,
+            engine,
+            lambda error: reporter.event("record_failed", error=str(error)),
         )
 
     @contextlib.contextmanager
@@ -61,7 +69,10 @@ class Profile:
                 around.callback(setattr, engine.counter, "trace", None)
                 around.enter_context(
                     self.trace.step(
-                        number, self.memory.points, engine.pipeline.action_times, engine.timer
+                        number,
+                        self.memory.points,
+                        engine.pipeline.action_times,
+                        engine.timer,
                     )
                 )
             around.enter_context(self.memory.measure(measured))

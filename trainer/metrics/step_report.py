@@ -52,7 +52,11 @@ class StepReports:
         self._reported = 0.0  # perf_counter at the end of the latest report
 
     def report(
-        self, step: EnqueuedStep, loss: float | None, terms: dict[str, float], norm: float
+        self,
+        step: EnqueuedStep,
+        loss: float | None,
+        terms: dict[str, float],
+        norm: float,
     ) -> None:
         """Reports a finished step. Its seconds begin where those of the previous step ended, if
         that was later than its start."""

@@ -37,7 +37,11 @@ class StepResult:
     is."""
 
     def __init__(
-        self, engine: Engine, values: Sequence[Tensor], measured: bool, table: Tensor | None = None
+        self,
+        engine: Engine,
+        values: Sequence[Tensor],
+        measured: bool,
+        table: Tensor | None = None,
     ):
         """Closes the step's accounts of times and bytes. `values` are 0-d tensors on the engine's
         device, `table` is a 2-d one."""
@@ -87,4 +91,10 @@ class StepResult:
                 phases |= self._actions.seconds_by_pass()
         waited = self._comm.seconds()
         levels = {level: waited.pop(level) for level in LEVELS if level in waited}
-        return StepTimes(self.measured, phases, waited, levels, self._actions.idle_seconds())
+        return StepTimes(
+            self.measured,
+            phases,
+            waited,
+            levels,
+            self._actions.idle_seconds(),
+        )

@@ -110,7 +110,13 @@ class StepTrace:
     # -------------------------------------------------------------------------------------------
     #     transfers
 
-    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
+    def transfer(
+        self,
+        name: str,
+        axis: str,
+        size: int,
+        ranks: Sequence[int],
+    ) -> None:
         """Records that a transfer starts now."""
         self._sent = Transfer(name, axis, size, self._now())
         self._transfers.append(self._sent)
@@ -153,17 +159,35 @@ class StepTrace:
             torch.cuda.synchronize()  # its events are read now; only traced steps pay for this
         spans = timer.spans
         timer.spans = None
-        self._span(STEPS, f"step {number}", self._origin_s, perf_counter(), {})
+        self._span(
+            STEPS,
+            f"step {number}",
+            self._origin_s,
+            perf_counter(),
+            {},
+        )
         for (kind, stage, micro_batch), start, end in actions.step.spans():
             action = {"stage": stage, "micro_batch": micro_batch}
             began = actions.step.began
-            self._span(ACTIONS, kind.name, began + start, began + end, action)
+            self._span(
+                ACTIONS,
+                kind.name,
+                began + start,
+                began + end,
+                action,
+            )
         for name, start, end in spans or []:
             self._span(PHASES, name, start, end, {})
         for number, transfer in enumerate(self._transfers):
             self._transfer(len(self._events) + number, transfer)
         for at, held in downsample(points(), MOST_POINTS):
-            self._event("C", "memory", max(at, self._origin_s), 0, args=held)
+            self._event(
+                "C",
+                "memory",
+                max(at, self._origin_s),
+                0,
+                args=held,
+            )
         try:
             write_trace(self.path, self._events, self.about)
         except OSError as error:
@@ -172,20 +196,60 @@ class StepTrace:
     def _transfer(self, number: int, transfer: Transfer) -> None:
         identity = {"cat": transfer.axis, "id": number}
         args = {"bytes": transfer.size}
-        self._event("b", transfer.name, self._at(transfer.start), 0, **identity, args=args)
+        self._event(
+            "b",
+            transfer.name,
+            self._at(transfer.start),
+            0,
+            **identity,
+            args=args,
+        )
         if transfer.end is not None:
             end_source = "measured" if transfer.measured else "waited for"
             self._event(
-                "e", transfer.name, self._at(transfer.end), 0, **identity, args={"end": end_source}
+                "e",
+                transfer.name,
+                self._at(transfer.end),
+                0,
+                **identity,
+                args={"end": end_source},
             )
 
-    def _span(self, row: int, name: str, start: float, end: float, args: dict[str, Any]) -> None:
-        self._event("X", name, start, row, dur=_microseconds(end - start), args=args)
+    def _span(
+        self,
+        row: int,
+        name: str,
+        start: float,
+        end: float,
+        args: dict[str, Any],
+    ) -> None:
+        self._event(
+            "X",
+            name,
+            start,
+            row,
+            dur=_microseconds(end - start),
+            args=args,
+        )
 
-    def _event(self, phase: str, name: str, at: float, row: int, **fields: Any) -> None:
+    def _event(
+        self,
+        phase: str,
+        name: str,
+        at: float,
+        row: int,
+        **fields: Any,
+    ) -> None:
         start = _microseconds(at - (self._zero or 0.0))
         self._events.append(
-            {"ph": phase, "name": name, "pid": self.rank, "tid": row, "ts": start, **fields}
+            {
+                "ph": phase,
+                "name": name,
+                "pid": self.rank,
+                "tid": row,
+                "ts": start,
+                **fields,
+            }
         )
 
 
@@ -199,8 +263,19 @@ def write_trace(path: Path, events: list[dict[str, Any]], about: dict[str, Any])
     path.chmod(0o600)
 
 
-def _named(kind: str, rank: int, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}
+def _named(
+    kind: str,
+    rank: int,
+    row: int,
+    name: str,
+) -> dict[str, Any]:
+    return {
+        "ph": "M",
+        "name": kind,
+        "pid": rank,
+        "tid": row,
+        "args": {"name": name},
+    }
 
 
 def _microseconds(seconds: float) -> float:

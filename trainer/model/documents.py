@@ -32,7 +32,9 @@ class Documents:
     numbers: Tensor
     lengths: tuple[tuple[int, ...], ...]
     _segments: dict[tuple[Ranges, Ranges], Segments] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict,
+        repr=False,
+        compare=False,
     )
 
     @classmethod
@@ -59,7 +61,11 @@ class Documents:
         return self._segments[queries, keys]
 
 
-def pairs(lengths: Sequence[Sequence[int]], queries: Ranges, keys: Ranges) -> list[tuple[int, int]]:
+def pairs(
+    lengths: Sequence[Sequence[int]],
+    queries: Ranges,
+    keys: Ranges,
+) -> list[tuple[int, int]]:
     """Returns the lengths (queries, keys) of each document in turn; neighbouring documents that
     both have no queries, or no keys, are joined."""
     runs = list[tuple[int, int]]()

@@ -96,7 +96,11 @@ class Dropout(Seeded):
         if not self.rate:
             return x
         assert token_index is not None
-        keep = kept(mix(token_index * _STEP + self.salt)[..., None], self.counters, self.rate)
+        keep = kept(
+            mix(token_index * _STEP + self.salt)[..., None],
+            self.counters,
+            self.rate,
+        )
         return _Masked.apply(x, keep, self.scale)
 
 
@@ -140,10 +144,20 @@ class Jitter(Seeded):
 
     def forward(self, x: Tensor, token_index: Tensor) -> Tensor:
         """`token_index` int64 [n]: the numbers of the tokens in `x`."""
-        return _Jittered.apply(x, mix(spread(token_index) + self.salt), self.counters, self.rate)
+        return _Jittered.apply(
+            x,
+            mix(spread(token_index) + self.salt),
+            self.counters,
+            self.rate,
+        )
 
 
-def jitter_noise(rows: Tensor, columns: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+def jitter_noise(
+    rows: Tensor,
+    columns: Tensor,
+    rate: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Returns the random factors [n, hidden] of mixed int64 [n] and [hidden], by multiplicative
     hashing as in `kept`."""
     bits = (rows[:, None] * (columns | 1)) >> (64 - _BITS) & ((1 << _BITS) - 1)
@@ -152,7 +166,13 @@ def jitter_noise(rows: Tensor, columns: Tensor, rate: float, dtype: torch.dtype)
 
 class _Jittered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        rate: float,
+    ) -> Tensor:
         ctx.save_for_backward(rows, columns)
         ctx.rate = rate
         return x * jitter_noise(rows, columns, rate, x.dtype)

@@ -121,7 +121,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, token_index: Tensor | None = None) -> Tensor:
         routing = self.router(
-            x.flatten(0, -2), None if token_index is None else token_index.flatten()
+            x.flatten(0, -2),
+            None if token_index is None else token_index.flatten(),
         )
         if self.terms is not None:
             x = self._add_terms(x, routing, self.terms)
@@ -132,7 +133,12 @@ class MixtureOfExperts(nn.Module):
         def shared() -> Tensor | None:
             return None if self.shared is None else self.shared_out(self.shared(self.shared_in(x)))
 
-        out, shared_out = self.dispatch(x.flatten(0, -2), routing, self.experts, shared)
+        out, shared_out = self.dispatch(
+            x.flatten(0, -2),
+            routing,
+            self.experts,
+            shared,
+        )
         return out.view_as(x) if shared_out is None else out.view_as(x) + shared_out
 
     def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
@@ -146,7 +152,12 @@ class MixtureOfExperts(nn.Module):
             balance = moe.balance_loss * sequence_balance(routing, counts)
             x = terms.add(BALANCE, x, balance, divisor=terms.samples)
         if moe.z_loss:
-            x = terms.add(Z, x, moe.z_loss * z_sum(routing), divisor=terms.tokens)
+            x = terms.add(
+                Z,
+                x,
+                moe.z_loss * z_sum(routing),
+                divisor=terms.tokens,
+            )
         return x
 
     def _drop(self, routing: Routing, sequences: int) -> Routing:
@@ -211,7 +222,13 @@ class Copies(NamedTuple):
             weights = weights[: len(positions.of_copies)]
             order = order[: len(positions.of_copies)]
         token = order // routing.experts.shape[-1]
-        return cls(copied(x, token, positions), weights, counts, token, positions)
+        return cls(
+            copied(x, token, positions),
+            weights,
+            counts,
+            token,
+            positions,
+        )
 
     def summed(self, out: Tensor) -> Tensor:
         """Sums the experts' results for the copies, [m, hidden], per token -> [n, hidden]."""
@@ -219,7 +236,10 @@ class Copies(NamedTuple):
 
 
 def dispatch(
-    x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    meanwhile: Meanwhile,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes a layer whose experts are all on this rank."""
     copies = Copies.of(x, routing, experts.count)

@@ -54,7 +54,8 @@ def round_to(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
     max_code = torch.finfo(dtype).max
     scale = max_code / largest.to(accumulation_dtype(x.dtype)).clamp(min=LEAST)
     return Rounded(
-        to_float8((x.to(scale.dtype) * scale).clamp(-max_code, max_code), dtype), 1 / scale
+        to_float8((x.to(scale.dtype) * scale).clamp(-max_code, max_code), dtype),
+        1 / scale,
     )
 
 
@@ -127,11 +128,17 @@ class TensorOp(LinearOp):
         )
 
     def _weight(self, weight: Tensor) -> Rounded:
-        return round_to(weight.detach(), self.largest_weight(weight.detach().abs().amax()), E4M3)
+        return round_to(
+            weight.detach(),
+            self.largest_weight(weight.detach().abs().amax()),
+            E4M3,
+        )
 
     def _grad(self, grad: Tensor) -> Rounded:
         return self.shared.grads.get(
-            grad, self, lambda: round_to(grad, self.largest_grad(grad.abs().amax()), E5M2)
+            grad,
+            self,
+            lambda: round_to(grad, self.largest_grad(grad.abs().amax()), E5M2),
         )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -169,7 +176,9 @@ class BlockOp(LinearOp):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rounded = self.shared.inputs.get(
-            x, (1, BLOCK), lambda: in_blocks(x.flatten(0, -2), 1, BLOCK)
+            x,
+            (1, BLOCK),
+            lambda: in_blocks(x.flatten(0, -2), 1, BLOCK),
         )
         dtype = accumulation_dtype(x.dtype)
         values = from_blocks(rounded, 1, BLOCK, dtype).view(x.shape)
@@ -177,23 +186,42 @@ class BlockOp(LinearOp):
         return (out if bias is None else out + bias).to(x.dtype)
 
     def saved(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.shared.tokens.get(x, (BLOCK, 1), lambda: in_blocks(x.flatten(0, -2), BLOCK, 1))
+        return self.shared.tokens.get(
+            x,
+            (BLOCK, 1),
+            lambda: in_blocks(x.flatten(0, -2), BLOCK, 1),
+        )
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
         dtype = accumulation_dtype(grad.dtype)
-        values = from_blocks(in_blocks(grad.flatten(0, -2), 1, BLOCK), 1, BLOCK, dtype)
+        values = from_blocks(
+            in_blocks(grad.flatten(0, -2), 1, BLOCK),
+            1,
+            BLOCK,
+            dtype,
+        )
         return (values.view(grad.shape) @ _block_weight(weight, dtype)).to(grad.dtype)
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
         dtype = accumulation_dtype(grad.dtype)
-        values = from_blocks(in_blocks(grad.flatten(0, -2), BLOCK, 1), BLOCK, 1, dtype)
+        values = from_blocks(
+            in_blocks(grad.flatten(0, -2), BLOCK, 1),
+            BLOCK,
+            1,
+            dtype,
+        )
         codes, unit = saved
         return (values.T @ from_blocks(Rounded(codes, unit), BLOCK, 1, dtype)).to(grad.dtype)
 
 
 def _block_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the weight, rounded in blocks of 128 x 128."""
-    return from_blocks(in_blocks(weight.detach(), BLOCK, BLOCK), BLOCK, BLOCK, dtype)
+    return from_blocks(
+        in_blocks(weight.detach(), BLOCK, BLOCK),
+        BLOCK,
+        BLOCK,
+        dtype,
+    )
 
 
 def in_blocks(x: Tensor, rows: int, columns: int) -> Rounded:
@@ -202,18 +230,33 @@ def in_blocks(x: Tensor, rows: int, columns: int) -> Rounded:
     m, n = x.shape
     padded = F.pad(x.detach().abs(), (0, -n % columns, 0, -m % rows))
     largest = padded.view(padded.shape[0] // rows, rows, -1, columns).amax((1, 3))
-    codes, _ = round_to(x.detach(), _spread(largest, x.shape, rows, columns), E4M3)
+    codes, _ = round_to(
+        x.detach(),
+        _spread(largest, x.shape, rows, columns),
+        E4M3,
+    )
     return Rounded(
-        codes, largest.to(accumulation_dtype(x.dtype)).clamp(min=LEAST) / torch.finfo(E4M3).max
+        codes,
+        largest.to(accumulation_dtype(x.dtype)).clamp(min=LEAST) / torch.finfo(E4M3).max,
     )
 
 
-def from_blocks(rounded: Rounded, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def from_blocks(
+    rounded: Rounded,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """Returns the values [m, n] of `in_blocks`."""
     return rounded.codes.to(dtype) * _spread(rounded.unit, rounded.codes.shape, rows, columns)
 
 
-def _spread(blocks: Tensor, shape: torch.Size, rows: int, columns: int) -> Tensor:
+def _spread(
+    blocks: Tensor,
+    shape: torch.Size,
+    rows: int,
+    columns: int,
+) -> Tensor:
     """One value per block -> one per element, [m, n]."""
     m, n = shape
     by_row = blocks.repeat_interleave(rows, 0)[:m]

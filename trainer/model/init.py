@@ -31,7 +31,10 @@ class Slice(Protocol):
 
 @torch.no_grad()
 def init_stage(
-    stage: Stage, model: Model, seed: int, table: Mapping[str, Slice] | None = None
+    stage: Stage,
+    model: Model,
+    seed: int,
+    table: Mapping[str, Slice] | None = None,
 ) -> None:
     """Fills every parameter in place. `table` gives the slice of the full tensor that a parameter
     holds (default: all).
@@ -50,7 +53,14 @@ def init_stage(
             info = table[name]
             param.zero_()  # padding stays zero: its gradient is zero and weight decay keeps it zero
             local = info.valid(param)
-            fill(local, name, info.global_shape, info.global_slices, model=model, seed=seed)
+            fill(
+                local,
+                name,
+                info.global_shape,
+                info.global_slices,
+                model=model,
+                seed=seed,
+            )
 
 
 def fill(
@@ -70,7 +80,14 @@ def fill(
         for index in range(rows.start, rows.stop):
             expert = f"{name}/{index}"
             local = out[index - rows.start]
-            fill(local, expert, shape[1:], where[1:], model=model, seed=seed)
+            fill(
+                local,
+                expert,
+                shape[1:],
+                where[1:],
+                model=model,
+                seed=seed,
+            )
         return
     deviation = std(name, model)
     for block in range(rows.start // ROWS, -(-rows.stop // ROWS)):
@@ -81,7 +98,12 @@ def fill(
         if first >= stop:
             continue
         generator = torch.Generator(out.device).manual_seed(_seed(seed, name, block))
-        drawn = torch.empty(high - low, *shape[1:], dtype=torch.float32, device=out.device)
+        drawn = torch.empty(
+            high - low,
+            *shape[1:],
+            dtype=torch.float32,
+            device=out.device,
+        )
         drawn.normal_(0.0, deviation, generator=generator)
         needed = drawn[first - low : stop - low][(slice(None), *where[1:])]
         out[first - rows.start : stop - rows.start].copy_(needed)

@@ -89,7 +89,13 @@ def run(linear: Linear, x: Tensor) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: LinearOp) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        op: LinearOp,
+    ) -> Tensor:
         ctx.op = op
         ctx.save_for_backward(weight, *op.saved(x))
         return op.forward(x, weight, bias)

@@ -21,7 +21,10 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     [b, s] -> scalar in at least fp32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.flatten(0, -2),
+        targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
     )
 
 
@@ -62,7 +65,12 @@ class LossTerms:
         self._copies |= dict.fromkeys(names, copies)
 
     def start(
-        self, loss_scale: Tensor, valid_tokens: int, micro_batches: int, samples: int, tokens: int
+        self,
+        loss_scale: Tensor,
+        valid_tokens: int,
+        micro_batches: int,
+        samples: int,
+        tokens: int,
     ) -> None:
         """Begins a step. `loss_scale` is 0-d on the device; `valid_tokens`, `samples` and `tokens`
         are global counts. Micro-batches from number `micro_batches` on are padding, whose terms are
@@ -91,7 +99,13 @@ class LossTerms:
         micro_batch = self._running.forward_of
         return micro_batch is not None and micro_batch < self._micro_batches
 
-    def add(self, name: str, x: Tensor, value: Tensor, divisor: float | None = None) -> Tensor:
+    def add(
+        self,
+        name: str,
+        x: Tensor,
+        value: Tensor,
+        divisor: float | None = None,
+    ) -> Tensor:
         """Adds `value` (0-d) / `divisor` to the loss; the default divisor is the step's global
         number of valid tokens. Returns `x`, through which the term gets its gradient.
 
@@ -115,7 +129,13 @@ class LossTerms:
 
 class _Attached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, loss_scale: Tensor, share: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        value: Tensor,
+        loss_scale: Tensor,
+        share: float,
+    ) -> Tensor:
         ctx.loss_scale = loss_scale
         ctx.share = share
         ctx.dtype = value.dtype

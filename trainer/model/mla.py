@@ -48,7 +48,11 @@ class LatentAttention(nn.Module):
         self.scale = attention_scale(model)
 
     def forward(
-        self, x: Tensor, token_index: Tensor | None, documents: Documents | None, rope: Rope | None
+        self,
+        x: Tensor,
+        token_index: Tensor | None,
+        documents: Documents | None,
+        rope: Rope | None,
     ) -> Tensor:
         assert rope is not None, "latent attention has rotary positions"
         latent_q, latent_kv, rotary_k = self._latents(x)
@@ -78,7 +82,10 @@ class LatentAttention(nn.Module):
         return torch.cat((plain_q, rotate(rotary_q, rope)), dim=-1) * self.scale
 
     def _keys_and_values(
-        self, latent: Tensor, rotary_k: Tensor, rope: Rope
+        self,
+        latent: Tensor,
+        rotary_k: Tensor,
+        rope: Rope,
     ) -> tuple[Tensor, Tensor]:
         """[b, s, latent] and the shared rotary key [b, s, d_rope] -> [b, s, heads, d] and
         [b, s, heads, d_v]"""

@@ -16,7 +16,11 @@ from torch import Tensor
 
 def inverse(order: Tensor) -> Tensor:
     """Returns the inverse of a permutation int64 [n]: the position of each number in `order`."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.empty_like(order).scatter_(
+        0,
+        order,
+        torch.arange(len(order), device=order.device),
+    )
 
 
 def counted(numbers: Tensor, count: int) -> Tensor:
@@ -29,7 +33,9 @@ def counted_by_row(numbers: Tensor, count: int) -> Tensor:
     """`numbers` [n, ...] -> int64 [n, count]: how often each of 0 to count - 1 is in each row."""
     numbers = numbers.flatten(1).long()
     return numbers.new_zeros(len(numbers), count).scatter_add_(
-        1, numbers, numbers.new_ones(()).expand_as(numbers)
+        1,
+        numbers,
+        numbers.new_ones(()).expand_as(numbers),
     )
 
 
@@ -66,7 +72,11 @@ def permuted(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, source: Tensor, positions: Tensor, starts: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        source: Tensor,
+        positions: Tensor,
+        starts: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(positions, starts)
         return x.index_select(0, source)
@@ -79,7 +89,11 @@ class _Copied(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, copies: Tensor, source: Tensor, positions: Tensor, starts: Tensor | None
+        ctx: Any,
+        copies: Tensor,
+        source: Tensor,
+        positions: Tensor,
+        starts: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(source)
         return _sum(copies, positions, starts)

@@ -28,7 +28,12 @@ def rope_tables(positions: Tensor, model: Model, dtype: torch.dtype) -> Rope:
     return angles.cos(), angles.sin()
 
 
-def _stretch(yarn: Yarn, head_dim: int, theta: float, device: torch.device) -> Tensor:
+def _stretch(
+    yarn: Yarn,
+    head_dim: int,
+    theta: float,
+    device: torch.device,
+) -> Tensor:
     """Returns the factors by which YaRN multiplies the rotary frequencies, float64 [head_dim / 2]:
     from 1 (fast) to 1 / factor (slow). They are made on the device, since the host would wait for a
     copy."""
@@ -79,10 +84,19 @@ class _Rotate(torch.autograd.Function):
         return _turned(grad, cos, sin, -1.0), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _turned(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sign: float,
+) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     # Each operation computes in the tables' dtype and rounds once to that of x.
-    torch.mul(x.unflatten(-1, (2, -1)), cos.unsqueeze(-2), out=out.unflatten(-1, (2, -1)))
+    torch.mul(
+        x.unflatten(-1, (2, -1)),
+        cos.unsqueeze(-2),
+        out=out.unflatten(-1, (2, -1)),
+    )
     low, high = x.chunk(2, dim=-1)
     out_low, out_high = out.chunk(2, dim=-1)
     out_low.addcmul_(high, sin, value=-sign)

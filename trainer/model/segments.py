@@ -54,11 +54,31 @@ class _Segmented(torch.autograd.Function):
         out = x.new_empty(len(x), down.shape[1])
         unweighted = torch.empty_like(out) if _weighs_results(down) else None
         activated = []
-        segments = _segments((x, weights[:, None], gate_out, up_out, unweighted, out), counts)
+        segments = _segments(
+            (
+                x,
+                weights[:, None],
+                gate_out,
+                up_out,
+                unweighted,
+                out,
+            ),
+            counts,
+        )
         matrices = _matrices((gate, up, down), counts)
         for rows, expert in zip(segments, matrices, strict=True):
             activated.append(_forward_segment(*rows, *expert, activation=activation))
-        ctx.save_for_backward(x, weights, gate_out, up_out, unweighted, gate, up, down, *activated)
+        ctx.save_for_backward(
+            x,
+            weights,
+            gate_out,
+            up_out,
+            unweighted,
+            gate,
+            up,
+            down,
+            *activated,
+        )
         ctx.counts = counts
         ctx.activation = activation
         return out
@@ -74,7 +94,17 @@ class _Segmented(torch.autograd.Function):
         )
         inputs = (grad, x, weights[:, None], gate_out, up_out, unweighted)
         segments = _segments((*inputs, grad_x, grad_weights), ctx.counts)
-        matrices = _matrices((gate, up, down, grad_gate, grad_up, grad_down), ctx.counts)
+        matrices = _matrices(
+            (
+                gate,
+                up,
+                down,
+                grad_gate,
+                grad_up,
+                grad_down,
+            ),
+            ctx.counts,
+        )
         for rows, expert, active in zip(segments, matrices, activated, strict=True):
             segment = _SegmentBackward._make((*rows, active))
             segment.compute(_Expert(*expert), GRADIENTS[ctx.activation])
@@ -158,7 +188,11 @@ class _SegmentBackward(NamedTuple):
         by the weight in place if that came before the product. Writes the weight's gradient."""
         dtype = self.grad_weight.dtype
         if self.unweighted is not None:
-            torch.sum(self.grad.to(dtype) * self.unweighted, -1, out=self.grad_weight)
+            torch.sum(
+                self.grad.to(dtype) * self.unweighted,
+                -1,
+                out=self.grad_weight,
+            )
             grad = (self.grad * self.weight).to(self.grad.dtype)
             return grad, torch.mm(grad, down)
         grad_inner = torch.mm(self.grad, down)

@@ -28,7 +28,10 @@ class State:
 
 def add_state(module: nn.Module, name: str, state: State) -> None:
     """Adds the buffer `name` to `module`. Building the model gives it the rank's local shape."""
-    module.register_buffer(name, torch.full(state.shape, state.start, dtype=state.dtype))
+    module.register_buffer(
+        name,
+        torch.full(state.shape, state.start, dtype=state.dtype),
+    )
     module.__dict__.setdefault("states", {})[name] = state
 
 

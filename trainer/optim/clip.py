@@ -78,8 +78,18 @@ def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
         ]
         squares = squared_norm(owned).to(device) if owned else torch.zeros_like(total)
         if buckets.zero:
-            all_reduce(squares, buckets.mesh.group(groups.shard), "norm", buckets.counter)
-        total += all_reduce(squares, buckets.mesh.group(groups.model), "norm", buckets.counter)
+            all_reduce(
+                squares,
+                buckets.mesh.group(groups.shard),
+                "norm",
+                buckets.counter,
+            )
+        total += all_reduce(
+            squares,
+            buckets.mesh.group(groups.model),
+            "norm",
+            buckets.counter,
+        )
     return total.sqrt_()
 
 

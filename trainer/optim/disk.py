@@ -81,7 +81,11 @@ class DiskOptimizer:
         slots = [host.blocks(len(self.kinds) * width) for _ in range(SLOTS)]
         self._grad_buffers = [host.blocks(width) for _ in range(GRADIENTS)]
         self.file = StateFile(folder, self.bytes, host.requests)
-        self.ring = Ring(self.file, [self._record(chunk) for chunk in self.chunks], slots)
+        self.ring = Ring(
+            self.file,
+            [self._record(chunk) for chunk in self.chunks],
+            slots,
+        )
         self.step_count = 0
         self.copied: torch.cuda.Event | None = None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="offload-gradient")
@@ -131,7 +135,11 @@ class DiskOptimizer:
             return
         factor = float(grad_scale)
         self.step_count += 1
-        update = Update(lr, torch.tensor(float(self.step_count)), torch.zeros(()))
+        update = Update(
+            lr,
+            torch.tensor(float(self.step_count)),
+            torch.zeros(()),
+        )
         grads = list[Future[Tensor]]()
         stored = list[Future[None]]()
         gathered = 0
@@ -155,12 +163,22 @@ class DiskOptimizer:
             for read in grads:
                 read.exception()  # no thread outlives this call
 
-    def _update(self, chunk: Chunk, slot: Tensor, grad: Tensor, update: Update) -> Tensor:
+    def _update(
+        self,
+        chunk: Chunk,
+        slot: Tensor,
+        grad: Tensor,
+        update: Update,
+    ) -> Tensor:
         """Updates a chunk's state in its slot. Returns the master weights."""
         rule = self.rules.elements
         master, *moments = self._views(chunk, slot)
         shard = Shard(master, grad, dict(zip(rule.kinds, moments, strict=True)))
-        rule.step([shard], update, self.buckets.buckets[chunk.bucket].kind.decay)
+        rule.step(
+            [shard],
+            update,
+            self.buckets.buckets[chunk.bucket].kind.decay,
+        )
         return master
 
     def _read_grad(self, number: int, free: Future[None] | None = None) -> Tensor:
@@ -171,7 +189,8 @@ class DiskOptimizer:
         buffer = self._grad_buffers[number % GRADIENTS].view(self.dtype)[: chunk.stop - chunk.start]
         with torch.no_grad():  # each thread has its own grad mode
             self.host.read(
-                self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop], buffer
+                self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop],
+                buffer,
             )
         return buffer
 

@@ -35,7 +35,12 @@ class Muon:
         self.momentum = optim.beta1
         self.weight_decay = optim.weight_decay
 
-    def step(self, matrices: Sequence[Matrix], update: Update, counter: CommCounter) -> None:
+    def step(
+        self,
+        matrices: Sequence[Matrix],
+        update: Update,
+        counter: CommCounter,
+    ) -> None:
         """m = beta1 m + g; w = (1 - lr decay) w - lr 0.2 sqrt(longer side) orthogonal(g + beta1
         m)."""
         keep = 1 - update.lr * self.weight_decay

@@ -83,13 +83,26 @@ def narrow_state(
     `dtype`."""
     if form == "8bit":
         return Eight(kind, numel, dtype, device)
-    return Rounded(kind, ranges, numel=numel, dtype=dtype, device=device, seed=seed)
+    return Rounded(
+        kind,
+        ranges,
+        numel=numel,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
 
 
 class Eight:
     """State in 8 bits: codes, and the largest value of each block."""
 
-    def __init__(self, kind: StateKind, numel: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        kind: StateKind,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.kind = kind
         book = codebook(signed=kind not in UNSIGNED)
         self.book = book.to(device, dtype)
@@ -137,7 +150,12 @@ def of_blocks(info: ParamInfo, kind: StateKind) -> ParamInfo:
         else cut
         for cut in info.shards
     )
-    return replace(info, name=f"{info.name}.{kind}.largest", global_shape=shape, shards=shards)
+    return replace(
+        info,
+        name=f"{info.name}.{kind}.largest",
+        global_shape=shape,
+        shards=shards,
+    )
 
 
 class Rounded:
@@ -166,13 +184,21 @@ class Rounded:
     def store(self, start: int, value: Tensor, update: Update) -> None:
         stop = start + value.numel()
         # Padding is zero and stays zero.
-        bits = torch.zeros(value.numel(), dtype=torch.int64, device=value.device)
+        bits = torch.zeros(
+            value.numel(),
+            dtype=torch.int64,
+            device=value.device,
+        )
         for (info, first, last, at), salt in zip(self.ranges, self.salts, strict=True):
             low = max(at, start)
             high = min(at + last - first, stop)
             if low < high:
                 range_bits = random_bits(
-                    info, first + low - at, first + high - at, salt, update.number
+                    info,
+                    first + low - at,
+                    first + high - at,
+                    salt,
+                    update.number,
                 )
                 bits[low - start : high - start] = range_bits
         update.set(self.values[start:stop], rounded(value, bits))
@@ -185,7 +211,13 @@ class Rounded:
         yield info, f"{self.kind}.bf16", start, stop, self.values[at : at + stop - start]
 
 
-def random_bits(info: ParamInfo, start: int, stop: int, salt: Tensor, number: Tensor) -> Tensor:
+def random_bits(
+    info: ParamInfo,
+    start: int,
+    stop: int,
+    salt: Tensor,
+    number: Tensor,
+) -> Tensor:
     """Returns 16 random bits int64 [stop - start] for the elements [start, stop) of the local
     tensor in update `number`.
 
@@ -237,14 +269,21 @@ class NarrowShard:
 
 
 def step_narrow(
-    rule: ElementRule, shards: Sequence[NarrowShard], update: Update, decay: bool
+    rule: ElementRule,
+    shards: Sequence[NarrowShard],
+    update: Update,
+    decay: bool,
 ) -> None:
     """Updates shards by `rule`, one chunk at a time."""
     for shard in shards:
         for start in range(0, shard.master.numel(), CHUNK):
             stop = min(start + CHUNK, shard.master.numel())
             state = {kind: narrow.load(start, stop) for kind, narrow in shard.state.items()}
-            wide = Shard(shard.master[start:stop], shard.grad[start:stop], state)
+            wide = Shard(
+                shard.master[start:stop],
+                shard.grad[start:stop],
+                state,
+            )
             rule.step([wide], update, decay)
             for kind, narrow in shard.state.items():
                 narrow.store(start, state[kind], update)

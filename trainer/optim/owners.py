@@ -62,7 +62,11 @@ class Cut:
         return flat.view(self.shape[0], length)
 
 
-def cuts_of(info: ParamInfo, mesh: Mesh, rows: Sequence[tuple[int, int]] = ()) -> tuple[Cut, ...]:
+def cuts_of(
+    info: ParamInfo,
+    mesh: Mesh,
+    rows: Sequence[tuple[int, int]] = (),
+) -> tuple[Cut, ...]:
     """Returns the cuts of a matrix, the outermost last. `rows`: the rows of the local matrix that
     each rank of the shard group holds, if ZeRO cuts the matrix."""
     cuts = list[Cut]()
@@ -134,7 +138,10 @@ class _Exchange:
         self.own = self.owned[self.rank]
 
     def _send(
-        self, pieces: list[list[Tensor]], arriving: list[list[int]], example: Tensor
+        self,
+        pieces: list[list[Tensor]],
+        arriving: list[list[int]],
+        example: Tensor,
     ) -> list[list[Tensor]]:
         """Sends `pieces[i]` to rank i. `arriving[i]`: the elements of each piece from rank i.
         Returns the pieces that arrive from each rank, flat."""

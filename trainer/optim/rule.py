@@ -78,7 +78,12 @@ class MatrixRule(Protocol):
     def kinds(self) -> tuple[StateKind, ...]:
         """The kinds of state that the rule keeps: tensors like the weights, initially zero."""
 
-    def step(self, matrices: Sequence[Matrix], update: Update, counter: CommCounter) -> None:
+    def step(
+        self,
+        matrices: Sequence[Matrix],
+        update: Update,
+        counter: CommCounter,
+    ) -> None:
         """Updates the matrices, in the same order on all ranks that hold parts of them, including
         empty parts."""
 

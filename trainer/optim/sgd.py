@@ -23,4 +23,7 @@ class Sgd:
         for shard in shards:
             momentum = shard.grad.add_(shard.state["momentum"], alpha=self.momentum)
             update.set(shard.state["momentum"], momentum)
-            update.set(shard.master, (shard.master * keep).sub_(momentum, alpha=update.lr))
+            update.set(
+                shard.master,
+                (shard.master * keep).sub_(momentum, alpha=update.lr),
+            )

@@ -170,7 +170,12 @@ class ShardedOptimizer:
         for group in self.groups:
             buckets = [self.buckets.buckets[at] for at in group]
             states = [self.states[at] for at in group]
-            self.compute(group, [_gradient(bucket) for bucket in buckets], factor, update)
+            self.compute(
+                group,
+                [_gradient(bucket) for bucket in buckets],
+                factor,
+                update,
+            )
             copies = [
                 (bucket, state)
                 for bucket, state in zip(buckets, states, strict=True)
@@ -187,7 +192,12 @@ class ShardedOptimizer:
             for bucket in buckets:
                 self.buckets.gather(bucket)
 
-    def decide(self, lr: float, grad_scale: Tensor, finite: Tensor) -> tuple[Tensor | None, Update]:
+    def decide(
+        self,
+        lr: float,
+        grad_scale: Tensor,
+        finite: Tensor,
+    ) -> tuple[Tensor | None, Update]:
         """Returns (the factor of the gradients, or None for 1; the update, which is counted). An
         optimizer on the host waits for the device, which decides, and for the gradients."""
         if self.host is not None:
@@ -208,7 +218,11 @@ class ShardedOptimizer:
         return grad_scale.to(self.master_dtype), update
 
     def compute(
-        self, group: Sequence[int], grads: Sequence[Tensor], factor: Tensor | None, update: Update
+        self,
+        group: Sequence[int],
+        grads: Sequence[Tensor],
+        factor: Tensor | None,
+        update: Update,
     ) -> None:
         """Updates the states of a group of buckets by their gradients, which may be overwritten."""
         if self.host is not None and any(grad.dtype != self.master_dtype for grad in grads):
@@ -223,7 +237,11 @@ class ShardedOptimizer:
         self._update(buckets, states, grads, update)
 
     def _compute_in_pieces(
-        self, at: int, grad: Tensor, factor: Tensor | None, update: Update
+        self,
+        at: int,
+        grad: Tensor,
+        factor: Tensor | None,
+        update: Update,
     ) -> None:
         """Computes an update on the host with a narrow gradient, widened piece by piece: a piece
         stays in the caches, where the whole would be written to memory and read again."""
@@ -240,7 +258,11 @@ class ShardedOptimizer:
                 wide_grad,
                 {kind: tensor[span] for kind, tensor in state.state.items()},
             )
-            self.rules.elements.step([shard], update, self.buckets.buckets[at].kind.decay)
+            self.rules.elements.step(
+                [shard],
+                update,
+                self.buckets.buckets[at].kind.decay,
+            )
 
     def _update(
         self,

@@ -201,7 +201,13 @@ class _Builder:
 
     def add_tensor_parallel_communication(self, stage: Stage, infos: ParamTable) -> None:
         if self.mesh.group("tp") is not None:
-            apply_tensor_parallel(stage, infos, self.mesh, self.plan, self.counter)
+            apply_tensor_parallel(
+                stage,
+                infos,
+                self.mesh,
+                self.plan,
+                self.counter,
+            )
 
     def round_products_to_8_bits(self, stage: Stage) -> None:
         if self.plan.job.matmul:
@@ -310,9 +316,27 @@ def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
     etp, ranks, _ = expert_mesh(par)
     for name, param in stage.named_parameters():
         if ranks > 1 and name.endswith((*EXPERT_COLUMN, *EXPERT_ROW)):
-            info = shard(name, tuple(param.shape), model, tp=etp, index=coord.tp % etp, sp=False)
-            cut = even_shard(0, param.shape[0], position(par, coord), ranks, "ep")
-            info = replace(info, shards=(cut, *info.shards), replicas=(coord.tp,), owner=True)
+            info = shard(
+                name,
+                tuple(param.shape),
+                model,
+                tp=etp,
+                index=coord.tp % etp,
+                sp=False,
+            )
+            cut = even_shard(
+                0,
+                param.shape[0],
+                position(par, coord),
+                ranks,
+                "ep",
+            )
+            info = replace(
+                info,
+                shards=(cut, *info.shards),
+                replicas=(coord.tp,),
+                owner=True,
+            )
             info = replace(info, groups=EXPERT if spread(par) > 1 else DENSE)
         else:
             info = shard(name, tuple(param.shape), model, tp=par.tp, index=coord.tp, sp=par.sp)
@@ -414,7 +438,10 @@ def apply_tensor_parallel(
 
 
 def kept_inputs(
-    plan: Plan, mesh: Mesh, counter: CommCounter, store: ActivationStore | None = None
+    plan: Plan,
+    mesh: Mesh,
+    counter: CommCounter,
+    store: ActivationStore | None = None,
 ) -> KeptInputs | None:
     """Returns the hooks that keep the inputs of recomputed parts, or None if autograd keeps them
     whole on the device."""

@@ -37,7 +37,11 @@ class OverlappedColumnLinears:
     each linear, computed by its `op`. `keep`: keeps the gathered input for backward."""
 
     def __init__(
-        self, group: dist.ProcessGroup, counter: CommCounter, sp: bool, keep: bool = False
+        self,
+        group: dist.ProcessGroup,
+        counter: CommCounter,
+        sp: bool,
+        keep: bool = False,
     ):
         self.group = group
         self.counter = counter
@@ -48,7 +52,11 @@ class OverlappedColumnLinears:
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears]
         return _OverlappedColumnLinears.apply(
-            x, self, [linear.op for linear in linears], *weights, *biases
+            x,
+            self,
+            [linear.op for linear in linears],
+            *weights,
+            *biases,
         )
 
     def run(self, linear: Linear, x: Tensor) -> Tensor:
@@ -113,7 +121,11 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         weight_grads = [
             op.weight_grad(grad, saved_input) if need else None
             for op, grad, saved_input, need in zip(
-                ops, flat_grads, inputs_by_op, needs[: len(ops)], strict=True
+                ops,
+                flat_grads,
+                inputs_by_op,
+                needs[: len(ops)],
+                strict=True,
             )
         ]
         bias_grads = [
@@ -124,7 +136,9 @@ class _OverlappedColumnLinears(torch.autograd.Function):
 
 
 def _input_grad(
-    ops: Sequence[LinearOp], flat_grads: Sequence[Tensor], weights: Sequence[Tensor]
+    ops: Sequence[LinearOp],
+    flat_grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
 ) -> Tensor:
     """Returns the gradient of the shared input from this rank's output slices."""
     total = ops[0].input_grad(flat_grads[0], weights[0])

@@ -37,7 +37,12 @@ class _Over:
         return largest
 
 
-def apply_fp8(stage: Stage, plan: Plan, mesh: Mesh, counter: CommCounter) -> None:
+def apply_fp8(
+    stage: Stage,
+    plan: Plan,
+    mesh: Mesh,
+    counter: CommCounter,
+) -> None:
     """Makes the linears of a stage's blocks use the plan's `matmul`."""
     tp = _Over(mesh, counter, "tp")
     cp = _Over(mesh, counter, "cp")
@@ -50,6 +55,16 @@ def apply_fp8(stage: Stage, plan: Plan, mesh: Mesh, counter: CommCounter) -> Non
             if plan.job.matmul == "fp8_block":
                 module.op = BlockOp(shared)
             elif f"{name}.weight" in ROW:
-                module.op = TensorOp(shared, largest_input=both, largest_weight=tp, largest_grad=cp)
+                module.op = TensorOp(
+                    shared,
+                    largest_input=both,
+                    largest_weight=tp,
+                    largest_grad=cp,
+                )
             else:
-                module.op = TensorOp(shared, largest_input=cp, largest_weight=tp, largest_grad=both)
+                module.op = TensorOp(
+                    shared,
+                    largest_input=cp,
+                    largest_weight=tp,
+                    largest_grad=both,
+                )

@@ -48,7 +48,13 @@ class GradGroups:
     model: str
 
 
-DENSE = GradGroups("dense", grad="grad", shard="shard", replica="replica", model="model")
+DENSE = GradGroups(
+    "dense",
+    grad="grad",
+    shard="shard",
+    replica="replica",
+    model="model",
+)
 EXPERT = GradGroups(
     "expert",
     grad="expert_grad",
@@ -125,7 +131,13 @@ def whole(name: str, shape: tuple[int, ...]) -> ParamInfo:
     return ParamInfo(name, tuple(shape), decay=len(shape) > 1)
 
 
-def even_shard(dim: int, size: int, index: int, count: int, axis: str = "tp") -> Shard:
+def even_shard(
+    dim: int,
+    size: int,
+    index: int,
+    count: int,
+    axis: str = "tp",
+) -> Shard:
     """Returns shard `index` of a dimension of `size` that is cut into `count` shards of ceil(size /
     count), of which the last ones are padded."""
     padded = -(-size // count)

@@ -112,7 +112,12 @@ def _checkpointed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=False, **extra, **kwargs
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **extra,
+            **kwargs,
         )
 
     return run

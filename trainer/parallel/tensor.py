@@ -54,34 +54,78 @@ PARTIAL = ("attn.q_norm.weight", "attn.k_norm.weight")
 
 
 def shard(
-    name: str, shape: tuple[int, ...], model: Model, *, tp: int, index: int, sp: bool
+    name: str,
+    shape: tuple[int, ...],
+    model: Model,
+    *,
+    tp: int,
+    index: int,
+    sp: bool,
 ) -> ParamInfo:
     """Returns the slice of a parameter that tp rank `index` of `tp` holds. Pure; `check_supported`
     has checked the degrees."""
     decay = len(shape) > 1
     if tp > 1 and name.endswith(KEY_VALUE):
-        return _key_value_shard(name, shape, max(1, tp // model.kv_heads), tp=tp, index=index)
-    if tp > 1 and name.endswith((*COLUMN, *VOCABULARY, *ROW, *EXPERT_COLUMN, *EXPERT_ROW)):
+        return _key_value_shard(
+            name,
+            shape,
+            max(1, tp // model.kv_heads),
+            tp=tp,
+            index=index,
+        )
+    if tp > 1 and name.endswith(
+        (
+            *COLUMN,
+            *VOCABULARY,
+            *ROW,
+            *EXPERT_COLUMN,
+            *EXPERT_ROW,
+        )
+    ):
         dims = {ROW: 1, EXPERT_COLUMN: 1, EXPERT_ROW: 2}
         dim = next((dim for names, dim in dims.items() if name.endswith(names)), 0)
         cut = even_shard(dim, shape[dim], index, tp, AXIS)  # only the vocabulary may not divide
-        return ParamInfo(name, tuple(shape), decay, (cut,), replicas=(index,))
+        return ParamInfo(
+            name,
+            tuple(shape),
+            decay,
+            (cut,),
+            replicas=(index,),
+        )
     # Norms, output biases and positions are whole on every rank. With SP each rank sees a part of
     # the sequence, so its gradient is a part too; without SP every rank computes the same full
     # gradient.
     own_heads = name.endswith(PARTIAL) and not (model.mla is not None and ".attn." in name)
     sums = ("tp",) if tp > 1 and (sp or own_heads) else ()
     replicas = tuple(range(tp))
-    return ParamInfo(name, tuple(shape), decay, sums=sums, replicas=replicas, owner=index == 0)
+    return ParamInfo(
+        name,
+        tuple(shape),
+        decay,
+        sums=sums,
+        replicas=replicas,
+        owner=index == 0,
+    )
 
 
 def _key_value_shard(
-    name: str, shape: tuple[int, ...], sharing: int, *, tp: int, index: int
+    name: str,
+    shape: tuple[int, ...],
+    sharing: int,
+    *,
+    tp: int,
+    index: int,
 ) -> ParamInfo:
     """Returns the slice of a key or value projection. `sharing` neighbours hold the same head if
     there are fewer heads than ranks; each has the gradient of its own queries only."""
     first = index // sharing * sharing
-    cut = even_shard(0, shape[0], index // sharing, tp // sharing, AXIS)
+    cut = even_shard(
+        0,
+        shape[0],
+        index // sharing,
+        tp // sharing,
+        AXIS,
+    )
     return ParamInfo(
         name,
         tuple(shape),
@@ -124,7 +168,12 @@ class Copy(torch.autograd.Function):
     gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        counter: CommCounter,
+    ) -> Tensor:
         ctx.group = group
         ctx.counter = counter
         return x.view_as(x)
@@ -141,7 +190,12 @@ class Reduce(torch.autograd.Function):
     backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        counter: CommCounter,
+    ) -> Tensor:
         if x.is_contiguous():
             ctx.mark_dirty(x)
         return all_reduce(x.contiguous(), group, AXIS, counter)
@@ -155,7 +209,12 @@ class Gather(torch.autograd.Function):
     """[b, s/tp, h] -> [b, s, h] forward, reduce-scatter over the sequence backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        counter: CommCounter,
+    ) -> Tensor:
         ctx.group = group
         ctx.counter = counter
         return gather_sequence(x, group, counter)
@@ -170,7 +229,12 @@ class Scatter(torch.autograd.Function):
     backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        counter: CommCounter,
+    ) -> Tensor:
         ctx.group = group
         ctx.counter = counter
         return scatter_sequence(x, group, counter)
@@ -197,7 +261,10 @@ class SequenceShard(nn.Module):
 
 
 def gather_sequence(
-    x: Tensor, group: dist.ProcessGroup, counter: CommCounter, axis: str = AXIS
+    x: Tensor,
+    group: dist.ProcessGroup,
+    counter: CommCounter,
+    axis: str = AXIS,
 ) -> Tensor:
     """[b, s/n, h] of every rank -> [b, s, h]."""
     return start_gather_sequence(x, group, counter, axis)()
@@ -209,7 +276,10 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) 
 
 
 def start_gather_sequence(
-    x: Tensor, group: dist.ProcessGroup, counter: CommCounter, axis: str = AXIS
+    x: Tensor,
+    group: dist.ProcessGroup,
+    counter: CommCounter,
+    axis: str = AXIS,
 ) -> Callable[[], Tensor]:
     """Starts `gather_sequence`. The returned function waits for its result.
 
@@ -229,7 +299,9 @@ def start_gather_sequence(
 
 
 def start_scatter_sequence(
-    x: Tensor, group: dist.ProcessGroup, counter: CommCounter
+    x: Tensor,
+    group: dist.ProcessGroup,
+    counter: CommCounter,
 ) -> Callable[[], Tensor]:
     """Starts `scatter_sequence`. The returned function waits for its result."""
     batch, _, hidden = x.shape

@@ -73,10 +73,19 @@ class VocabParallelLoss:
 
 def _log_sums(logits: Tensor) -> Tensor:
     """[n, p] -> [n], the log-sum-exp of each row in at least fp32."""
-    return torch.logsumexp(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    return torch.logsumexp(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)),
+        dim=-1,
+    )
 
 
-def _gradient(logits: Tensor, total: Tensor, target: Tensor, scale: Tensor, valid: int) -> Tensor:
+def _gradient(
+    logits: Tensor,
+    total: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    valid: int,
+) -> Tensor:
     """Returns scale * (softmax - onehot(target)) of [n, p], zero in padding. `target` -1: the
     target is in another rank's columns."""
     column = torch.arange(logits.shape[1], device=logits.device)
@@ -184,7 +193,12 @@ class _CrossEntropy(torch.autograd.Function):
         return out.view_as(logits), None, None
 
 
-def _write_log_sums(out: Tensor, logits: Tensor, valid: int, passes: Passes | None) -> None:
+def _write_log_sums(
+    out: Tensor,
+    logits: Tensor,
+    valid: int,
+    passes: Passes | None,
+) -> None:
     """Writes the log-sum-exp of the first `valid` columns of `logits` [n, p] into `out` [n]."""
     if not valid:
         out.fill_(-torch.inf)

@@ -86,7 +86,12 @@ class Pipeline:
         self.terms = terms or LossTerms()
         self.stages = _numbered_stages(schedule, rank, stages)
         self.transfers = Transfers(
-            schedule, mesh, counter, shape=tuple(shape), dtype=dtype, device=device
+            schedule,
+            mesh,
+            counter,
+            shape=tuple(shape),
+            dtype=dtype,
+            device=device,
         )
         self.action_times = ActionTimes(device)
         self._phase = timer.phase if timer else _no_phase
@@ -288,7 +293,9 @@ def stage_indices(plan: Plan, rank: int) -> list[int]:
 
 
 def _numbered_stages(
-    schedule: Schedule, rank: int, stages: Sequence[nn.Module]
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[nn.Module],
 ) -> dict[int, nn.Module]:
     """Returns the rank's stages by their number in the schedule. Raises ValueError for another
     number of stages than the schedule's."""

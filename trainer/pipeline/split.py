@@ -75,7 +75,9 @@ class DeferredWeightGrads:
 
 
 def install(
-    stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: bool = False
+    stages: Iterable[nn.Module],
+    queue: DeferredWeightGrads,
+    compiled: bool = False,
 ) -> None:
     """Splits the backward of every `Linear` in `stages`. `compiled`: keeps the compiler from
     tracing it.
@@ -104,7 +106,14 @@ class SplitBackward:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor:
-        return _Split.apply(x, linear.weight.detach(), linear.bias, self.anchor, linear, self.queue)
+        return _Split.apply(
+            x,
+            linear.weight.detach(),
+            linear.bias,
+            self.anchor,
+            linear,
+            self.queue,
+        )
 
 
 class _Split(torch.autograd.Function):

@@ -43,7 +43,13 @@ class Transfers:
         self._outbox: dict[Action, Tensor] = {}
         self._sending: list[Handle] = []
 
-    def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
+    def put(
+        self,
+        kind: Kind,
+        stage: int,
+        micro_batch: int,
+        tensor: Tensor,
+    ) -> None:
         """Hands over a stage's output (SEND_F) or its input's gradient (SEND_B): to a stage on this
         rank at once and without a copy, to another rank when the program runs the SEND action.
 
@@ -68,7 +74,12 @@ class Transfers:
         has been sent."""
         self._free_sent()
         messages = [self._message(action) for action in batch]
-        handles = start_messages(messages, self.mesh.required_group(AXIS), AXIS, self.counter)
+        handles = start_messages(
+            messages,
+            self.mesh.required_group(AXIS),
+            AXIS,
+            self.counter,
+        )
         for action, handle in zip(batch, handles, strict=True):
             if action.kind in RECEIVES:
                 self._inbox[action] = handle
@@ -78,7 +89,11 @@ class Transfers:
     def _message(self, action: Action) -> Message:
         receives = action.kind in RECEIVES
         if receives:
-            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            tensor = torch.empty(
+                self.shape,
+                dtype=self.dtype,
+                device=self.device,
+            )
         else:
             tensor = self._outbox.pop(action)
         return Message(tensor, self._peer(action), receives, self._tag(action))

@@ -39,7 +39,9 @@ class Turns:
         self._since = 0.0
 
     def together(
-        self, first: Callable[[], None], second: Callable[[], None]
+        self,
+        first: Callable[[], None],
+        second: Callable[[], None],
     ) -> tuple[float, float]:
         """Runs both to their ends. Returns the seconds that each had the turn. Raises the error of
         either; the other then ends at its next transfer, which its peers would start in another
@@ -51,7 +53,10 @@ class Turns:
         self._since = perf_counter()
         self._at_work = {FIRST, SECOND}
         thread = threading.Thread(
-            target=self._run_second, args=(second,), name="second of a pair", daemon=True
+            target=self._run_second,
+            args=(second,),
+            name="second of a pair",
+            daemon=True,
         )
         thread.start()
         try:

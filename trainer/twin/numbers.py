@@ -39,7 +39,13 @@ class Numbers(DispatchMode):
         self._known = WeakTensorKeyDictionary()  # fake tensor -> real one
         self._sources = WeakTensorKeyDictionary()  # fake tensor -> function that makes the real one
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._follow(tensors):
@@ -120,24 +126,43 @@ def _without_values(value: Any) -> Any:
 
 
 def _all_to_all(
-    out: Tensor, tensor: Tensor, group: Any, into: Sequence[int], sizes: Sequence[int], *_: Any
+    out: Tensor,
+    tensor: Tensor,
+    group: Any,
+    into: Sequence[int],
+    sizes: Sequence[int],
+    *_: Any,
 ) -> None:
     group = dist.ProcessGroup.unbox(group)
     pieces = tensor.split(list(sizes)) if sizes else tensor.chunk(group.size())
     out.copy_(torch.cat([pieces[group.rank()]] * group.size()))
 
 
-def _all_gather(out: Tensor, tensor: Tensor, group: Any, *_: Any) -> None:
+def _all_gather(
+    out: Tensor,
+    tensor: Tensor,
+    group: Any,
+    *_: Any,
+) -> None:
     out.copy_(torch.cat([tensor.flatten()] * dist.ProcessGroup.unbox(group).size()).view_as(out))
 
 
-def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> None:
+def _broadcast(
+    tensors: Sequence[Tensor],
+    group: Any,
+    root: int,
+    *_: Any,
+) -> None:
     """Copies each tensor to the position of rank `root` in the tensor with the pieces of all ranks,
     as gloo gathers (`trainer.comm.gloo`)."""
     for tensor in tensors:
         distance = (dist.ProcessGroup.unbox(group).rank() - root) * tensor.numel()
         tensor.copy_(
-            tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + distance)
+            tensor.as_strided(
+                tensor.shape,
+                tensor.stride(),
+                tensor.storage_offset() + distance,
+            )
         )
 
 

@@ -51,7 +51,13 @@ def run_rank(plan: Plan, rank: int) -> RankRun:
         around.enter_context(Numbers())
         counter = CommCounter(gloo=not gpu)
         mesh = Mesh.from_plan(plan, rank)
-        engine = Engine(plan, mesh, torch.device("cpu"), recipe(plan.job.train), counter)
+        engine = Engine(
+            plan,
+            mesh,
+            torch.device("cpu"),
+            recipe(plan.job.train),
+            counter,
+        )
         for stage in engine.part.stages:
             choose_evenly(stage)
             for module in stage.modules():
@@ -83,7 +89,12 @@ def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) 
         rank=engine.mesh.rank,
         micro_batches=len(batches),
         transfers=[
-            Transfer(operation=operation, axis=axis, bytes=size, ranks=list(ranks))
+            Transfer(
+                operation=operation,
+                axis=axis,
+                bytes=size,
+                ranks=list(ranks),
+            )
             for operation, axis, size, ranks in recorder.kinds
         ],
         sequence=recorder.sequence,
@@ -123,7 +134,13 @@ class Recorder:
         self.kinds: dict[tuple[str, str, int, tuple[int, ...]], int] = {}
         self.sequence: list[int] = []
 
-    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
+    def transfer(
+        self,
+        name: str,
+        axis: str,
+        size: int,
+        ranks: Sequence[int],
+    ) -> None:
         kind = name.partition(" ")[0], axis, size, tuple(ranks)
         self.sequence.append(self.kinds.setdefault(kind, len(self.kinds)))
 

@@ -23,7 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("cells", help="a file of cells, one JSON object per line")
     parser.add_argument("--precisions", default=",".join(ALWAYS), help=f"of {', '.join(ALWAYS)}")
     parser.add_argument(
-        "--together", type=int, default=1, help="cells of one size that share a launch of ranks"
+        "--together",
+        type=int,
+        default=1,
+        help="cells of one size that share a launch of ranks",
     )
     args = parser.parse_args(argv)
     try:

@@ -63,15 +63,41 @@ def one_process(plan: Plan) -> Plan:
         micro_batches=count,
         accumulation=count,
     )
-    train = structs.replace(train, recompute="none", recompute_layers=[], compile=False)
+    train = structs.replace(
+        train,
+        recompute="none",
+        recompute_layers=[],
+        compile=False,
+    )
     job = structs.replace(plan.job, train=train)
     cluster = structs.replace(plan.cluster, gpus_per_node=1)
-    cluster = structs.replace(cluster, node_names=cluster.node_names[:1], nvlink_domains=[[0]])
-    changed = {"cluster": cluster, "parallel": alone, "job": job, "ranks": plan.ranks[:1]}
-    return seal(structs.replace(plan, **changed, groups=all_groups(coordinates, 1)))
+    cluster = structs.replace(
+        cluster,
+        node_names=cluster.node_names[:1],
+        nvlink_domains=[[0]],
+    )
+    changed = {
+        "cluster": cluster,
+        "parallel": alone,
+        "job": job,
+        "ranks": plan.ranks[:1],
+    }
+    return seal(
+        structs.replace(
+            plan,
+            **changed,
+            groups=all_groups(coordinates, 1),
+        )
+    )
 
 
-def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> list[Outcome]:
+def train(
+    plan: Plan,
+    steps: int,
+    packed: bool,
+    empty: bool,
+    use: Recipe,
+) -> list[Outcome]:
     """Runs `steps` optimizer steps of the plan's job in one process. For ZeRO-3 it runs one step
     and compares matrices only: torch passes on the gradient of a norm unrounded, more exactly than
     one process does."""
@@ -92,7 +118,10 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
             name: grad.double() / engine.loss_scale
             for name, grad in engine.buckets.full_grads().items()
         }
-        engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
+        engine.update(
+            norm,
+            learning_rate(step, plan.job.optim, plan.job.train.steps),
+        )
         weights = {info.name: param.double() for info, param in engine.buckets.full_params()}
         if unrounded:
             weights = {
@@ -102,7 +131,15 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
         if sharded:
             grads = _matrices(grads)
             weights = _matrices(weights)
-        outcomes.append(Outcome(loss, float(norm), grads, weights, engine.loss_terms()))
+        outcomes.append(
+            Outcome(
+                loss,
+                float(norm),
+                grads,
+                weights,
+                engine.loss_terms(),
+            )
+        )
     return outcomes
 
 

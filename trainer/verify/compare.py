@@ -58,7 +58,12 @@ def with_eps(plan: Plan, precision: str) -> Plan:
     uses it, too."""
     eps = max(plan.job.optim.eps, EPS_FP64) if precision == "fp64" else 1e-2
     optim = msgspec.structs.replace(plan.job.optim, eps=eps)
-    return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
+    return seal(
+        msgspec.structs.replace(
+            plan,
+            job=msgspec.structs.replace(plan.job, optim=optim),
+        )
+    )
 
 
 def run_rank(
@@ -87,9 +92,16 @@ def run_rank(
             comparison.numbers("loss", loss, outcome.loss)
         for name, term in engine.loss_terms().items():
             comparison.numbers(f"term {name}", term, outcome.terms[name])
-        comparison.tensors("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
+        comparison.tensors(
+            "norm",
+            norm,
+            torch.tensor(outcome.norm, dtype=torch.float64),
+        )
         comparison.gradients(outcome, norm.dtype)
-        engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
+        engine.update(
+            norm,
+            learning_rate(step, plan.job.optim, plan.job.train.steps),
+        )
         engine.buckets.wait_params()
         comparison.weights(outcome)
         comparison.states(outcome)
@@ -106,7 +118,11 @@ class _Comparison:
         self._limit = LIMIT[dtype]
 
     def tensors(
-        self, quantity: str, actual: Tensor, expected: Tensor, model_size: float = 0.0
+        self,
+        quantity: str,
+        actual: Tensor,
+        expected: Tensor,
+        model_size: float = 0.0,
     ) -> None:
         """Compares two tensors. `model_size` is the largest size of all such tensors."""
         scale = scale_of(self._size(expected), model_size, self._limit)
@@ -119,7 +135,11 @@ class _Comparison:
     def numbers(self, quantity: str, actual: float, expected: float) -> None:
         """Compares two numbers in float64."""
         actual_tensor = torch.tensor(actual, dtype=torch.float64)
-        self.tensors(quantity, actual_tensor, torch.tensor(expected, dtype=torch.float64))
+        self.tensors(
+            quantity,
+            actual_tensor,
+            torch.tensor(expected, dtype=torch.float64),
+        )
 
     def gradients(self, outcome: Outcome, dtype: torch.dtype) -> None:
         """Compares this rank's gradients, before the update."""

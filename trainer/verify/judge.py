@@ -42,7 +42,9 @@ ReferenceRuns = dict[bytes, list[oracle.Outcome]]
 
 
 def judge(
-    cells: Sequence[Cell], precisions: Sequence[str] = ALWAYS, together: int = 1
+    cells: Sequence[Cell],
+    precisions: Sequence[str] = ALWAYS,
+    together: int = 1,
 ) -> Iterator[Verdict]:
     """Yields one verdict per cell, in order of completion. `together` is the number of cells per
     launch."""
@@ -64,7 +66,9 @@ def judge(
 
 
 def _launch(
-    cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRuns
+    cells: Sequence[Cell],
+    precisions: Sequence[str],
+    cache: ReferenceRuns,
 ) -> Iterator[Verdict]:
     start = time.monotonic()
     world = cells[0].plan.parallel.world_size
@@ -92,7 +96,12 @@ def _launch(
             precision: summary([rank[index] for rank in ranks], *_expected(jobs[index][2][0]))
             for precision, index in indices.items()
         }
-        yield Verdict(name=cell.name, note=cell.note, errors=errors, seconds=round(seconds, 2))
+        yield Verdict(
+            name=cell.name,
+            note=cell.note,
+            errors=errors,
+            seconds=round(seconds, 2),
+        )
 
 
 def _precisions(cell: Cell, precisions: Sequence[str]) -> list[str]:
@@ -118,7 +127,14 @@ def _job(cell: Cell, precision: str, cache: ReferenceRuns) -> tuple:
 def _run_jobs(rank: int, jobs: list[tuple]) -> list[dict[str, float]]:
     vocab.CHUNK = CHUNK  # in this forked rank alone
     return [
-        run_rank(rank, plan, recipe_for(precision, plan), expected, packed, empty=empty)
+        run_rank(
+            rank,
+            plan,
+            recipe_for(precision, plan),
+            expected,
+            packed,
+            empty=empty,
+        )
         for precision, plan, expected, packed, empty in jobs
     ]
 
@@ -129,7 +145,12 @@ def _broken(cell: Cell, traceback: str, seconds: float) -> Verdict:
     kind, _, reason = last.partition(": ")
     if kind.endswith("LayoutError"):
         return Verdict(name=cell.name, note=cell.note, refused=reason)
-    return Verdict(name=cell.name, note=cell.note, failed=last, seconds=round(seconds, 2))
+    return Verdict(
+        name=cell.name,
+        note=cell.note,
+        failed=last,
+        seconds=round(seconds, 2),
+    )
 
 
 def _expected(outcome: oracle.Outcome) -> tuple[set[str], set[str]]:
@@ -172,7 +193,11 @@ def summary(
 
 
 def reference_run(
-    plan: Plan, packed: bool, empty: bool, precision: str, cache: ReferenceRuns
+    plan: Plan,
+    packed: bool,
+    empty: bool,
+    precision: str,
+    cache: ReferenceRuns,
 ) -> list[oracle.Outcome]:
     """Returns the outcomes of training in one process, which do not depend on the layout; cells
     share them through `cache`."""
@@ -193,11 +218,23 @@ def reference_run(
         packed,
         (empty or plan.job.matmul) and (plan.job.matmul, par.micro_batch_size),
     )
-    key = msgspec.json.encode((job_key, narrow, _engine_key(plan) if with_engine else ()))
+    key = msgspec.json.encode(
+        (
+            job_key,
+            narrow,
+            _engine_key(plan) if with_engine else (),
+        )
+    )
     if key in cache:
         return cache[key]
     if with_engine:
-        cache[key] = alone.train(plan, STEPS, packed, empty, recipe_for(precision, plan))
+        cache[key] = alone.train(
+            plan,
+            STEPS,
+            packed,
+            empty,
+            recipe_for(precision, plan),
+        )
     else:
         start = DTYPES[narrow] if narrow else torch.float64
         cache[key] = oracle.train(plan, STEPS, packed, empty, start)

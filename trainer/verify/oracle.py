@@ -66,7 +66,12 @@ def train(
 class _Reference:
     """The model and the optimizer of one process."""
 
-    def __init__(self, plan: Plan, stage: Stage, prepare: Callable[[Stage], Added | None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        stage: Stage,
+        prepare: Callable[[Stage], Added | None],
+    ) -> None:
         self.plan = plan
         self.stage = stage
         self.added = prepare(stage)
@@ -151,10 +156,20 @@ def _initial_stage(plan: Plan, start: torch.dtype) -> Stage:
     return stage
 
 
-def _step_batch(plan: Plan, step: int, packed: bool, empty: bool) -> MicroBatch:
+def _step_batch(
+    plan: Plan,
+    step: int,
+    packed: bool,
+    empty: bool,
+) -> MicroBatch:
     """Returns all samples of step number `step`, from 1, as one batch."""
     size = plan.parallel.global_batch_samples
-    batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
+    batch = micro_batch(
+        plan,
+        list(range((step - 1) * size, step * size)),
+        packed,
+        empty,
+    )
     return token_by_token(batch, plan.model.mtp.depth) if plan.model.mtp else batch
 
 

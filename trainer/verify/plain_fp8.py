@@ -42,7 +42,11 @@ def by_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     """Rounds `x` [m, n] to e4m3 with one scale for each block; blocks at the end may be
     smaller."""
     m, n = x.shape
-    padded = torch.zeros(-(-m // rows) * rows, -(-n // columns) * columns, dtype=x.dtype)
+    padded = torch.zeros(
+        -(-m // rows) * rows,
+        -(-n // columns) * columns,
+        dtype=x.dtype,
+    )
     padded[:m, :n] = x
     # [blocks down, blocks across, rows, columns]
     blocks = padded.unfold(0, rows, rows).unfold(1, columns, columns)
@@ -65,7 +69,12 @@ def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, matmul: Matmul, size: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        matmul: Matmul,
+        size: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.matmul = matmul

@@ -29,7 +29,11 @@ def plain_optimizer(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -
         if param.dim() == 2 and name.split(".")[0] == "layers"
     }
     steps = (
-        _by_formula({name: params[name] for name in matrices}, optim, _muon(optim.beta1)),
+        _by_formula(
+            {name: params[name] for name in matrices},
+            optim,
+            _muon(optim.beta1),
+        ),
         _adamw({name: param for name, param in params.items() if name not in matrices}, optim),
     )
 
@@ -49,7 +53,11 @@ def _adamw(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -> Step:
     vectors = {"params": [param for param in tensors if param.dim() == 1], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     adamw = torch.optim.AdamW(
-        groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False
+        groups,
+        lr=0.0,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        foreach=False,
     )
 
     def step(lr: float) -> None:

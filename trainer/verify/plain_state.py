@@ -15,7 +15,15 @@ _SECOND = 0xC4CEB9FE1A85EC53
 _ALL = (1 << 64) - 1
 
 
-def narrowed(value: Tensor, form: str, *, kind: str, name: str, seed: int, update: int) -> Tensor:
+def narrowed(
+    value: Tensor,
+    form: str,
+    *,
+    kind: str,
+    name: str,
+    seed: int,
+    update: int,
+) -> Tensor:
     """Returns a parameter's state of one kind as it is stored after an update, in the dtype of
     `value`."""
     if form == "bf16":

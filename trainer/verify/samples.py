@@ -24,7 +24,11 @@ from trainer.model.documents import Documents
 def sample(plan: Plan, index: int, empty: bool = False) -> tuple[Tensor, Tensor]:
     """Returns (tokens, targets) of a sample, both [seq_len]."""
     generator = torch.Generator().manual_seed(977 * index + 5)
-    window = torch.randint(plan.model.vocab, (plan.job.train.seq_len + 1,), generator=generator)
+    window = torch.randint(
+        plan.model.vocab,
+        (plan.job.train.seq_len + 1,),
+        generator=generator,
+    )
     targets = window[1:].clone()
     draws = torch.rand(targets.shape, generator=generator)
     masked = draws < 0.7 * torch.rand((), generator=generator)
@@ -40,7 +44,10 @@ def _without_targets(plan: Plan, index: int) -> bool:
 
 
 def micro_batch(
-    plan: Plan, indices: list[int], packed: bool = False, empty: bool = False
+    plan: Plan,
+    indices: list[int],
+    packed: bool = False,
+    empty: bool = False,
 ) -> MicroBatch:
     """Returns the samples at these indices as one batch."""
     samples = (sample(plan, index, empty) for index in indices)
@@ -53,9 +60,14 @@ def micro_batch(
         [sorted((1 + index % (length - 1), 1 + 5 * index % (length - 1))) for index in indices]
     )
     documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
-    starts = torch.where(documents == 0, 0, cuts.gather(1, (documents - 1).clamp(min=0)))
+    starts = torch.where(
+        documents == 0,
+        0,
+        cuts.gather(1, (documents - 1).clamp(min=0)),
+    )
     return with_serials(
-        MicroBatch(tokens, targets, positions - starts, Documents.of(documents)), indices
+        MicroBatch(tokens, targets, positions - starts, Documents.of(documents)),
+        indices,
     )
 
 
@@ -75,7 +87,11 @@ def token_by_token(batch: MicroBatch, depth: int) -> MicroBatch:
 
 
 def step_batches(
-    plan: Plan, coord: Coord, consumed: int, packed: bool = False, empty: bool = False
+    plan: Plan,
+    coord: Coord,
+    consumed: int,
+    packed: bool = False,
+    empty: bool = False,
 ) -> tuple[list[MicroBatch], int]:
     """Returns the micro-batches of one rank in the step after `consumed` samples, and the valid
     tokens of all ranks together."""

@@ -53,7 +53,10 @@ class ProgressReporter:
         while True:
             now = self.source()
             self._reporter.progress(
-                step=now.step, phase=now.phase, waiting=now.waiting, moves=now.moves
+                step=now.step,
+                phase=now.phase,
+                waiting=now.waiting,
+                moves=now.moves,
             )
             if self._stopped.wait(self._every_s):
                 return

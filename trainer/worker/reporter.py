@@ -42,17 +42,34 @@ class Reporter:
         if fd is not None:
             os.set_blocking(fd, False)
 
-    def event(self, name: str, step: int | None = None, /, **fields: Scalar) -> None:
+    def event(
+        self,
+        name: str,
+        step: int | None = None,
+        /,
+        **fields: Scalar,
+    ) -> None:
         """Reports an event."""
         self._send(
-            EventReport(rank=self.rank, epoch=self.epoch, name=name, step=step, fields=fields)
+            EventReport(
+                rank=self.rank,
+                epoch=self.epoch,
+                name=name,
+                step=step,
+                fields=fields,
+            )
         )
 
     def step(self, **values: Any) -> None:
         """Reports one optimizer step with the fields of `StepReport` but `rank`, `epoch` and
         `dropped_reports`."""
         self._send(
-            StepReport(rank=self.rank, epoch=self.epoch, dropped_reports=self.dropped, **values)
+            StepReport(
+                rank=self.rank,
+                epoch=self.epoch,
+                dropped_reports=self.dropped,
+                **values,
+            )
         )
 
     def progress(self, **values: Any) -> None:

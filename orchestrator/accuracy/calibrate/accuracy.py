@@ -55,7 +55,8 @@ def accuracy(
         for index, miss, sd in zip(source.at, source.residuals, source.sd, strict=True):
             step = observed_steps[index]
             unseen_predictions[step.row] = unseen_predictions[step.row]._replace(
-                step_time_s=step.measured_s * float(np.exp(miss)), step_sd=float(sd)
+                step_time_s=step.measured_s * float(np.exp(miss)),
+                step_sd=float(sd),
             )
     unseen_score = score(rows, unseen_predictions)
     fitted_means = {errors.group: errors.mean for errors in fitted_score.time} if seen else {}
@@ -63,7 +64,9 @@ def accuracy(
 
 
 def _left_out_sources(
-    observed_steps: Sequence[Observation], profile: Profile, tell: Tell
+    observed_steps: Sequence[Observation],
+    profile: Profile,
+    tell: Tell,
 ) -> dict[str, Unseen]:
     """Returns each source as a fit to the other sources predicts it."""
     between = np.diag([between_sd(name) ** 2 for name in profile.values])
@@ -71,7 +74,10 @@ def _left_out_sources(
     for left_out in leave_one_source_out(observed_steps, profile.values, tell=tell):
         uncertainty = left_out.fitted.covariance + between
         unseen[left_out.source] = _unseen(
-            left_out.at, left_out.residuals, left_out.jacobian, uncertainty
+            left_out.at,
+            left_out.residuals,
+            left_out.jacobian,
+            uncertainty,
         )
     return unseen
 
@@ -86,7 +92,9 @@ def _other_sources(observed_steps: Sequence[Observation], profile: Profile) -> d
 
 
 def _with_means(
-    time_errors: Sequence[Errors], fitted_means: Mapping[str, float], unseen: Mapping[str, Unseen]
+    time_errors: Sequence[Errors],
+    fitted_means: Mapping[str, float],
+    unseen: Mapping[str, Unseen],
 ) -> list[Errors]:
     """Returns the errors of step times with the means of the fit that has seen the rows, and with
     those after one row of a source was measured."""
@@ -114,7 +122,12 @@ def _mean_of_rows(groups: Sequence[Errors]) -> float | None:
     return sum(group.rows * (group.after_one or 0.0) for group in updated_groups) / rows
 
 
-def _unseen(indices: list[int], residuals: Floats, jacobian: Floats, uncertainty: Floats) -> Unseen:
+def _unseen(
+    indices: list[int],
+    residuals: Floats,
+    jacobian: Floats,
+    uncertainty: Floats,
+) -> Unseen:
     miss_covariance = jacobian @ uncertainty @ jacobian.T
     sd = np.sqrt(np.diag(miss_covariance) + NOISE**2)
     return Unseen(indices, residuals, sd, _after_one(residuals, miss_covariance))

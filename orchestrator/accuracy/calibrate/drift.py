@@ -109,13 +109,21 @@ def changed(base: Profile, updated: Profile) -> list[Attribution]:
     largest_move = max(moves.values()) or 1.0
     names = sorted((name for name in INDEX if moves[name] > 0.02), key=lambda name: -moves[name])
     return [
-        attribution_of(name, base.values[name], updated.values[name], moves[name] / largest_move)
+        attribution_of(
+            name,
+            base.values[name],
+            updated.values[name],
+            moves[name] / largest_move,
+        )
         for name in names
     ]
 
 
 def attribution_of(
-    name: str, assumed_value: float, updated_value: float, share: float
+    name: str,
+    assumed_value: float,
+    updated_value: float,
+    share: float,
 ) -> Attribution:
     """Returns the sentence about a parameter whose value was updated."""
     unit = PRIOR[INDEX[name]].unit

@@ -155,7 +155,10 @@ def leave_one_source_out(
             linearised_at_start[1][other_indices],
         )
         fitted = fit(
-            [observations[index] for index in other_indices], start, fixed, others_at_start
+            [observations[index] for index in other_indices],
+            start,
+            fixed,
+            others_at_start,
         )
         residuals, jacobian = linearised(
             [observations[index] for index in left_out_indices], fitted.values

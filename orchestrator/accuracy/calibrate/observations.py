@@ -46,7 +46,11 @@ def _observation(
 ) -> Observation:
     job = read_row(cells)
     return Observation(
-        name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), row_index
+        name,
+        group_of(cells),
+        measured,
+        step_of(job, job_memory(job).train, paths),
+        row_index,
     )
 
 

@@ -28,7 +28,11 @@ class TableFit(NamedTuple):
 
 
 def fit_table(
-    rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: str, tell: Tell
+    rows: Iterable[Mapping[str, str]],
+    name: str,
+    sha256: str,
+    date: str,
+    tell: Tell,
 ) -> TableFit:
     """Returns the profile that best explains a table's step times. `tell` receives the progress.
 
@@ -55,7 +59,13 @@ def fit_table(
         date=date,
         rows={source_error.source: source_error.rows for source_error in left_out},
     )
-    profile = make_profile(name, fitted.values, fitted.covariance, fitted_on, left_out)
+    profile = make_profile(
+        name,
+        fitted.values,
+        fitted.covariance,
+        fitted_on,
+        left_out,
+    )
     return TableFit(profile, refused)
 
 
@@ -73,7 +83,9 @@ def _require_usable(observed_steps: list[Observation], refused: list[str]) -> No
 
 
 def _unseen_residuals(
-    observed_steps: list[Observation], start: Mapping[str, float], tell: Tell
+    observed_steps: list[Observation],
+    start: Mapping[str, float],
+    tell: Tell,
 ) -> Floats:
     """Returns the residuals of each source in a fit to the others; not a number if there is a
     single source."""
@@ -89,7 +101,11 @@ def _left_out(source: str, errors: Mapping[str, Floats]) -> LeftOut:
     means = {kind: float(values.mean()) for kind, values in errors.items()}
     rounded_means = {kind: round(mean, 4) for kind, mean in means.items() if np.isfinite(mean)}
     rows = len(errors["fitted"])
-    return LeftOut(source=source, rows=rows, **({"left_out": -1.0} | rounded_means))
+    return LeftOut(
+        source=source,
+        rows=rows,
+        **({"left_out": -1.0} | rounded_means),
+    )
 
 
 def error(residuals: Floats) -> Floats:
@@ -177,7 +193,11 @@ def ablate(observed_steps: list[Observation], tell: Tell) -> list[Ablation]:
     prior, _ = linearised(observed_steps, PRIOR_VALUES)
     prior_error = mean_of_sources(observed_steps, prior)
     unfitted = Ablation("nothing fitted: the priors", prior_error, prior_error)
-    return [ablations[0], *sorted(ablations[1:], key=lambda ablation: -ablation.left_out), unfitted]
+    return [
+        ablations[0],
+        *sorted(ablations[1:], key=lambda ablation: -ablation.left_out),
+        unfitted,
+    ]
 
 
 def _ablation(

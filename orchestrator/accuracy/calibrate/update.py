@@ -51,7 +51,10 @@ class Update(NamedTuple):
 
 
 def update(
-    profile: Profile, misses: Sequence[float] | Floats, jacobian: Floats, noise: float = ROW_NOISE
+    profile: Profile,
+    misses: Sequence[float] | Floats,
+    jacobian: Floats,
+    noise: float = ROW_NOISE,
 ) -> Update:
     """Updates the parameters by measured steps.
 
@@ -62,12 +65,20 @@ def update(
     return _posterior(profile, clipped, jacobian, np.full(len(clipped), noise))
 
 
-def _posterior(profile: Profile, misses: Floats, jacobian: Floats, noise: Floats) -> Update:
+def _posterior(
+    profile: Profile,
+    misses: Floats,
+    jacobian: Floats,
+    noise: Floats,
+) -> Update:
     spread = profile.uncertainty
     gain = spread @ jacobian.T
     inner = jacobian @ gain + np.diag(noise**2)
     covariance = spread - gain @ np.linalg.solve(inner, gain.T)
-    return Update(-gain @ np.linalg.solve(inner, misses), (covariance + covariance.T) / 2)
+    return Update(
+        -gain @ np.linalg.solve(inner, misses),
+        (covariance + covariance.T) / 2,
+    )
 
 
 def update_with_step(
@@ -101,7 +112,10 @@ def update_with_step(
     start_jacobian = jacobian
     for _ in range(rounds):
         posterior = _posterior(
-            profile, np.array([miss - jacobian @ log_change]), jacobian[None], np.array([noise])
+            profile,
+            np.array([miss - jacobian @ log_change]),
+            jacobian[None],
+            np.array([noise]),
         )
         move = posterior.log_change - log_change
         fraction = 1.0
@@ -117,7 +131,11 @@ def update_with_step(
 
 
 def update_with_loads(
-    profile: Profile, model: Model, ranks: int, fullest: float, spread: float | None
+    profile: Profile,
+    model: Model,
+    ranks: int,
+    fullest: float,
+    spread: float | None,
 ) -> Update:
     """Updates the spread of experts' loads by the loads of a run.
 
@@ -131,7 +149,12 @@ def update_with_loads(
     jacobian = np.zeros((1, len(NAMES)))
     jacobian[0, INDEX[name]] = 1.0
     miss = np.log(profile.values[name] / max(LEAST_SPREAD, spread or 0.0))
-    return _posterior(profile, np.array([miss]), jacobian, np.array([LOAD_NOISE]))
+    return _posterior(
+        profile,
+        np.array([miss]),
+        jacobian,
+        np.array([LOAD_NOISE]),
+    )
 
 
 def then(first: Update, second: Update) -> Update:
@@ -139,7 +162,11 @@ def then(first: Update, second: Update) -> Update:
     return Update(first.log_change + second.log_change, second.covariance)
 
 
-def update_with_bench(profile: Profile, data_sheet_cluster: Cluster, record: Record) -> Update:
+def update_with_bench(
+    profile: Profile,
+    data_sheet_cluster: Cluster,
+    record: Record,
+) -> Update:
     """Updates the parameters by the rates that `orch bench` measured, each of them a direct
     observation of one parameter.
 
@@ -172,7 +199,8 @@ def _observed_rates(cluster: Cluster, record: Record) -> Iterator[ObservedRate]:
     memory_rate = measured.memory_bytes_per_s / gpu.hbm_bytes_per_s
     yield ObservedRate("hbm.cpu" if is_cpu else "hbm", memory_rate)
     precision = next(
-        (name for name in ("bf16", "fp16", "fp32") if name in measured.matmul_flops), None
+        (name for name in ("bf16", "fp16", "fp32") if name in measured.matmul_flops),
+        None,
     )
     rates = [
         ("gemm.cpu" if is_cpu else f"gemm.{generation}.16", measured.matmul_flops),
@@ -191,7 +219,11 @@ def _attention_parameter(generation: str) -> str:
     return flash_name if flash_name in INDEX else f"attention.{generation}"
 
 
-def _observed_links(cluster: Cluster, record: Record, is_cpu: bool) -> Iterator[ObservedRate]:
+def _observed_links(
+    cluster: Cluster,
+    record: Record,
+    is_cpu: bool,
+) -> Iterator[ObservedRate]:
     links = {NVLINK: cluster.nvlink} | {level.name: level for level in cluster.levels}
     for tier, fit in record.links.items():
         link = links.get(tier)
@@ -210,7 +242,12 @@ def _observed_links(cluster: Cluster, record: Record, is_cpu: bool) -> Iterator[
 
 
 def site_profile(
-    base: Profile, change: Update, kind: str, source: str, date: str, name: str
+    base: Profile,
+    change: Update,
+    kind: str,
+    source: str,
+    date: str,
+    name: str,
 ) -> Profile:
     """Returns `base` after an update, as a profile that can be written to a file.
 
@@ -230,7 +267,11 @@ def site_profile(
     return make_profile(name, change.values(base), change.covariance, fitted_on)
 
 
-def attribution(change: Update, jacobian: Floats, limit: int = 3) -> list[tuple[str, float]]:
+def attribution(
+    change: Update,
+    jacobian: Floats,
+    limit: int = 3,
+) -> list[tuple[str, float]]:
     """Returns (parameter, its contribution to the change of ln t), the largest first. jacobian:
     float [parameters]."""
     contributions = change.log_change * jacobian

@@ -32,7 +32,12 @@ class Batch(NamedTuple):
 
 
 def batch_of(
-    row: Row, model: Model, pp: int, replicas: int, most_tokens: float, accumulates: bool
+    row: Row,
+    model: Model,
+    pp: int,
+    replicas: int,
+    most_tokens: float,
+    accumulates: bool,
 ) -> Batch:
     """Returns the batch of a row.
 
@@ -84,7 +89,11 @@ def _stated_accumulation(row: Row) -> int:
 
 
 def _assumed_size(
-    batch: int | None, steps: int, replicas: int, seq_len: int, token_limit: float
+    batch: int | None,
+    steps: int,
+    replicas: int,
+    seq_len: int,
+    token_limit: float,
 ) -> int:
     """Returns the samples per micro-batch that follow from the batch and the steps of accumulation;
     without these, the most within `token_limit` that divide the batch."""
@@ -107,7 +116,14 @@ def _assumed_accumulation(pp: int, tokens: int) -> int:
 
 
 def tokens_that_fit(
-    model: Model, tp: int, cp: int, ep: int, replicas: int, zero: int, memory_bytes: int, full: bool
+    model: Model,
+    tp: int,
+    cp: int,
+    ep: int,
+    replicas: int,
+    zero: int,
+    memory_bytes: int,
+    full: bool,
 ) -> float:
     """Estimates how many tokens of a sequence-parallel micro-batch fit in memory next to the
     states, on one pipeline stage.

@@ -91,7 +91,10 @@ def software_of(facts: Facts) -> tuple[Software, str]:
     """Returns (the family with the row's own traits, the assumption that was made). The assumption
     is an empty string if none was made."""
     framework = facts.framework.lower()
-    name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
+    name = next(
+        (family for pattern, family in _FAMILIES if re.search(pattern, framework)),
+        "",
+    )
     if not name:
         assumption = "framework: taken as PyTorch's kernels"
         if framework:
@@ -129,7 +132,10 @@ def _deepspeed_base(facts: Facts, before_2023: bool) -> str:
 
 
 def _family_traits(
-    name: str, facts: Facts, description: str, before_2023: bool
+    name: str,
+    facts: Facts,
+    description: str,
+    before_2023: bool,
 ) -> dict[str, object]:
     """Returns the traits of a family that follow from the age, GPU and source of the row."""
     traits: dict[str, object] = {}

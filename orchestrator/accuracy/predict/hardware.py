@@ -212,7 +212,9 @@ def _stated_nics(description: str) -> int | None:
 
 
 def _rate(
-    description: str, stated_nics: int | None, node_gpus: int
+    description: str,
+    stated_nics: int | None,
+    node_gpus: int,
 ) -> tuple[float | None, int | None]:
     """Returns (Gb/s per GPU, NICs per node), each None if it is not stated. The NICs of a product
     such as "8x 400 Gb/s" count before `stated_nics`."""
@@ -231,7 +233,10 @@ def _rate(
 
 
 def _single_rate(
-    match: re.Match[str], nics: int | None, node_gpus: int, is_whole_node: bool
+    match: re.Match[str],
+    nics: int | None,
+    node_gpus: int,
+    is_whole_node: bool,
 ) -> float:
     """Returns the Gb/s per GPU of a match of `_ONE`. `is_whole_node` says that a rate without "per"
     is that of the node."""
@@ -273,7 +278,12 @@ def _gbit(number: str, letter: str) -> float:
 
 
 @lru_cache(maxsize=512)
-def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) -> Cluster:
+def cluster_of(
+    gpu: str,
+    num_gpus: int,
+    gpus_per_node: int,
+    network: Network,
+) -> Cluster:
     """Returns a cluster with one switch level over all nodes, because tables do not describe
     switches.
 
@@ -307,7 +317,11 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
             source=SOURCE,
         ),
         nvlink_domains=_nvlink_domains(nodes, max(1, domain_gpus // used_gpus_per_node)),
-        nvlink=Link(bytes_per_s=link_bytes_per_s, latency_s=3.4e-6, source=SOURCE),
+        nvlink=Link(
+            bytes_per_s=link_bytes_per_s,
+            latency_s=3.4e-6,
+            source=SOURCE,
+        ),
         nics_per_node=nics,
         rails=nics,
         levels=[

@@ -85,14 +85,24 @@ def _least_recomputation(job: Job, recipe: Recipe) -> LeastRecomputation:
     if job.cluster.gpu.name.startswith(_OFFLOADS) and job.software.name in ("nemo", "megatron"):
         return LeastRecomputation(none, "recompute=none: activations in the CPU's memory", True)
     layers = job.model.layers
-    memory_with_full = _fullest_rank(job, structs.replace(job.train, recompute="full"), recipe)
+    memory_with_full = _fullest_rank(
+        job,
+        structs.replace(job.train, recompute="full"),
+        recipe,
+    )
     most_saved = max(1, memory_without.total - memory_with_full.total)
     count = min(layers, -(-layers * overflow // most_saved))
     step = max(1, layers // 16)
     # The fullest rank may hold more than its share of the layers that are not recomputed.
     while True:
         share = count / layers
-        train = recomputed(job.train, "full", share, whole_layers=False, layers=layers)
+        train = recomputed(
+            job.train,
+            "full",
+            share,
+            whole_layers=False,
+            layers=layers,
+        )
         if count >= layers or _fullest_rank(job, train, recipe).total <= memory_with_full.capacity:
             assumption = f"recompute=full in {share:.0%} of the layers: the least"
             return LeastRecomputation(train, assumption, False)
@@ -105,13 +115,18 @@ def job_recipe(job: Job) -> Recipe:
     recipe = recipe_for(job.software)
     if recipe.kernels is not None:
         recipe = structs.replace(
-            recipe, kernels=structs.replace(recipe.kernels, selective=job.software.selective)
+            recipe,
+            kernels=structs.replace(recipe.kernels, selective=job.software.selective),
         )
     return adapters_only(recipe) if job.task == "lora" else recipe
 
 
 def recomputed(
-    train: Train, mode: Recompute, share: float, whole_layers: bool, layers: int
+    train: Train,
+    mode: Recompute,
+    share: float,
+    whole_layers: bool,
+    layers: int,
 ) -> Train:
     """Returns `train` with a mode of recomputation in a share of the layers, spread evenly.
     `whole_layers` says that selective recomputation means whole layers."""

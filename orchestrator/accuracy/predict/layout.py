@@ -41,12 +41,23 @@ class Degrees(NamedTuple):
 
 
 def layout_of(
-    row: Row, model: Model, software: Software, memory_bytes: int, per_node: int
+    row: Row,
+    model: Model,
+    software: Software,
+    memory_bytes: int,
+    per_node: int,
 ) -> Parallel:
     """Returns the row's parallelism. `memory_bytes` is the memory of one GPU. Raises RowError for
     numbers that no job can have."""
     zero = stated_zero(row)
-    degrees = _degrees(row, model, software, zero, memory=memory_bytes, per_node=per_node)
+    degrees = _degrees(
+        row,
+        model,
+        software,
+        zero,
+        memory=memory_bytes,
+        per_node=per_node,
+    )
     tp, cp, pp, replicas, gpus = degrees
     if zero is None:
         zero = _usual_zero(row, model, software, degrees, memory_bytes)
@@ -55,7 +66,13 @@ def layout_of(
         row.say("offloading is not modelled")
     experts = _experts(row, model, degrees, zero)
     batch = _batch(
-        row, model, software, degrees, zero=zero, ep=experts.ep, memory_bytes=memory_bytes
+        row,
+        model,
+        software,
+        degrees,
+        zero=zero,
+        ep=experts.ep,
+        memory_bytes=memory_bytes,
     )
     pipeline = pipeline_of(row, model, software, pp, batch.micro_batches)
     return Parallel(
@@ -119,7 +136,13 @@ def _cp_method(row: Row, cp: int) -> CpMethod:
     return "zigzag"
 
 
-def _bucket_bytes(model: Model, software: Software, zero: int, tp: int, replicas: int) -> int:
+def _bucket_bytes(
+    model: Model,
+    software: Software,
+    zero: int,
+    tp: int,
+    replicas: int,
+) -> int:
     """Returns the bytes of gradients that one collective sums: PyTorch's 25 MiB, or one layer with
     ZeRO-3.
 
@@ -168,14 +191,25 @@ def zero_of(cell: str) -> int | None:
 
 
 def _degrees(
-    row: Row, model: Model, software: Software, zero: int | None, memory: int, per_node: int
+    row: Row,
+    model: Model,
+    software: Software,
+    zero: int | None,
+    memory: int,
+    per_node: int,
 ) -> Degrees:
     """Returns degrees that multiply to the number of GPUs. Raises RowError for more GPUs than are
     plausible."""
     tp, cp, pp, dp, gpus = _stated_degrees(row, per_node)
     if tp is None and pp is None:
         tp, pp = _usual_split(
-            row, model, software, zero, memory=memory, per_node=per_node, gpus=gpus
+            row,
+            model,
+            software,
+            zero,
+            memory=memory,
+            per_node=per_node,
+            gpus=gpus,
         )
         row.say(f"tp={tp}, pp={pp}")
     tp = tp or 1
@@ -233,7 +267,14 @@ def _stated_degrees(row: Row, per_node: int) -> StatedDegrees:
     return StatedDegrees(tp, cp, pp, dp, gpus)
 
 
-def _divided(row: Row, tp: int, cp: int, pp: int, dp: int | None, gpus: int) -> Degrees:
+def _divided(
+    row: Row,
+    tp: int,
+    cp: int,
+    pp: int,
+    dp: int | None,
+    gpus: int,
+) -> Degrees:
     """Returns degrees whose product is the number of GPUs; if the row's numbers contradict each
     other, the number of GPUs changes."""
     ranks = tp * cp * pp
@@ -280,7 +321,12 @@ def _usual_split(
     return (tp, pp) if gpu_limit % (tp * pp) == 0 else (1, 1)
 
 
-def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int:
+def _usual_replicas(
+    model: Model,
+    ranks: int,
+    memory: int,
+    per_node: int,
+) -> int:
     """Returns the number of replicas that hold the sharded states; at least one node."""
     ranks_needed = model.parameters * _STATE_BYTES / (memory * _FULL)
     replicas = max(1, per_node // ranks)
@@ -289,7 +335,13 @@ def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int
     return replicas
 
 
-def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, memory: int) -> int:
+def _usual_zero(
+    row: Row,
+    model: Model,
+    software: Software,
+    degrees: Degrees,
+    memory: int,
+) -> int:
     """Returns the ZeRO stage of a family's recipes; for a family that shards everything or nothing,
     the one that fits."""
     description = _words(row)
@@ -306,7 +358,12 @@ def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, me
     return zero
 
 
-def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
+def _zero_group(
+    row: Row,
+    zero: int,
+    ranks: int,
+    per_node: int,
+) -> int:
     """Returns the number of ranks that share one copy of what ZeRO-3 shards, if `notes` or
     `framework` state such a group; 0 for all ranks."""
     if zero < 3:
@@ -322,7 +379,12 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
     return group if 1 < group < ranks and ranks % group == 0 else 0
 
 
-def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
+def _experts(
+    row: Row,
+    model: Model,
+    degrees: Degrees,
+    zero: int,
+) -> Experts:
     """Returns the row's degrees of expert parallelism.
 
     Tables count dp over all replicas of the dense weights, and ep on the experts' own mesh: over dp

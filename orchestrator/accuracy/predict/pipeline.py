@@ -35,7 +35,11 @@ class Pipeline(NamedTuple):
 
 
 def pipeline_of(
-    row: Row, model: Model, software: Software, pp: int, micro_batches: int
+    row: Row,
+    model: Model,
+    software: Software,
+    pp: int,
+    micro_batches: int,
 ) -> Pipeline:
     """Returns the pipeline of a row with `pp` stages."""
     pipeline = _pipeline(row, model, software, pp)
@@ -45,7 +49,12 @@ def pipeline_of(
     return pipeline
 
 
-def _pipeline(row: Row, model: Model, software: Software, pp: int) -> Pipeline:
+def _pipeline(
+    row: Row,
+    model: Model,
+    software: Software,
+    pp: int,
+) -> Pipeline:
     vpp = row.degree("vpp")
     if pp == 1:
         return Pipeline("1f1b", 1)
@@ -77,7 +86,10 @@ def _stated_schedule(row: Row, software: Software, vpp: int | None) -> str | Non
     """Returns the schedule that a row names; an empty string if it says that none is stated, and
     None for a blank cell or an unknown name."""
     cell = re.sub(r"[\s_\-]+", "", row.text("pp_schedule").lower())
-    name = next((name for pattern, name in _SCHEDULES if re.search(pattern, cell)), None)
+    name = next(
+        (name for pattern, name in _SCHEDULES if re.search(pattern, cell)),
+        None,
+    )
     if cell and name is None and cell != "none":
         row.say(f"pp_schedule={cell[:20]!r}: unknown")
     if "notstated" in cell and name in ("zb_h1", "zb_h2", "dualpipe"):
@@ -93,7 +105,13 @@ def _interleaved(vpp: int) -> Pipeline:
     return Pipeline("interleaved" if vpp > 1 else "1f1b", vpp)
 
 
-def _with_stated_stages(row: Row, model: Model, name: str | None, pp: int, vpp: int) -> Pipeline:
+def _with_stated_stages(
+    row: Row,
+    model: Model,
+    name: str | None,
+    pp: int,
+    vpp: int,
+) -> Pipeline:
     """Returns the pipeline with the virtual stages that the row states, or as many as the model has
     layers for."""
     most_stages = max(1, (model.layers + 2) // pp)
@@ -106,14 +124,21 @@ def _with_stated_stages(row: Row, model: Model, name: str | None, pp: int, vpp: 
 
 
 def _with_usual_stages(
-    row: Row, model: Model, software: Software, name: str | None, pp: int
+    row: Row,
+    model: Model,
+    software: Software,
+    name: str | None,
+    pp: int,
 ) -> Pipeline:
     """Returns an interleaved pipeline with the virtual stages that recipes usually have."""
     vpp = _most_stages(model.layers, pp)
     if software.memory in ("fsdp", "orch"):
         vpp = min(2, model.layers // pp)  # PyTorch's pipelines have two stages per rank.
     elif name is None:
-        vpp = max((stages for stages in range(2, 13) if vpp % stages == 0), default=vpp)
+        vpp = max(
+            (stages for stages in range(2, 13) if vpp % stages == 0),
+            default=vpp,
+        )
     pipeline = _interleaved(vpp)
     if name:
         row.say(f"vpp={vpp}")
@@ -143,7 +168,11 @@ def _even(layers: int, stages: int) -> tuple[int, ...] | None:
         return (layers // stages,) * stages
     if stages > 1 and (layers + 2) % stages == 0:
         layers_per_stage = (layers + 2) // stages
-        return (layers_per_stage - 1, *(layers_per_stage,) * (stages - 2), layers_per_stage - 1)
+        return (
+            layers_per_stage - 1,
+            *(layers_per_stage,) * (stages - 2),
+            layers_per_stage - 1,
+        )
     if (layers + 1) % stages == 0:
         layers_per_stage = (layers + 1) // stages
         return (*(layers_per_stage,) * (stages - 1), layers_per_stage - 1)

@@ -111,7 +111,9 @@ def _prediction(
 
 
 def step_of(
-    job: Job, train: Train, paths: dict[int, PathCache]
+    job: Job,
+    train: Train,
+    paths: dict[int, PathCache],
 ) -> Callable[[Mapping[str, Number]], Number]:
     """Returns a function from values of the cost model's parameters to the row's step in seconds.
     `train` has the recomputation that `job_memory` found."""
@@ -127,7 +129,9 @@ def step_of(
 
 
 def context_of(
-    job: Job, paths: dict[int, PathCache], profile: Profile | None = None
+    job: Job,
+    paths: dict[int, PathCache],
+    profile: Profile | None = None,
 ) -> CostContext:
     """Returns the cost context of a row. Rows share clusters and the paths on them."""
     path_cache = paths.get(id(job.cluster))

@@ -85,7 +85,12 @@ def read_row(cells: Mapping[str, str]) -> Job:
     )
 
 
-def _software(row: Row, model: Model, gpu: str, precision: Precision) -> Software:
+def _software(
+    row: Row,
+    model: Model,
+    gpu: str,
+    precision: Precision,
+) -> Software:
     facts = Facts(
         framework=row.text("framework") or _framework_of(row),
         notes=row.text("notes"),
@@ -104,7 +109,15 @@ def _software(row: Row, model: Model, gpu: str, precision: Precision) -> Softwar
 def _framework_of(row: Row) -> str:
     """Returns the software of a row whose `framework` is blank: the one that its other words name,
     else the one that usually has its parallelism."""
-    framework = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
+    framework = named_in(
+        " ".join(
+            (
+                row.text("notes"),
+                row.text("source"),
+                row.text("id"),
+            )
+        )
+    )
     if not framework:
         tp, pp, vpp = (row.degree(name) or 1 for name in ("tp", "pp", "vpp"))
         if stated_zero(row) == 3:
@@ -232,7 +245,10 @@ def _task(row: Row) -> Task:
     if not task_name and (match := re.search(r"\b(q?lora|sft|fine-?tun)", description)):
         task_name = match[1]
         row.say(f"task={task_name}")
-    known_task = next((task for pattern, task in _TASKS if re.search(pattern, task_name)), None)
+    known_task = next(
+        (task for pattern, task in _TASKS if re.search(pattern, task_name)),
+        None,
+    )
     if known_task:
         return known_task
     if task_name and "pre" not in task_name and task_name not in ("train", "training", "lm", "llm"):

@@ -129,7 +129,10 @@ def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
 
 
 def _dimensions(
-    cells: Cells, published: Shape | None, billions: float | None, assumptions: list[str]
+    cells: Cells,
+    published: Shape | None,
+    billions: float | None,
+    assumptions: list[str],
 ) -> dict[str, Any]:
     """Returns the fields of `Model` that every kind of layer has, except the width of its MLP."""
     layers, hidden = _depth_and_width(cells, published, billions, assumptions)
@@ -137,7 +140,13 @@ def _dimensions(
     def stated(column: str, default: int) -> int:
         """Returns the cell, or else the published value, or else `default`."""
         listed = getattr(published, column) if published else None
-        return _given(getattr(cells, column), listed, default, column, assumptions)
+        return _given(
+            getattr(cells, column),
+            listed,
+            default,
+            column,
+            assumptions,
+        )
 
     heads = stated("heads", max(1, hidden // (128 if hidden >= 2048 else 64)))
     head_dim = published.head_dim if published else 0
@@ -183,7 +192,11 @@ def _size(shape: Shape) -> float:
 
 
 def _given(
-    cell: int | None, published: int | None, default: int, name: str, assumptions: list[str]
+    cell: int | None,
+    published: int | None,
+    default: int,
+    name: str,
+    assumptions: list[str],
 ) -> int:
     if cell is not None:
         return cell
@@ -193,7 +206,10 @@ def _given(
 
 
 def _depth_and_width(
-    cells: Cells, published: Shape | None, billions: float | None, assumptions: list[str]
+    cells: Cells,
+    published: Shape | None,
+    billions: float | None,
+    assumptions: list[str],
 ) -> tuple[int, int]:
     """Returns (layers, hidden size). Raises RowError if nothing implies them."""
     layers = cells.layers or (published.layers if published else None)
@@ -244,7 +260,12 @@ def _usual_vocab(name: str) -> int:
     return 32000 if GATED.search(canonical(name)) else 51200
 
 
-def _moe(cells: Cells, published: Shape | None, hidden: int, assumptions: list[str]) -> Moe | None:
+def _moe(
+    cells: Cells,
+    published: Shape | None,
+    hidden: int,
+    assumptions: list[str],
+) -> Moe | None:
     listed = published.moe if published else None
     experts = cells.experts or (listed.experts if listed else 0)
     if experts <= 1:

@@ -86,7 +86,8 @@ _ALIASES: dict[str, str] = {
         ("gpu_type", "gpu_name", "gpu_model", "accelerator", "device", "hardware"), "gpu"
     ),
     **dict.fromkeys(
-        ("gpus", "n_gpus", "n_gpu", "ngpus", "world_size", "num_devices", "gpu_count"), "num_gpus"
+        ("gpus", "n_gpus", "n_gpu", "ngpus", "world_size", "num_devices", "gpu_count"),
+        "num_gpus",
     ),
     **dict.fromkeys(("num_nodes", "n_nodes", "nnodes", "node_count"), "nodes"),
     **dict.fromkeys(
@@ -171,7 +172,12 @@ def read_rows(file: BinaryIO) -> Iterator[dict[str, str]]:
 def _decoded(file: BinaryIO) -> TextIO:
     head = file.peek(4)[:4] if isinstance(file, io.BufferedReader) else b""
     encoding = "utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
-    return io.TextIOWrapper(file, encoding=encoding, errors="replace", newline="")
+    return io.TextIOWrapper(
+        file,
+        encoding=encoding,
+        errors="replace",
+        newline="",
+    )
 
 
 def _lines(first_line: str, stream: TextIO) -> Iterator[str]:
@@ -228,7 +234,9 @@ def _column(name: str) -> tuple[str, float]:
 
 
 def _rows(
-    lines: Iterator[list[str]], columns: list[tuple[str, float]], width: int
+    lines: Iterator[list[str]],
+    columns: list[tuple[str, float]],
+    width: int,
 ) -> Iterator[dict[str, str]]:
     scaled = [(column, factor) for column, factor in columns if factor != 1.0]
     names = [column for column, _ in columns]

@@ -132,7 +132,11 @@ def _by_sequence_length(plans: Plans) -> Section:
                 * (34 + 5 * model.heads * seq_len / model.hidden)
                 / GIB
             )
-            for category, bytes_per_parameter in (("params", 2), ("grads", 2), ("optimizer", 12)):
+            for category, bytes_per_parameter in (
+                ("params", 2),
+                ("grads", 2),
+                ("optimizer", 12),
+            ):
                 planned_gib = getattr(memory, category) / GIB
                 rows.append(
                     Row(
@@ -206,7 +210,15 @@ def _zero_bars(plans: Plans) -> Section:
                     within=0.005 if zero < 3 else None,
                 )
             )
-        rows.append(Row(f"ZeRO-{zero}", memory.activations / GIB, None, "GiB", "activations"))
+        rows.append(
+            Row(
+                f"ZeRO-{zero}",
+                memory.activations / GIB,
+                None,
+                "GiB",
+                "activations",
+            )
+        )
     return Section(
         "ZeRO at 8B on 64 GPUs, GiB",
         f"{pub.PLAYBOOK}, ZeRO: 2, 2 and 12 Psi bytes, each over N_d where it is sharded;"
@@ -229,10 +241,21 @@ def _three_b(plans: Plans) -> ModelSpec:
         "kv_heads": 32,
         "head_dim": 96,
     }
-    return structs.replace(llama, name="llama_3b", vocab=131072, tied_embeddings=True, **shape)
+    return structs.replace(
+        llama,
+        name="llama_3b",
+        vocab=131072,
+        tied_embeddings=True,
+        **shape,
+    )
 
 
-def _tp_plan(plans: Plans, tp: int, sequences: int, sp: bool = True) -> Plan:
+def _tp_plan(
+    plans: Plans,
+    tp: int,
+    sequences: int,
+    sp: bool = True,
+) -> Plan:
     return plans.plan(
         f"cluster=h100x64 cost.software=nanotron cluster.gpus_per_node={min(tp, 8)}",
         parallel={"tp": tp, "pp": 1, "dp": 1, "zero": 0, "sp": sp, "micro_batch_size": sequences}
@@ -325,7 +348,13 @@ def _pipeline(plans: Plans) -> Section:
         [
             Row("8 to 16 pipeline stages", pipeline_loss, 100 * pub.PLAYBOOK_PP_LOSS, "%"),
             Row("8 to 16 tensor-parallel ranks", tensor_loss, tp_loss, "%"),
-            Row("tensor over pipeline", tensor_loss / pipeline_loss, 1.0, "x", bound="more"),
+            Row(
+                "tensor over pipeline",
+                tensor_loss / pipeline_loss,
+                1.0,
+                "x",
+                bound="more",
+            ),
         ],
         "Plans of Llama 3 70B (whose head is small beside a stage) at 4,096 tokens with 32"
         " micro-batches of one sequence, `cost.software=nanotron`.",
@@ -338,7 +367,10 @@ def _all_reduce(plans: Plans) -> Section:
     rows = []
     for nodes, published in pub.ALL_REDUCE.items():
         for size, published_gb_per_s, name in zip(
-            (1 << 28, 1 << 30), published, ("256 MiB", "1 GiB"), strict=True
+            (1 << 28, 1 << 30),
+            published,
+            ("256 MiB", "1 GiB"),
+            strict=True,
         ):
             rows.append(
                 Row(
@@ -382,6 +414,11 @@ def bus_bandwidth(plans: Plans, nodes: int, size: int) -> float:
     gpus = 8 * nodes
     path = Fabric(cluster).path(np.arange(gpus).reshape(1, gpus), "ring")
     values = shipped().values
-    links = Links(nvlink=1.0, nic=values["nic"], latency=values["latency"], launch_s=0.0)
+    links = Links(
+        nvlink=1.0,
+        nic=values["nic"],
+        latency=values["latency"],
+        launch_s=0.0,
+    )
     seconds = value_of(collective.seconds("all_reduce", size, gpus, path, links))
     return 2 * (gpus - 1) / gpus * size / seconds / 1e9

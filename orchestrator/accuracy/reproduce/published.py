@@ -62,7 +62,12 @@ BERT_PHASES = {128: (65536, 7038), 512: (32768, 1563)}
 
 #: Playbook, "Memory usage in Transformers": GB of parameters, gradients and Adam's state in mixed
 #: precision. Billions of parameters -> (without fp32 gradients, with fp32 gradients).
-PLAYBOOK_STATES = {1: (16, 20), 7: (112, 140), 70: (1120, 1400), 405: (6480, 8100)}
+PLAYBOOK_STATES = {
+    1: (16, 20),
+    7: (112, 140),
+    70: (1120, 1400),
+    405: (6480, 8100),
+}
 #: Playbook: throughput of a 3B model at 4,096 tokens by degree of tensor parallelism.
 #: TP -> (sequences in the largest micro-batch that fits, tokens/s per GPU).
 PLAYBOOK_TP = {

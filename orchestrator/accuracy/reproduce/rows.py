@@ -75,7 +75,10 @@ class Plans:
         if nodes is not None:
             level = structs.replace(cluster.levels[0], nodes_per_switch=nodes)
             cluster = structs.replace(
-                cluster, nodes=nodes, levels=[level], name=f"{cluster.name}x{nodes}"
+                cluster,
+                nodes=nodes,
+                levels=[level],
+                name=f"{cluster.name}x{nodes}",
             )
         return structs.replace(
             config,
@@ -90,7 +93,13 @@ class Plans:
         config = self.config(overrides, **changes)
         return build_plan(config, build_cluster(config.cluster), any_layout=True)
 
-    def gpt(self, layers: int, hidden: int, heads: int, seq_len: int = 1024) -> ModelSpec:
+    def gpt(
+        self,
+        layers: int,
+        hidden: int,
+        heads: int,
+        seq_len: int = 1024,
+    ) -> ModelSpec:
         """Returns a GPT-like model with GPT-2's vocabulary."""
         gpt2 = self.config("model=gpt2").model
         return structs.replace(

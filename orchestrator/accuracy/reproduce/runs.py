@@ -23,7 +23,17 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
         gib = 1 << 30
         sd = plan.time.sd
         step_s = plan.time.step_s
-        rows.append(Row(name, step_s, experiment.step_s, "s", "a step", within=0.10, sd=sd))
+        rows.append(
+            Row(
+                name,
+                step_s,
+                experiment.step_s,
+                "s",
+                "a step",
+                within=0.10,
+                sd=sd,
+            )
+        )
         rows.append(Row(name, 100 * plan.mfu, None, "%", "MFU, ours", sd=sd))
         rows.append(
             Row(

@@ -26,10 +26,19 @@ def sections(plans: Plans) -> Iterator[Section]:
         "The largest model that runs: billions of parameters",
         f"{pub.ZERO}, table 2, measured",
         [
-            Row(f"model parallelism {mp}", _largest(plans, mp, zero), published, "B", name)
+            Row(
+                f"model parallelism {mp}",
+                _largest(plans, mp, zero),
+                published,
+                "B",
+                name,
+            )
             for mp, published_by_stage in pub.ZERO_LARGEST_MEASURED.items()
             for name, published, zero in zip(
-                ("baseline", "P_os"), published_by_stage, (0, 1), strict=True
+                ("baseline", "P_os"),
+                published_by_stage,
+                (0, 1),
+                strict=True,
             )
         ],
         "Layers are added (hidden 1,920 to 8,192 as in the paper's runs) until the plan of a"
@@ -48,7 +57,10 @@ def _states(state_bytes: dict[int, list[float]]) -> Section:
         billions = float(size[:-1]) * (1000 if size[-1] == "T" else 1)
         for gpus, published_by_stage in published_by_ranks.items():
             for stage, published, bytes_per_parameter in zip(
-                STAGES, published_by_stage, state_bytes[gpus][1:], strict=True
+                STAGES,
+                published_by_stage,
+                state_bytes[gpus][1:],
+                strict=True,
             ):
                 rows.append(
                     Row(
@@ -76,7 +88,10 @@ def _largest_in_theory(bytes_per_parameter: list[float]) -> Section:
     rows = []
     for mp, published_by_stage in pub.ZERO_LARGEST.items():
         for stage, published, state_bytes in zip(
-            ("baseline", *STAGES), published_by_stage, bytes_per_parameter, strict=True
+            ("baseline", *STAGES),
+            published_by_stage,
+            bytes_per_parameter,
+            strict=True,
         ):
             rows.append(
                 Row(
@@ -287,7 +302,13 @@ def _bert(plans: Plans) -> Section:
             )
         )
     rows.append(
-        Row("pre-training on 1,024 V100", total_s / 60, pub.BERT_MINUTES, "min", sd=plan.time.sd)
+        Row(
+            "pre-training on 1,024 V100",
+            total_s / 60,
+            pub.BERT_MINUTES,
+            "min",
+            sd=plan.time.sd,
+        )
     )
     return Section(
         "BERT-large in 44 minutes on 1,024 V100",

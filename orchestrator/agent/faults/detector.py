@@ -63,7 +63,10 @@ class HangDetector:
             self._peer_medians_s = peer_medians_s(self._plan, everyone)
         node_workers = reported_workers({node: workers}, self._plan)
         ratio = slowdown(
-            self._plan, node_workers, self._peer_medians_s, self._rules.straggler_ratio
+            self._plan,
+            node_workers,
+            self._peer_medians_s,
+            self._rules.straggler_ratio,
         )
         self._update_slow(node, ratio)
 
@@ -75,7 +78,11 @@ class HangDetector:
         if now - self._diagnosed_at < _EVERY_S and not self._urgent:
             return None
         self._diagnosed_at = now
-        return diagnose(self._plan, reported_workers(self._last_reports, self._plan), self._rules)
+        return diagnose(
+            self._plan,
+            reported_workers(self._last_reports, self._plan),
+            self._rules,
+        )
 
     def new_stragglers(self) -> dict[str, float] | None:
         """Returns the stragglers and their ratios if they have changed since the last call."""

@@ -66,7 +66,11 @@ class Diagnosis:
         )
 
 
-def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
+def diagnose(
+    plan: Plan,
+    workers: Collection[WorkerStatus],
+    rules: Policy,
+) -> Diagnosis | None:
     """Returns the diagnosis of a hang, or None. `workers` are the statuses of living ranks."""
     frozen = [worker for worker in workers if worker.is_frozen]
     if frozen:

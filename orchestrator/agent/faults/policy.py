@@ -131,7 +131,11 @@ def first_cause(ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
     failed = [end for end in ends if end.code != 0]
     spontaneous = [end for end in failed if not end.asked]
     candidates = spontaneous or failed
-    return min(candidates, key=lambda end: (end.code == Exit.RESTART, end.order), default=None)
+    return min(
+        candidates,
+        key=lambda end: (end.code == Exit.RESTART, end.order),
+        default=None,
+    )
 
 
 def cause_of(end: WorkerEnd, epoch: int) -> Cause:
@@ -263,7 +267,13 @@ def _end_without_save(
         conduct = "was asked to save and failed" if worst.asked else "failed"
         explanation = f"rank {worst.rank} on {worst.node} {conduct}: {meaning(worst.code)}"
         explanation += _after_step(worst)
-    return _end_run(request.kind, Exit.RESTART, f"{request.reason}; {explanation}", budget, cause)
+    return _end_run(
+        request.kind,
+        Exit.RESTART,
+        f"{request.reason}; {explanation}",
+        budget,
+        cause,
+    )
 
 
 def _after_failure(

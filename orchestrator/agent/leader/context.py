@@ -99,7 +99,9 @@ class Context:
     # ---------------------------------------------------------------------------------- events
 
     def put_event(
-        self, node: str, message: FromAgent | MemberLost | MemberUnfit | LeaseLost
+        self,
+        node: str,
+        message: FromAgent | MemberLost | MemberUnfit | LeaseLost,
     ) -> None:
         self._queue.put_nowait(Event(self.epoch, node, message))
 

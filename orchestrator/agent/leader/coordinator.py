@@ -64,7 +64,11 @@ class Coordinator:
     async def _lead(self, host: str, port: int) -> policy.Decision:
         context = self._context
         server = await asyncio.start_server(
-            context.membership.serve_connection, host, port, limit=READ_LIMIT, backlog=BACKLOG
+            context.membership.serve_connection,
+            host,
+            port,
+            limit=READ_LIMIT,
+            backlog=BACKLOG,
         )
         ticker = asyncio.create_task(context.membership.run_heartbeats(self._on_heartbeat))
         ticker.add_done_callback(context.on_ticker_end)
@@ -127,7 +131,10 @@ class Coordinator:
         ):
             return decision
         outcome = await FinalCheckpoint(context).run()
-        return replace(decision, reason="; ".join(filter(None, (decision.reason, outcome))))
+        return replace(
+            decision,
+            reason="; ".join(filter(None, (decision.reason, outcome))),
+        )
 
     async def _exclude_bad_node(self, decision: policy.Decision) -> None:
         """Excludes a bad node from this attempt and from the user's next runs.

@@ -84,10 +84,14 @@ class Announcement:
             self._state_writer.rewrite_if_replaced()
             heartbeats = self._address.heartbeats + 1
             self._address = msgspec.structs.replace(
-                self._address, epoch=self._state_writer.leased_epoch, heartbeats=heartbeats
+                self._address,
+                epoch=self._state_writer.leased_epoch,
+                heartbeats=heartbeats,
             )
             write_private(
-                self._folder.coordinator, msgspec.json.encode(self._address), durable=False
+                self._folder.coordinator,
+                msgspec.json.encode(self._address),
+                durable=False,
             )
 
 
@@ -156,7 +160,12 @@ class LeaderElection:
         if address is not None and turn_of(self._node, order, address.node) == 0:
             await asyncio.to_thread(import_module, PLANNER)
 
-    async def connect(self, epoch: int, order: Sequence[str], ended: asyncio.Future) -> Channel:
+    async def connect(
+        self,
+        epoch: int,
+        order: Sequence[str],
+        ended: asyncio.Future,
+    ) -> Channel:
         """Connects to the coordinator, which may have moved, even here. See `Connector`."""
         loop = asyncio.get_running_loop()
         timeout_s = max(2.0, self._rules.heartbeat_timeout_s)

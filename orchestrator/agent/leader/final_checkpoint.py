@@ -27,7 +27,13 @@ _KILL_S = 5.0  # for processes that receive SIGKILL
 
 #: Exit codes after which the newest state is worth saving. Codes that blame the job itself (64, 65,
 #: 78) are not among them: its user may want to go back further, and retention counts checkpoints.
-_WORTH_SAVING = (Exit.CAPACITY, Exit.NODE, Exit.USER, Exit.INTERNAL, Exit.RESTART)
+_WORTH_SAVING = (
+    Exit.CAPACITY,
+    Exit.NODE,
+    Exit.USER,
+    Exit.INTERNAL,
+    Exit.RESTART,
+)
 
 
 def is_due(folder: RunFolder, plan: Plan, decision: Decision) -> bool:
@@ -121,7 +127,9 @@ class FinalCheckpoint:
         )
         await self._context.begin_epoch()
         self._context.record_event(
-            "flush_began", epoch=self._state_writer.epoch, nodes=len(attempt.nodes)
+            "flush_began",
+            epoch=self._state_writer.epoch,
+            nodes=len(attempt.nodes),
         )
         for node in attempt.nodes:
             self._members[node].ready = None

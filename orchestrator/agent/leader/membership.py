@@ -99,7 +99,9 @@ class Membership:
         self._tasks: set[asyncio.Task] = set()
 
     async def serve_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         """Serves one connection, from the greeting to its end."""
         task = asyncio.current_task()
@@ -126,7 +128,9 @@ class Membership:
             reason = str(error) or "no join message"
             loss_reason = f"refused: {reason}"
             self._refusals.refused(
-                f"node {channel.peer}", str(writer.get_extra_info("peername")), reason
+                f"node {channel.peer}",
+                str(writer.get_extra_info("peername")),
+                reason,
             )
         finally:
             if channel:
@@ -144,7 +148,9 @@ class Membership:
         )
 
     def _admit(
-        self, channel: Channel, first_message: tuple[int, messages.FromAgent] | None
+        self,
+        channel: Channel,
+        first_message: tuple[int, messages.FromAgent] | None,
     ) -> Member | None:
         """Makes the newcomer a member, or sends it the reason why it cannot be one."""
         epoch, join = first_message or (-1, None)

@@ -126,7 +126,12 @@ class StateWriter:
 
     def update(self, **changes: object) -> None:
         """Changes the state. If it cannot be written now, `retry` writes it later."""
-        self._state = _replace(self._state, **changes, updated_at=self._clock(), writer=self._node)
+        self._state = _replace(
+            self._state,
+            **changes,
+            updated_at=self._clock(),
+            writer=self._node,
+        )
         try:
             self._write()
         except RECORD_ERRORS as error:

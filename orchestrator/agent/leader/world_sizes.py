@@ -69,7 +69,12 @@ class WorldSizes:
         plans = {
             node_count: load_plan(folder.sized_plan(node_count)) for node_count in request.sizes
         }
-        return cls([agent.node for agent in request.agents], plans, elastic=True, policy=policy)
+        return cls(
+            [agent.node for agent in request.agents],
+            plans,
+            elastic=True,
+            policy=policy,
+        )
 
     @property
     def smallest(self) -> int:

@@ -50,7 +50,12 @@ class Connector(Protocol):
 
     moves: bool
 
-    async def connect(self, epoch: int, order: Sequence[str], ended: asyncio.Future) -> Channel:
+    async def connect(
+        self,
+        epoch: int,
+        order: Sequence[str],
+        ended: asyncio.Future,
+    ) -> Channel:
         """Connects to the coordinator.
 
         `epoch` is the newest epoch that the agent has followed, `order` the plan's nodes. Raises
@@ -69,13 +74,24 @@ class FixedCoordinator:
 
     moves = False
 
-    def __init__(self, folder: RunFolder, node: str, key: bytes, join_timeout_s: float):
+    def __init__(
+        self,
+        folder: RunFolder,
+        node: str,
+        key: bytes,
+        join_timeout_s: float,
+    ):
         self._folder = folder
         self._node = node
         self._key = key
         self._join_timeout_s = join_timeout_s
 
-    async def connect(self, epoch: int, order: Sequence[str], ended: asyncio.Future) -> Channel:
+    async def connect(
+        self,
+        epoch: int,
+        order: Sequence[str],
+        ended: asyncio.Future,
+    ) -> Channel:
         deadline = time.monotonic() + self._join_timeout_s
         problem = "it has not announced its address"
         while not ended.done():

@@ -183,7 +183,9 @@ def _visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Seque
 
 
 def _domain_of(
-    root: Path, candidates: Sequence[Gpu], domains: Mapping[int, Set[int]]
+    root: Path,
+    candidates: Sequence[Gpu],
+    domains: Mapping[int, Set[int]],
 ) -> int | None:
     """Returns the NUMA domain with cores that is nearest to each of the candidates.
 

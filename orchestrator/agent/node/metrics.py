@@ -169,7 +169,8 @@ class NodeMetrics(Collector):
         self._node = node
         self._clock = clock
         self._wall = WallMeter(
-            clock(), lambda state, seconds: self.add("orch_wall_seconds", seconds, state)
+            clock(),
+            lambda state, seconds: self.add("orch_wall_seconds", seconds, state),
         )
         self._recoveries: dict[tuple[str, ...], _Histogram] = {}
         self._plan = plan
@@ -219,7 +220,13 @@ class NodeMetrics(Collector):
     def _set_plan_info(self) -> None:
         parallel = self._plan.parallel
         degrees = (str(getattr(parallel, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
-        self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, parallel.schedule)
+        self.set(
+            "orch_plan_info",
+            1,
+            self._plan.hash[:16],
+            *degrees,
+            parallel.schedule,
+        )
 
     def enter(self, state: WallState) -> None:
         """Sets the state that this node's time counts as, until its next step."""
@@ -257,7 +264,12 @@ class NodeMetrics(Collector):
 
     def _on_node_step(self, report: StepReport, at: float) -> None:
         stall_s = report.phase_s.get("checkpoint", 0.0)
-        recovery_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
+        recovery_s = self._wall.step(
+            report.step,
+            report.step_s,
+            stall_s,
+            self._clock(),
+        )
         if recovery_s is not None:
             self._recoveries.setdefault((), _Histogram()).observe(recovery_s)
         node_tokens = report.tokens * len(self._ranks) / self._plan.parallel.world_size
@@ -294,7 +306,11 @@ class NodeMetrics(Collector):
             self.set("orch_expert_balance_ratio", load.balance(moe.top_k), layer)
             self.set("orch_expert_dropped_ratio", load.dropped, layer)
             self.set("orch_router_entropy_ratio", load.entropy, layer)
-            self.set("orch_router_bias_range", load.bias and load.bias[1] - load.bias[0], layer)
+            self.set(
+                "orch_router_bias_range",
+                load.bias and load.bias[1] - load.bias[0],
+                layer,
+            )
 
     def on_event(self, report: EventReport, at: float) -> None:
         if report.name == "checkpoint_failed":
@@ -314,7 +330,9 @@ class NodeMetrics(Collector):
         self.set("orch_ettr_ratio", self._wall.ettr)
         for name, help_text in _COUNTERS.items():
             family = CounterMetricFamily(
-                name, help_text, labels=_LABELS + _EXTRA_LABELS.get(name, [])
+                name,
+                help_text,
+                labels=_LABELS + _EXTRA_LABELS.get(name, []),
             )
             for (series, labels), value in list(self._counters.items()):
                 if series == name:
@@ -322,11 +340,21 @@ class NodeMetrics(Collector):
             yield family
         for name, help_text in _GAUGES.items():
             gauge = GaugeMetricFamily(
-                name, help_text, labels=[*_LABELS, "plan_epoch", *_EXTRA_LABELS.get(name, [])]
+                name,
+                help_text,
+                labels=[*_LABELS, "plan_epoch", *_EXTRA_LABELS.get(name, [])],
             )
             for (series, labels), value in list(self._gauges.items()):
                 if series == name:
-                    gauge.add_metric([self._job, self._node, str(self._epoch), *labels], value)
+                    gauge.add_metric(
+                        [
+                            self._job,
+                            self._node,
+                            str(self._epoch),
+                            *labels,
+                        ],
+                        value,
+                    )
             yield gauge
         help_text = "Duration of a step and of its phases, as reported by the node's first worker."
         yield self._histogram("orch_step_duration_seconds", help_text, ["phase"], self._durations)
@@ -352,6 +380,8 @@ class NodeMetrics(Collector):
         family = HistogramMetricFamily(name, help_text, labels=[*_LABELS, *label_names])
         for labels, histogram in list(histograms.items()):
             family.add_metric(
-                [self._job, self._node, *labels], histogram.cumulative(), histogram.total
+                [self._job, self._node, *labels],
+                histogram.cumulative(),
+                histogram.total,
             )
         return family

@@ -116,7 +116,13 @@ class PrintedSteps:
             for path, lines in farewells.items():
                 await self._disk.run(partial(append, path, lines), None)
 
-    def _read_steps(self, rank: int, log: _Log, new_bytes: bytes, at_end: bool) -> dict[Path, str]:
+    def _read_steps(
+        self,
+        rank: int,
+        log: _Log,
+        new_bytes: bytes,
+        at_end: bool,
+    ) -> dict[Path, str]:
         """Reports the steps in the new part of a log; returns last lines for logs, if any."""
         # Progress bars end their lines with a carriage return.
         lines = re.split(rb"[\r\n]", log.incomplete_line + new_bytes)
@@ -157,7 +163,12 @@ class PrintedSteps:
                     values[name] = number
         return values if values.get("step", -1) >= 0 else None
 
-    def _report_steps(self, rank: int, log: _Log, printed_steps: list[dict[str, float]]) -> None:
+    def _report_steps(
+        self,
+        rank: int,
+        log: _Log,
+        printed_steps: list[dict[str, float]],
+    ) -> None:
         """Reports the steps of one look, without those that are not after the last one.
 
         Such steps belong to something else, as an evaluation.

@@ -53,7 +53,9 @@ async def save_stack(
 def _write(path: Path, report: str) -> bool:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        path,
+        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW,
+        0o600,
     )
     with open(descriptor, "w", errors="replace") as file:
         file.write(report)

@@ -384,7 +384,13 @@ def bound_cores(
     `visible` are variables that these workers get in addition to the agent's own.
     """
     allowed = os.sched_getaffinity(0)
-    binding = bind(root, os.environ | visible, allowed, len(ranks), one_gpu_each)
+    binding = bind(
+        root,
+        os.environ | visible,
+        allowed,
+        len(ranks),
+        one_gpu_each,
+    )
     ranks_by_cores: dict[str, list[int]] = {}
     for rank, cores in zip(ranks, binding.cores, strict=True):
         if cores:

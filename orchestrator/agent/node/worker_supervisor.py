@@ -99,7 +99,12 @@ class WorkerSupervisor:
         sources: list[socket.socket | int] = [self._agent, wake]
         if self._fork_server:
             sources.append(self._fork_server)
-        readable, _, _ = select.select(sources, [], [], _LOOK_S if self._pending else None)
+        readable, _, _ = select.select(
+            sources,
+            [],
+            [],
+            _LOOK_S if self._pending else None,
+        )
         if self._pending:
             # A fork server that is killed for this is lost: its workers start by fork and exec.
             self._stops.look(self._fork_server_pid)
@@ -232,7 +237,11 @@ class WorkerSupervisor:
     ) -> None:
         go_ahead_reader, go_ahead = os.pipe2(os.O_CLOEXEC)
         pending = PendingFork(
-            order, os.dup(log), os.dup(report), go_ahead, None if store is None else os.dup(store)
+            order,
+            os.dup(log),
+            os.dup(report),
+            go_ahead,
+            None if store is None else os.dup(store),
         )
         ticket = next(self._tickets)
         self._pending[ticket] = pending
@@ -248,7 +257,11 @@ class WorkerSupervisor:
             descriptors = [log, report, go_ahead_reader]
             if store is not None:
                 descriptors.append(store)
-            socket.send_fds(server, [json.dumps(fork_order).encode()], descriptors)
+            socket.send_fds(
+                server,
+                [json.dumps(fork_order).encode()],
+                descriptors,
+            )
         except OSError:
             self._fork_server_lost(server)
         finally:
@@ -284,7 +297,13 @@ class WorkerSupervisor:
             order = pending.order
             os.chdir(order["cwd"])
             environment = {**os.environ, **order["environment"]}
-            self._exec(order, environment, pending.log, pending.report, pending.store)
+            self._exec(
+                order,
+                environment,
+                pending.log,
+                pending.report,
+                pending.store,
+            )
             pending.close()
 
     def _cancel_pending(self, signum: int) -> None:
@@ -312,7 +331,9 @@ def _open_log(path: str) -> int:
     """Opens a worker's log, or /dev/null if it cannot be opened."""
     try:
         return os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            path,
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o600,
         )
     except OSError:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -34,7 +34,9 @@ class RefusalLog:
     """
 
     def __init__(
-        self, write: Callable[[str, str, int], None], clock: Callable[[], float] = time.monotonic
+        self,
+        write: Callable[[str, str, int], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._write = write
         self._clock = clock
@@ -85,7 +87,9 @@ class Admission:
         self._refused: dict[asyncio.StreamWriter, asyncio.TimerHandle] = {}
 
     async def admit(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> Channel | None:
         """Returns the channel of a peer that holds the key; None if the connection is refused."""
         peer = writer.get_extra_info("peername")

@@ -35,7 +35,13 @@ def everyone(cluster: Cluster) -> list[FoundRun]:
     for run in read_all(cluster):
         status = run.status
         live = Live(step=status.step, steps=status.steps, loss=status.loss)
-        runs.append(FoundRun(state_of(run, _first_state(run)), live, run.metadata.namespace))
+        runs.append(
+            FoundRun(
+                state_of(run, _first_state(run)),
+                live,
+                run.metadata.namespace,
+            )
+        )
     return runs
 
 
@@ -59,7 +65,12 @@ def _first_state(run: TrainRun) -> RunState:
     )
 
 
-def adopt(cluster: Cluster, name: str, home: Path, backend: str) -> RunFolder | None:
+def adopt(
+    cluster: Cluster,
+    name: str,
+    home: Path,
+    backend: str,
+) -> RunFolder | None:
     """Gives the TrainRun `name`, or `namespace/name`, a run folder here. Returns None if no cluster
     is configured or the cluster has no such TrainRun.
 
@@ -80,7 +91,13 @@ def adopt(cluster: Cluster, name: str, home: Path, backend: str) -> RunFolder | 
     if run is None:
         return None
     run_cluster = cluster.within(run.metadata.namespace)
-    return _folder(run_cluster, run, _bundle(run_cluster, run), home, backend)
+    return _folder(
+        run_cluster,
+        run,
+        _bundle(run_cluster, run),
+        home,
+        backend,
+    )
 
 
 def _find(cluster: Cluster, name: str, this_namespace_only: bool) -> TrainRun | None:
@@ -107,7 +124,13 @@ def _bundle(cluster: Cluster, run: TrainRun) -> Bundle:
     return unpacked(planned)
 
 
-def _folder(cluster: Cluster, run: TrainRun, bundle: Bundle, home: Path, backend: str) -> RunFolder:
+def _folder(
+    cluster: Cluster,
+    run: TrainRun,
+    bundle: Bundle,
+    home: Path,
+    backend: str,
+) -> RunFolder:
     folder = RunFolder(runs_folder(home) / run.metadata.name)
     if folder.path.exists():
         message = (
@@ -129,7 +152,11 @@ def _folder(cluster: Cluster, run: TrainRun, bundle: Bundle, home: Path, backend
             write_private(folder.sized_plan(nodes), to_json(sized_plan, indent=1) + b"\n")
     write_private(folder.config, bundle.config)
     options = read_options({**request.backend_options, **run.spec.options})
-    write_record(folder, record(request, options, run.metadata.namespace), durable=True)
+    write_record(
+        folder,
+        record(request, options, run.metadata.namespace),
+        durable=True,
+    )
     created_at = seconds_of(run.metadata.creation_timestamp) or time.time()
     first_state = structs.replace(accepted(request, backend), created_at=created_at)
     write_state(folder, state_of(run, first_state))

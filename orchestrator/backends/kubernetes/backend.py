@@ -156,13 +156,25 @@ class KubernetesBackend(
                 write_record(folder, train_runs.record(request, options, namespace), durable=True)
                 return to_yaml([train_runs.document(bundle, _plans(bundle), namespace)])
         with create_run_folder(bundle, self.name) as folder:
-            manifest = manifest_of(folder, request, plan, options, os.environ, namespace=namespace)
+            manifest = manifest_of(
+                folder,
+                request,
+                plan,
+                options,
+                os.environ,
+                namespace=namespace,
+            )
             record = record_of(request, options, namespace)
             # with its record the run is found once somebody has applied the objects
             write_record(folder, record, durable=True)
             return to_yaml(render(manifest))
 
-    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+    def resume(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        environ: Mapping[str, str],
+    ) -> str:
         """Starts the run's next generation: deletes the old objects and sends new ones, on nodes
         that are free now."""
         record = read_record(folder, KubernetesRecord)
@@ -172,7 +184,11 @@ class KubernetesBackend(
         return request.handle
 
     def resize(
-        self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        nodes: int,
+        environ: Mapping[str, str],
     ) -> str:
         """Starts the next generation under the plan that was submitted for that many nodes. A
         running run saves and exits first."""
@@ -218,7 +234,11 @@ class KubernetesBackend(
         """Returns a command that `pods/exec` runs in the node's pod."""
         cluster, pod = self._pod_of(folder, node)
         python = [read_options(request.backend_options).python, "-P"]
-        return cluster.command(pod, CONTAINER, [*python, *argv(f"{RUNS}/{folder.run_id}", 1)])
+        return cluster.command(
+            pod,
+            CONTAINER,
+            [*python, *argv(f"{RUNS}/{folder.run_id}", 1)],
+        )
 
     def why_not_removed(self, request: LaunchRequest) -> str:
         """Says why nodes cannot be removed from the run, "" if they can."""
@@ -255,7 +275,9 @@ class KubernetesBackend(
         cluster = self._cluster_of(record)
         if follow:
             with follow_logs(
-                folder, cluster, lambda: self._observer.observe(record, folder.run_id)
+                folder,
+                cluster,
+                lambda: self._observer.observe(record, folder.run_id),
             ):
                 yield
         else:

@@ -61,7 +61,9 @@ class ClusterSnapshot(Struct, frozen=True):
 
 
 def read_snapshot(
-    cluster: Cluster, options: KubernetesOptions, used_too: bool = True
+    cluster: Cluster,
+    options: KubernetesOptions,
+    used_too: bool = True,
 ) -> ClusterSnapshot:
     """Reads what `reserve_nodes` starts from. `used_too`: also reads which nodes have GPUs in use;
     a queue tracks that itself.
@@ -76,7 +78,11 @@ def read_snapshot(
         selected = f" with the labels {node_labels}" if node_labels else ""
         raise NoNodes(f"the cluster has no nodes{selected}", Exit.CAPACITY)
     usage = _usage(pods.result() if pods else ())
-    return structs.replace(usage, nodes=nodes, devices=devices.result() if devices else None)
+    return structs.replace(
+        usage,
+        nodes=nodes,
+        devices=devices.result() if devices else None,
+    )
 
 
 class _View(Struct, frozen=True):
@@ -107,7 +113,13 @@ def _view(snapshot: ClusterSnapshot, plan: Plan, options: KubernetesOptions) -> 
         snapshot = _with_claimed(snapshot, gpu)
     workers = gpu_nodes(snapshot.nodes, gpu)
     picked = pick_profile(workers, profile(options))
-    return _View(snapshot, needs, workers, picked, _topology(snapshot, picked, gpu))
+    return _View(
+        snapshot,
+        needs,
+        workers,
+        picked,
+        _topology(snapshot, picked, gpu),
+    )
 
 
 @contextlib.contextmanager
@@ -337,7 +349,8 @@ def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:
             if not _has_ended(job):
                 node_names = (job["metadata"].get("annotations") or {}).get(NODES, "")
                 run_by_node |= dict.fromkeys(
-                    filter(None, node_names.split(",")), job["metadata"]["name"]
+                    filter(None, node_names.split(",")),
+                    job["metadata"]["name"],
                 )
     return run_by_node
 
@@ -359,5 +372,9 @@ def _without(topology: Topology, reasons: Mapping[str, str]) -> Topology:
     """Marks the nodes as not free, each for its reason."""
     machines = dict(topology.machines)
     for name in reasons.keys() & machines.keys():
-        machines[name] = structs.replace(machines[name], free=False, reason=reasons[name])
+        machines[name] = structs.replace(
+            machines[name],
+            free=False,
+            reason=reasons[name],
+        )
     return structs.replace(topology, machines=machines)

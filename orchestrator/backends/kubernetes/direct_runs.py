@@ -78,7 +78,14 @@ class DirectRuns:
     ) -> None:
         """Starts the first generation. `drafts`: the result of `draft_objects`."""
         with _only_command(folder, 0.5):
-            self._send(folder, request, plan, environ, generation=0, drafts=drafts)
+            self._send(
+                folder,
+                request,
+                plan,
+                environ,
+                generation=0,
+                drafts=drafts,
+            )
 
     def _send(
         self,
@@ -111,7 +118,12 @@ class DirectRuns:
         intent = due(folder, read_state(folder).intent)
         record = read_record(folder, KubernetesRecord)
         if record and intent and intent.want == "end":  # `cancel` found no Job yet
-            delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
+            delete_run_objects(
+                self._of(record),
+                record.kind,
+                record.name,
+                folder.run_id,
+            )
             raise OrchError(f"run {folder.run_id} has received a newer request: {intent.text}")
 
     def resume(
@@ -147,12 +159,23 @@ class DirectRuns:
 
         check_variables(request, environ)
         plan = load_plan(folder.sized_plan(nodes))
-        intent = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
+        intent = ask(
+            folder,
+            "run",
+            nodes=nodes,
+            began_with=read_state(folder).intent,
+        )
         grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
         with _only_command(folder, _BROKEN_S + 2.0 * grace):
             # else the command that held the lock has carried the intent out
             if read_state(folder).intent < intent.number:
-                self._begin(folder, request, environ, intent, 2.0 * grace + MARGIN_S)
+                self._begin(
+                    folder,
+                    request,
+                    environ,
+                    intent,
+                    2.0 * grace + MARGIN_S,
+                )
 
     def _begin(
         self,
@@ -171,7 +194,13 @@ class DirectRuns:
         # read under the lock: the command that held it may have written another record
         record = read_record(folder, KubernetesRecord)
         if record:
-            delete_run_objects(self._of(record), record.kind, record.name, folder.run_id, wait_s)
+            delete_run_objects(
+                self._of(record),
+                record.kind,
+                record.name,
+                folder.run_id,
+                wait_s,
+            )
         check_newest(folder, newest_intent)
         request, plan = begin_attempt(folder, request, intent)
         self._send(

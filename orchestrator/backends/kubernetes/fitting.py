@@ -40,7 +40,14 @@ class PodNeeds(Struct, frozen=True):
 
 def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
     template = pod_template(
-        "run", plan, options, 0, labels={}, annotations={}, chosen=None, subdomain=False
+        "run",
+        plan,
+        options,
+        0,
+        labels={},
+        annotations={},
+        chosen=None,
+        subdomain=False,
     )
     spec = template["spec"]
     requests = pod_requests(msgspec.convert(spec, PodShape))

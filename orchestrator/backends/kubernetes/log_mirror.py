@@ -42,7 +42,9 @@ def _path(folder: RunFolder, node: str, rank: int | None) -> Path:
 
 @contextlib.contextmanager
 def follow_logs(
-    folder: RunFolder, cluster: Cluster, observe: Callable[[], ObservedRun]
+    folder: RunFolder,
+    cluster: Cluster,
+    observe: Callable[[], ObservedRun],
 ) -> Iterator[None]:
     """Lets the local logs grow with the pods' logs while the body runs, those of later pods
     included."""
@@ -71,7 +73,12 @@ def follow_logs(
         end.set()
 
 
-def _append(folder: RunFolder, cluster: Cluster, pod: dict, node: str) -> None:
+def _append(
+    folder: RunFolder,
+    cluster: Cluster,
+    pod: dict,
+    node: str,
+) -> None:
     with contextlib.suppress(OrchError, OSError):
         for rank, line in _by_writer(cluster.log(pod["metadata"]["name"], follow=True)):
             with _path(folder, node, rank).open("a", encoding="utf-8", errors="replace") as log:
@@ -91,6 +98,12 @@ def _by_writer(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
 def pod_node_names(pods: Sequence[Body]) -> dict[int, str]:
     """Index -> the plan's name of that pod's share of a node."""
     members = [
-        Join(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods
+        Join(
+            index_of(pod),
+            pod["spec"].get("nodeName") or "unplaced",
+            "",
+            "",
+        )
+        for pod in pods
     ]
     return {member.index: name for member, name in zip(members, node_names(members), strict=True)}

@@ -80,7 +80,11 @@ class RunObserver:
         workload = None
         if main is not None and (len(newest) < _completions(main) or _any_pending(newest.values())):
             cluster = self._cluster(record.context, record.namespace)
-            names = {record.name, job_of_pods, *(pod["metadata"]["name"] for pod in pods)}
+            names = {
+                record.name,
+                job_of_pods,
+                *(pod["metadata"]["name"] for pod in pods),
+            }
             events = _warnings(cluster, names)
             if main.get("spec", {}).get("suspend"):
                 workload = _workload_of(cluster, main["metadata"]["uid"])

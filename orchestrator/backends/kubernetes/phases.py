@@ -56,12 +56,21 @@ def status_of(run: ObservedRun, now: float) -> RunStatus:
     ended."""
     if run.main is None:
         return RunStatus(
-            phase="stopped", reason="its Job is gone from the cluster", exit=Exit.RESTART, over=True
+            phase="stopped",
+            reason="its Job is gone from the cluster",
+            exit=Exit.RESTART,
+            over=True,
         )
     facts: JsonObject = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
     bodies = [body for body in (run.job, run.main) if body]
     if any(_condition(body, "Complete", "Completed") for body in bodies):
-        return RunStatus(phase="done", reason="done", exit=Exit.DONE, over=True, **facts)
+        return RunStatus(
+            phase="done",
+            reason="done",
+            exit=Exit.DONE,
+            over=True,
+            **facts,
+        )
     # a Job that has failed has both conditions, FailureTarget first
     for kind in ("Failed", "FailureTarget"):
         for body in bodies:
@@ -89,7 +98,13 @@ def _failed(run: ObservedRun, condition: Body, facts: dict) -> RunStatus:
     exit = Exit(code) if code in _CODES else Exit.USER
     if condition["type"] == "FailureTarget":  # its other pods are still ending
         return RunStatus(phase="stopping", reason=reason, **facts)
-    return RunStatus(phase="failed", reason=reason, exit=exit, over=True, **facts)
+    return RunStatus(
+        phase="failed",
+        reason=reason,
+        exit=exit,
+        over=True,
+        **facts,
+    )
 
 
 _CODES = {int(code) for code in MEANING}

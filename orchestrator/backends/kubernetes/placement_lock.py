@@ -25,7 +25,10 @@ NAME = "orch-placement"
 
 @contextlib.contextmanager
 def placement_lock(
-    cluster: Cluster, run_id: str, lease_s: int = 20, wait_s: float = 60.0
+    cluster: Cluster,
+    run_id: str,
+    lease_s: int = 20,
+    wait_s: float = 60.0,
 ) -> Iterator[Callable[[], None]]:
     """Holds the Lease. Yields a check to call before and after the Job is sent: it raises OrchError
     (76) if this submitter was suspended so long that another may have chosen the same nodes.

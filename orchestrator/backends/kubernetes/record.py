@@ -32,7 +32,12 @@ class KubernetesRecord(Frozen):
     train_run: str = ""
 
 
-def verdict(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
+def verdict(
+    state: RunState,
+    status: RunStatus,
+    cancel_asked: bool,
+    sent: bool = True,
+) -> RunState:
     """Returns the run's true state: the cluster knows whether it is active, the last status line
     how its program is doing.
 
@@ -46,14 +51,30 @@ def verdict(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool =
         if state.state in ("starting", "restarting", "stopping"):
             return state if state.reason else _replace(state, reason=status.reason)
         if state.state == "done":  # the program has ended, its pods have not
-            return _replace(state, state="stopping", exit_code=None, ended_at=None)
+            return _replace(
+                state,
+                state="stopping",
+                exit_code=None,
+                ended_at=None,
+            )
     phase = "starting" if status.phase == "running" else status.phase
     if phase == "starting" and state.epoch >= 0:
         phase = "restarting"
-    return _replace(state, state=phase, exit_code=None, reason=status.reason, ended_at=None)
+    return _replace(
+        state,
+        state=phase,
+        exit_code=None,
+        reason=status.reason,
+        ended_at=None,
+    )
 
 
-def _ended(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool) -> RunState:
+def _ended(
+    state: RunState,
+    status: RunStatus,
+    cancel_asked: bool,
+    sent: bool,
+) -> RunState:
     if cancel_asked and status.phase != "done":
         return _final(state, "cancelled", Exit.RESTART, "cancelled by the user")
     if state.is_final and (status.phase == "stopped" or state.state == status.phase):
@@ -65,11 +86,27 @@ def _ended(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool) -
     return _final(state, phase, exit, status.reason)
 
 
-def _final(state: RunState, phase: FinalPhase, exit: Exit, reason: str) -> RunState:
+def _final(
+    state: RunState,
+    phase: FinalPhase,
+    exit: Exit,
+    reason: str,
+) -> RunState:
     if exit == Exit.DONE or phase == "cancelled":
         return finish(state, phase, exit, reason, None)
-    from_cluster = Cause(kind="scheduler", text=reason, epoch=state.epoch, code=int(exit))
-    return finish(state, phase, exit, reason, state.cause or from_cluster)
+    from_cluster = Cause(
+        kind="scheduler",
+        text=reason,
+        epoch=state.epoch,
+        code=int(exit),
+    )
+    return finish(
+        state,
+        phase,
+        exit,
+        reason,
+        state.cause or from_cluster,
+    )
 
 
 def _replace(run: RunState, /, **changes: object) -> RunState:

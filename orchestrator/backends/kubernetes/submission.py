@@ -106,7 +106,13 @@ def submit_objects(
         objects = render(manifest)
         if time.monotonic() > free_at + _TRUSTED_S:
             is_sent(cluster, drafts, submission)
-        main = apply_all(cluster, objects, folder.run_id, submission, reservation.check)
+        main = apply_all(
+            cluster,
+            objects,
+            folder.run_id,
+            submission,
+            reservation.check,
+        )
         # while the placement lock is given back
         owned = in_background(lambda: set_owner(cluster, objects, main, submission))
     write_record(folder, structs.replace(record, sent=True), durable=True)
@@ -114,7 +120,9 @@ def submit_objects(
 
 
 def _resolve_owner(
-    cluster: Cluster, options: KubernetesOptions, run_id: str
+    cluster: Cluster,
+    options: KubernetesOptions,
+    run_id: str,
 ) -> tuple[KubernetesOptions, str]:
     """Returns the options with their owner's uid, and the id of this submission.
 
@@ -258,7 +266,12 @@ def _delete_sent(cluster: Cluster, tried: Sequence[Body], submission: str) -> No
                 return
 
 
-def _apply(cluster: Cluster, body: Body, run_id: str, submission: str) -> JsonObject:
+def _apply(
+    cluster: Cluster,
+    body: Body,
+    run_id: str,
+    submission: str,
+) -> JsonObject:
     try:
         return cluster.apply(body, _manager(submission))
     except OrchError as error:
@@ -281,7 +294,12 @@ def _is_ours(existing: Body | None, submission: str) -> bool:
     return bool(annotations.get(SUBMISSION) == submission)
 
 
-def set_owner(cluster: Cluster, objects: Sequence[Body], main: Body, submission: str) -> None:
+def set_owner(
+    cluster: Cluster,
+    objects: Sequence[Body],
+    main: Body,
+    submission: str,
+) -> None:
     """Makes the Job the owner of the other objects, so that its deletion, or its time to live,
     removes all of them.
 
@@ -294,7 +312,12 @@ def set_owner(cluster: Cluster, objects: Sequence[Body], main: Body, submission:
     # over one connection: another one's handshake costs more, while pods wait for the server
     for body in objects[:-1]:
         with contextlib.suppress(OrchError):
-            cluster.merge(kind_of(body), body["metadata"]["name"], change, _manager(submission))
+            cluster.merge(
+                kind_of(body),
+                body["metadata"]["name"],
+                change,
+                _manager(submission),
+            )
 
 
 def delete_remains(cluster: Cluster, record: KubernetesRecord) -> list[str]:
@@ -311,7 +334,11 @@ def delete_remains(cluster: Cluster, record: KubernetesRecord) -> list[str]:
 
 
 def delete_run_objects(
-    cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0
+    cluster: Cluster,
+    kind: str,
+    name: str,
+    run_id: str,
+    wait_s: float = 0.0,
 ) -> None:
     """Deletes every object of a run, and waits until its pods are gone, at least `wait_s` for them
     to save.

@@ -185,7 +185,11 @@ def unpacked(packed: Planned) -> Bundle:
 
 
 def body_of(
-    name: str, namespace: str, spec: Spec, annotations: dict[str, str], labels: dict[str, str]
+    name: str,
+    namespace: str,
+    spec: Spec,
+    annotations: dict[str, str],
+    labels: dict[str, str],
 ) -> dict[str, Any]:
     """Builds the object as it is sent: of the spec only the fields that differ from the default."""
     metadata: dict[str, Any] = {"name": name, "namespace": namespace, "labels": labels}
@@ -219,7 +223,12 @@ def _replacing(old: Any, new: Any) -> Any:
 
 
 def with_condition(
-    conditions: Sequence[Condition], kind: str, holds: bool, reason: str, message: str, now: str
+    conditions: Sequence[Condition],
+    kind: str,
+    holds: bool,
+    reason: str,
+    message: str,
+    now: str,
 ) -> list[Condition]:
     """Returns the conditions with this one updated; its time is that of its last change between
     True and False."""

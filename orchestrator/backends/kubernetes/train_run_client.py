@@ -51,7 +51,10 @@ def has_controller(cluster: Cluster, options: KubernetesOptions) -> bool:
 
 
 def submit(
-    cluster: Cluster, bundle: SubmissionBundle, plans: Sequence[Plan], environ: Mapping[str, str]
+    cluster: Cluster,
+    bundle: SubmissionBundle,
+    plans: Sequence[Plan],
+    environ: Mapping[str, str],
 ) -> KubernetesRecord:
     """Creates the TrainRun in one request. If it passes on private variables, it creates a draft,
     which becomes a run once their Secret exists.
@@ -83,7 +86,10 @@ def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) ->
 
 
 def record(
-    request: LaunchRequest, options: KubernetesOptions, namespace: str, submission: str = ""
+    request: LaunchRequest,
+    options: KubernetesOptions,
+    namespace: str,
+    submission: str = "",
 ) -> KubernetesRecord:
     return KubernetesRecord(
         context=options.context,
@@ -113,12 +119,22 @@ def _bodies(
     if private:
         spec = structs.replace(spec, environment_secret=name, draft=True)
     annotations = {SUBMISSION: submission} if submission else {}
-    body = body_of(request.run_id, namespace, spec, annotations, standard_labels(request.run_id))
+    body = body_of(
+        request.run_id,
+        namespace,
+        spec,
+        annotations,
+        standard_labels(request.run_id),
+    )
     if not namespace:
         del body["metadata"]["namespace"]
     if not private:
         return body, {}
-    metadata = {"name": name, "namespace": namespace, "labels": standard_labels(request.run_id)}
+    metadata = {
+        "name": name,
+        "namespace": namespace,
+        "labels": standard_labels(request.run_id),
+    }
     return body, {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -181,7 +197,11 @@ def state_of(run: TrainRun | None, last_state: RunState) -> RunState:
         if last_state.is_final:
             return last_state
         return finish(
-            last_state, "stopped", Exit.RESTART, "its TrainRun was deleted", at=time.time()
+            last_state,
+            "stopped",
+            Exit.RESTART,
+            "its TrainRun was deleted",
+            at=time.time(),
         )
     status = run.status
     state = last_state
@@ -201,7 +221,13 @@ def state_of(run: TrainRun | None, last_state: RunState) -> RunState:
         reason = "asked to start again"
     code = status.exit_code if phase == status.state else None
     ended = state.ended_at if phase in ("done", "failed", "cancelled", "stopped") else None
-    return structs.replace(state, state=phase, reason=reason, exit_code=code, ended_at=ended)
+    return structs.replace(
+        state,
+        state=phase,
+        reason=reason,
+        exit_code=code,
+        ended_at=ended,
+    )
 
 
 def change(cluster: Cluster, name: str, **spec: Any) -> None:
@@ -215,7 +241,9 @@ class ControlledRuns:
     current observer."""
 
     def __init__(
-        self, cluster: Callable[[KubernetesRecord], Cluster], observer: Callable[[], RunObserver]
+        self,
+        cluster: Callable[[KubernetesRecord], Cluster],
+        observer: Callable[[], RunObserver],
     ):
         self._cluster = cluster
         self._observer = observer
@@ -276,14 +304,21 @@ class ControlledRuns:
         return read(self._cluster(record), record.train_run)
 
     def _start_again(
-        self, folder: RunFolder, record: KubernetesRecord, nodes: int | None = None
+        self,
+        folder: RunFolder,
+        record: KubernetesRecord,
+        nodes: int | None = None,
     ) -> None:
         """Starts a run that has ended once more, without the nodes that are bad today. OrchError
         (64) if it is gone."""
         run = self._read(record)
         changes: JsonObject = {"nodes": nodes} if nodes is not None else {}
         if run is not None and (run.status.over or run.spec.stopped):
-            changes |= {"attempt": run.status.attempt + 1, "stopped": None, "force": None}
+            changes |= {
+                "attempt": run.status.attempt + 1,
+                "stopped": None,
+                "force": None,
+            }
             if run.spec.planned is not None:
                 request = off_bad_nodes(folder, from_bytes(run.spec.planned.request.encode()))
                 changes["planned"] = {"request": to_bytes(request).decode()}

@@ -136,7 +136,9 @@ class LocalBackend(Backend, Resizing):
         request = bundle.request
         self.check(request)
         _check_program(
-            request, environ, Path(request.code.root or request.worker.cwd, request.code.subfolder)
+            request,
+            environ,
+            Path(request.code.root or request.worker.cwd, request.code.subfolder),
         )
         with create_run_folder(bundle, self.name) as folder:
             ignored = ": git ignores it, so the copy lacks it; --in-place runs it where it is"
@@ -144,14 +146,23 @@ class LocalBackend(Backend, Resizing):
             self._start(folder, request, environ)
         return request.handle
 
-    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+    def resume(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        environ: Mapping[str, str],
+    ) -> str:
         self.check(request)
         check_variables(request, environ)
         self._start(folder, request, environ, next_attempt=True)
         return request.handle
 
     def resize(
-        self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        nodes: int,
+        environ: Mapping[str, str],
     ) -> str:
         """Requests another size, and waits until the next attempt has begun with it.
 
@@ -162,7 +173,12 @@ class LocalBackend(Backend, Resizing):
         self.check(at_size(request, load_plan(folder.sized_plan(nodes))))
         if not self.is_alive(folder):  # a live supervisor has the variables
             check_variables(request, environ)
-        intent = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
+        intent = ask(
+            folder,
+            "run",
+            nodes=nodes,
+            began_with=read_state(folder).intent,
+        )
         self._wake(folder)
         deadline = time.monotonic() + request.policy.grace_s + _END_S
         while True:
@@ -175,7 +191,13 @@ class LocalBackend(Backend, Resizing):
                 raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
             if not alive:
                 with contextlib.suppress(RunIsAlive):  # another command was faster
-                    self._start(folder, request, environ, next_attempt=True, intent=intent)
+                    self._start(
+                        folder,
+                        request,
+                        environ,
+                        next_attempt=True,
+                        intent=intent,
+                    )
             if time.monotonic() > deadline:
                 raise OrchError(
                     f"run {folder.run_id} has not ended yet; the request stays", Exit.CAPACITY
@@ -295,11 +317,17 @@ class LocalBackend(Backend, Resizing):
 
 
 def _check_program(
-    request: LaunchRequest, environ: Mapping[str, str], cwd: Path, hint: str = ""
+    request: LaunchRequest,
+    environ: Mapping[str, str],
+    cwd: Path,
+    hint: str = "",
 ) -> None:
     if not request.worker.bundled:
         check_program(
-            request.worker.argv, compose_environment(request.environment, environ), cwd, hint
+            request.worker.argv,
+            compose_environment(request.environment, environ),
+            cwd,
+            hint,
         )
 
 

@@ -55,7 +55,11 @@ def check_gpus(request: LaunchRequest, spare_nodes: int) -> None:
     )
 
 
-def gpus_of_node(node: str, request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
+def gpus_of_node(
+    node: str,
+    request: LaunchRequest,
+    environ: Mapping[str, str],
+) -> dict[str, str]:
     """The variable that gives a simulated node (`node-3`, `spare-0`) GPUs of its own.
 
     Returns {} where there is only one node, or no GPU.

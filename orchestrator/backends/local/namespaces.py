@@ -162,7 +162,12 @@ class Network:
             self._configure_node(node, namespace)
 
     def _join(
-        self, level: int, switch: int, lower: int, links: list[str], limits: list[str]
+        self,
+        level: int,
+        switch: int,
+        lower: int,
+        links: list[str],
+        limits: list[str],
     ) -> None:
         """Adds the lines that join a switch with the switch `lower` of the level below it."""
         wiring = self.wiring
@@ -219,7 +224,14 @@ def check() -> None:
     if child == 0:
         problem = "it did not finish"
         try:
-            Network(Wiring(("a", "b"), 1e8, (((0,), (1,)), ((0, 1),)), (1.0, 1.0)))
+            Network(
+                Wiring(
+                    ("a", "b"),
+                    1e8,
+                    (((0,), (1,)), ((0, 1),)),
+                    (1.0, 1.0),
+                )
+            )
             problem = ""
         except BaseException as error:
             problem = str(error)
@@ -259,7 +271,12 @@ def _limit_line(interface: str, rate: float) -> str:
     return f"qdisc add dev {interface} root tbf rate {bits}bit burst {burst} limit {_QUEUE}"
 
 
-def _set_port(holders: Iterable[int], switches: int, index: int, state: str) -> None:
+def _set_port(
+    holders: Iterable[int],
+    switches: int,
+    index: int,
+    state: str,
+) -> None:
     for pid in holders:
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{switches}", os.O_RDONLY | os.O_CLOEXEC)
@@ -276,7 +293,10 @@ def _set_port(holders: Iterable[int], switches: int, index: int, state: str) -> 
 
 
 def _batch(
-    tool: str, namespace: int, lines: Sequence[str], descriptors: Sequence[int] = ()
+    tool: str,
+    namespace: int,
+    lines: Sequence[str],
+    descriptors: Sequence[int] = (),
 ) -> None:
     """Runs `tool` on many lines in a namespace, with `descriptors` open. OrchError (76) if it
     fails."""

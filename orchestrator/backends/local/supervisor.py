@@ -400,7 +400,14 @@ def main(argv: list[str] | None = None) -> int:
 def _failed(folder: RunFolder, code: int, reason: str) -> None:
     with contextlib.suppress(Exception):
         state = read_state(folder)
-        failed = finish(state, "failed", code, reason, state.cause, at=time.time())
+        failed = finish(
+            state,
+            "failed",
+            code,
+            reason,
+            state.cause,
+            at=time.time(),
+        )
         write_state(folder, failed)
 
 

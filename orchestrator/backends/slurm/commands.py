@@ -121,7 +121,14 @@ class Slurm:
 
         A full queue is refused (76) at once; sbatch itself would retry for two minutes.
         """
-        code, out, err = self._communicate(["sbatch", "--parsable", *flags, script])
+        code, out, err = self._communicate(
+            [
+                "sbatch",
+                "--parsable",
+                *flags,
+                script,
+            ]
+        )
         if code:
             raise self.to_error("sbatch", err or out)
         return out.strip().split(";")[0]
@@ -150,7 +157,11 @@ class Slurm:
                 raise
 
     def start(
-        self, argv: Sequence[str], errors: int | IO[bytes] = subprocess.PIPE, *, alone: bool = False
+        self,
+        argv: Sequence[str],
+        errors: int | IO[bytes] = subprocess.PIPE,
+        *,
+        alone: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Starts a command with pipes for standard input and output. OrchError (76) if absent.
 
@@ -254,7 +265,9 @@ class Slurm:
     def kill_wait_s(self) -> int | None:
         """Seconds between SIGTERM and SIGKILL of an ending job, None when not configured."""
         match = re.search(
-            r"^KillWait\s*=\s*([0-9]+)", self.run(["scontrol", "show", "config"]), re.M
+            r"^KillWait\s*=\s*([0-9]+)",
+            self.run(["scontrol", "show", "config"]),
+            re.M,
         )
         return int(match[1]) if match else None
 

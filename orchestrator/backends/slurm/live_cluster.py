@@ -38,7 +38,13 @@ def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> To
         }
         tiers.append(
             msgspec.structs.replace(
-                tier, switches={name: group for name, group in groups.items() if group}
+                tier,
+                switches={name: group for name, group in groups.items() if group},
             )
         )
-    return msgspec.structs.replace(network, name="slurm", machines=chosen, tiers=tuple(tiers))
+    return msgspec.structs.replace(
+        network,
+        name="slurm",
+        machines=chosen,
+        tiers=tuple(tiers),
+    )

@@ -25,7 +25,11 @@ from .options import SlurmOptions, format_time, parse_time
 #     partition
 
 
-def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, str]) -> None:
+def check_partition(
+    plan: Plan,
+    options: SlurmOptions,
+    partition: Mapping[str, str],
+) -> None:
     """Refuses a job that the partition's limits would keep pending for ever.
 
     Most sites enforce those limits late. `partition`: its fields by scontrol, empty when unknown.
@@ -56,7 +60,10 @@ def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, s
 
 
 def warnings(
-    plan: Plan, options: SlurmOptions, partition: Mapping[str, str], kill_wait_s: int | None
+    plan: Plan,
+    options: SlurmOptions,
+    partition: Mapping[str, str],
+    kill_wait_s: int | None,
 ) -> list[str]:
     """One line for each way in which the job could end before its state is saved.
 
@@ -103,7 +110,11 @@ def local_folder(run_dir: str, mounts: str, exports: str = "") -> list[str]:
     file_systems = {
         fields[1]: fields[2] for line in mounts.splitlines() if len(fields := line.split()) > 2
     }
-    mount_point = max((m for m in file_systems if _holds(m, run_dir)), key=len, default="/")
+    mount_point = max(
+        (m for m in file_systems if _holds(m, run_dir)),
+        key=len,
+        default="/",
+    )
     node_folder = next((name for name in _NODE_FOLDERS if run_dir.startswith(f"{name}/")), "")
     temporary = node_folder and not mount_point.startswith(node_folder)
     exported = any(

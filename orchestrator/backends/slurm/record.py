@@ -175,7 +175,11 @@ def combined_state(
         if not submitted:
             return _replace(state, reason="its script was rendered; Slurm has not seen it yet")
         reason = f"Slurm does not know the job any more; it was last {state.state}"
-        cause = Cause(kind="supervisor_lost", text=reason, epoch=state.epoch)
+        cause = Cause(
+            kind="supervisor_lost",
+            text=reason,
+            epoch=state.epoch,
+        )
         return finish(state, "failed", Exit.CAPACITY, reason, cause)
     job_status = job_state(job.state)
     if job_status.ended:
@@ -187,7 +191,12 @@ def combined_state(
     if job_status.phase == "running":
         if over:
             reason = f"{state.reason or state.state}; job {job.id} is about to end"
-            return _replace(state, state="stopping", exit_code=None, reason=reason)
+            return _replace(
+                state,
+                state="stopping",
+                exit_code=None,
+                reason=reason,
+            )
         if state.is_final:  # of the previous attempt; this one has not written its state yet
             return _replace(
                 state,
@@ -223,11 +232,20 @@ def state_without_slurm(state: RunState, no_requeue: bool, error: str) -> RunSta
         f"{error}; the last attempt ended {state.state} ({state.reason}), and may be followed by"
         " another"
     )
-    return _replace(state, state="restarting", exit_code=None, reason=reason)
+    return _replace(
+        state,
+        state="restarting",
+        exit_code=None,
+        reason=reason,
+    )
 
 
 def _state_of_ended_job(
-    state: RunState, job: Job, cancel_asked: bool, script_exit: int | None, last_line: str
+    state: RunState,
+    job: Job,
+    cancel_asked: bool,
+    script_exit: int | None,
+    last_line: str,
 ) -> RunState:
     job_status = job_state(job.state)
     if cancel_asked and state.state != "done":
@@ -255,9 +273,18 @@ def _state_of_ended_job(
     if job_status.phase == "done":  # the script succeeded without a final state of the coordinator
         return finish(state, "done", Exit.DONE, full_reason, state.cause)
     cause = state.cause or Cause(
-        kind="scheduler", text=full_reason, epoch=state.epoch, code=job.exit_code
+        kind="scheduler",
+        text=full_reason,
+        epoch=state.epoch,
+        code=job.exit_code,
     )
-    return finish(state, cast("FinalPhase", job_status.phase), code, full_reason, cause)
+    return finish(
+        state,
+        cast("FinalPhase", job_status.phase),
+        code,
+        full_reason,
+        cause,
+    )
 
 
 _ERROR = re.compile(

@@ -54,19 +54,31 @@ JOB_STATES: dict[str, JobState] = {
     "CANCELLED": JobState("cancelled", "cancelled", Exit.RESTART, ended=True),
     "TIMEOUT": JobState("stopped", "reached its time limit", Exit.RESTART, ended=True),
     "PREEMPTED": JobState(
-        "stopped", "preempted by a job of higher priority", Exit.RESTART, ended=True
+        "stopped",
+        "preempted by a job of higher priority",
+        Exit.RESTART,
+        ended=True,
     ),
     "NODE_FAIL": JobState("stopped", "lost a node", Exit.NODE, ended=True),
     "BOOT_FAIL": JobState("stopped", "a node did not boot", Exit.NODE, ended=True),
     "LAUNCH_FAILED": JobState(
-        "stopped", "a node could not launch it (prolog or slurmd)", Exit.NODE, ended=True
+        "stopped",
+        "a node could not launch it (prolog or slurmd)",
+        Exit.NODE,
+        ended=True,
     ),
     "OUT_OF_MEMORY": JobState(
-        "failed", "used more memory than it had asked for", Exit.USER, ended=True
+        "failed",
+        "used more memory than it had asked for",
+        Exit.USER,
+        ended=True,
     ),
     "DEADLINE": JobState("stopped", "could not end before its deadline", Exit.CAPACITY, ended=True),
     "REVOKED": JobState(
-        "stopped", "started on a sibling cluster of the federation", None, ended=True
+        "stopped",
+        "started on a sibling cluster of the federation",
+        None,
+        ended=True,
     ),
     "RECONFIG_FAIL": JobState("stopped", "a node failed to be reconfigured", Exit.NODE, ended=True),
 }

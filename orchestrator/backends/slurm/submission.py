@@ -83,7 +83,13 @@ class RunJob(SlurmJob[Any]):
 class ScriptExecutor(SlurmExecutor):
     """Writes one rendered script to `folder`/`name`, readable by the user alone, and submits it."""
 
-    def __init__(self, folder: Path, script: str, slurm: Slurm, name: str = "job.sbatch"):
+    def __init__(
+        self,
+        folder: Path,
+        script: str,
+        slurm: Slurm,
+        name: str = "job.sbatch",
+    ):
         super().__init__(folder=folder)
         self._script = script
         self._slurm = slurm

@@ -63,7 +63,9 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     shares_folders = False
 
     def __init__(
-        self, session: Session | None = None, prepared: wire.Prepared | None = None
+        self,
+        session: Session | None = None,
+        prepared: wire.Prepared | None = None,
     ) -> None:
         self._session = session
         self._prepared = prepared
@@ -101,7 +103,11 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             raise OrchError(
                 f"run {folder.run_id} exists already in {folder.path.parent}", Exit.CONFIG
             )
-        record = SshRecord(host=session.host, python=session.python, run_dir=bundle.request.run_dir)
+        record = SshRecord(
+            host=session.host,
+            python=session.python,
+            run_dir=bundle.request.run_dir,
+        )
         with HeldSignals(), disk_refusals(folder):
             folder.create()
             try:
@@ -125,11 +131,20 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
 
     # ---------------------------------------------------------------------------------- runs
 
-    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+    def resume(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        environ: Mapping[str, str],
+    ) -> str:
         return self.resume_there(folder, ())
 
     def resize(
-        self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        nodes: int,
+        environ: Mapping[str, str],
     ) -> str:
         return self._restart(folder, wire.Resize(run=folder.run_id, nodes=nodes))
 
@@ -142,7 +157,10 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             self._ask(folder, wire.Remove(run=folder.run_id))
 
     def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
-        return self._restart(folder, wire.Resume(run=folder.run_id, allow=list(allow)))
+        return self._restart(
+            folder,
+            wire.Resume(run=folder.run_id, allow=list(allow)),
+        )
 
     def is_alive(self, folder: RunFolder) -> bool:
         return self._look(folder).alive
@@ -188,7 +206,11 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             return seen
         logs = folder.run_id in self._runs_with_logs
         while True:
-            look = wire.Look(run=folder.run_id, known=mirror.known(folder), logs=logs)
+            look = wire.Look(
+                run=folder.run_id,
+                known=mirror.known(folder),
+                logs=logs,
+            )
             try:
                 answer, payload = self._ask(folder, look)
             except OrchError as error:
@@ -212,10 +234,17 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         state = read_state(folder)
         if not state.is_final:
             state = finish(
-                state, "failed", Exit.CAPACITY, f"not on the host: {error}", at=time.time()
+                state,
+                "failed",
+                Exit.CAPACITY,
+                f"not on the host: {error}",
+                at=time.time(),
             )
         seen = self._seen[folder.run_id] = _Snapshot(
-            time.monotonic(), alive=False, state=state, exists=False
+            time.monotonic(),
+            alive=False,
+            state=state,
+            exists=False,
         )
         return seen
 

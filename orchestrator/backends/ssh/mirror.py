@@ -32,7 +32,9 @@ def known(folder: RunFolder) -> dict[str, int]:
 
 
 def parts_of(
-    folder: RunFolder, known_sizes: Mapping[str, int], logs: bool
+    folder: RunFolder,
+    known_sizes: Mapping[str, int],
+    logs: bool,
 ) -> tuple[list[Part], bytes, bool]:
     """The parts of files that the other side lacks, their bytes, and whether there are more."""
     file_parts = list[Part]()

@@ -85,7 +85,8 @@ class Session:
         if isinstance(answer[0], wire.Refused):
             codes = {int(code): code for code in Exit}
             raise OrchError(
-                f"{self.host}: {answer[0].message}", codes.get(answer[0].exit, Exit.INTERNAL)
+                f"{self.host}: {answer[0].message}",
+                codes.get(answer[0].exit, Exit.INTERNAL),
             )
         return answer
 
@@ -110,7 +111,10 @@ class Session:
         argv = ["ssh", "-T", *_KEEP_ALIVE_FLAGS, "--", self.host, shell_line]
         try:
             self._process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=_ignore_ctrl_c
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                preexec_fn=_ignore_ctrl_c,
             )
         except OSError as error:
             raise OrchError(f"ssh cannot be started: {error.strerror}", Exit.CAPACITY) from None
@@ -132,7 +136,9 @@ class Session:
         )
 
     def _check_version(
-        self, greeting: bytes, process: subprocess.Popen[bytes]
+        self,
+        greeting: bytes,
+        process: subprocess.Popen[bytes],
     ) -> subprocess.Popen[bytes]:
         versions = greeting.removeprefix(wire.GREETING).decode(errors="replace").split()
         if versions[:1] == [str(wire.VERSION)]:

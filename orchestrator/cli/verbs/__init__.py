@@ -41,7 +41,10 @@ VERBS: dict[str, Verb] = {
         overrides=True,
     ),
     "submit": Verb(
-        "plan a job, start it and print its handle", overrides=True, command=True, acts=True
+        "plan a job, start it and print its handle",
+        overrides=True,
+        command=True,
+        acts=True,
     ),
     "run": Verb(
         "start a program with torchrun's command line: placed, elastic and watched",
@@ -50,7 +53,9 @@ VERBS: dict[str, Verb] = {
         acts=True,
     ),
     "render": Verb(
-        "write the folder of a run and print its job script", overrides=True, command=True
+        "write the folder of a run and print its job script",
+        overrides=True,
+        command=True,
     ),
     "list": Verb("list the runs of this machine"),
     "status": Verb("show a run: state, step, loss, tokens/s, memory"),

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--no-keep", action="store_true", help="show the measurements without saving them"
+        "--no-keep",
+        action="store_true",
+        help="show the measurements without saving them",
     )
     run_id_help = "id of the run (default: bench-<cluster>-<time>-<random>)"
     parser.add_argument("--run-id", metavar="ID", help=run_id_help)
@@ -39,7 +41,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     config = bench.config_of(load(overrides, args.config_dir))
     run_id = args.run_id or new_run_id(f"bench-{config.cluster.name}", time.time())
     options = options_from_here(
-        command=(sys.executable, "-P", "-m", bench.PROGRAM), in_place=True, run_id=run_id
+        command=(sys.executable, "-P", "-m", bench.PROGRAM),
+        in_place=True,
+        run_id=run_id,
     )
     backend, [(config, plan, bundle)] = prepare(config, options)
     out = sys.stderr if args.json else sys.stdout
@@ -48,7 +52,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         handle = send(bundle, backend, options)
         announce(handle, out)
     events = bench.watch(
-        RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look)
+        RunFolder(Path(bundle.request.run_dir)),
+        plan,
+        backend,
+        _Progress(out, look),
     )
     record = bench.record_of(config, handle, events)
     record_file = None if args.no_keep else bench.keep(config, record, options.home)
@@ -81,7 +88,12 @@ class _Progress:
             print(line, file=self._out, flush=True)
 
 
-def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> str:
+def page(
+    plan: Plan,
+    record: Record,
+    record_file: str | None,
+    look: Style,
+) -> str:
     """Returns the page of a measurement: measured and assumed rates, and seconds by message
     size."""
     from orchestrator.style import seconds, si
@@ -139,7 +151,17 @@ def _table(record: Record) -> str:
     for level, operation, ranks in dict.fromkeys(
         (row.level, row.operation, row.ranks) for row in record.rows
     ):
-        durations = (cells.get((level, operation, ranks, size)) for size in sizes)
+        durations = (
+            cells.get(
+                (
+                    level,
+                    operation,
+                    ranks,
+                    size,
+                )
+            )
+            for size in sizes
+        )
         columns = "".join(
             f"{seconds(duration) if duration is not None else '-':>10}" for duration in durations
         )

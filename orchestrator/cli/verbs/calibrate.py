@@ -36,12 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "update the site's profile with the measured steps of a run, or with the orch bench of the"
         " given cluster"
     )
-    parser.add_argument("--from", metavar="RUN|bench", dest="source", help=source_help)
     parser.add_argument(
-        "--profile", metavar="FILE", type=Path, help="update this profile, not the site's own"
+        "--from",
+        metavar="RUN|bench",
+        dest="source",
+        help=source_help,
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the profile here, not over the site's own"
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="update this profile, not the site's own",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the profile here, not over the site's own",
     )
 
 
@@ -73,7 +84,11 @@ def _table(args: argparse.Namespace) -> int:
         )
     try:
         profile, refused = fit_table(
-            read_table(args.table), args.out.stem, digest(args.table), _today(), show_progress
+            read_table(args.table),
+            args.out.stem,
+            digest(args.table),
+            _today(),
+            show_progress,
         )
     except OrchError as error:
         raise OrchError(f"--table {args.table}: {error.message}", error.exit) from None
@@ -133,13 +148,27 @@ def _run(args: argparse.Namespace) -> int:
     if load_update is None:
         update, _ = update_with_step(base, predict_step, measured)
     else:
-        prior = site_profile(base, load_update, "run", folder.run_id, date="", name=base.name)
+        prior = site_profile(
+            base,
+            load_update,
+            "run",
+            folder.run_id,
+            date="",
+            name=base.name,
+        )
         step_update, _ = update_with_step(prior, predict_step, measured)
         update = then(load_update, step_update)
     step_after = float(predict_step(update.values(base)))  # type: ignore[arg-type]
     step_before = float(predict_step(base.values))  # type: ignore[arg-type]
     facts = {"measured_s": measured, "before_s": step_before, "after_s": step_after}
-    return _save(args, spec, base, update, source=("run", folder.run_id), facts=facts)
+    return _save(
+        args,
+        spec,
+        base,
+        update,
+        source=("run", folder.run_id),
+        facts=facts,
+    )
 
 
 def _measured_cluster(spec: ClusterSpec, plan: Plan) -> Cluster:
@@ -177,7 +206,11 @@ def _loads(base: Profile, plan: Plan, lines: Sequence[StepLine]) -> Update | Non
         return None
     fullest = rank_load(plan, loads).get("measured") or 1.0
     return update_with_loads(
-        base, plan.model, expert_mesh(plan.parallel).ep, fullest, load_spread(loads)
+        base,
+        plan.model,
+        expert_mesh(plan.parallel).ep,
+        fullest,
+        load_spread(loads),
     )
 
 
@@ -201,7 +234,14 @@ def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
     _check_new(base, source, source)
     described = ClusterResolver(home())(structs.replace(spec, measured=False))
     update = update_with_bench(base, described, record)
-    return _save(args, spec, base, update, source=("bench", source), facts={})
+    return _save(
+        args,
+        spec,
+        base,
+        update,
+        source=("bench", source),
+        facts={},
+    )
 
 
 def _check_new(base: Profile, source: str, label: str) -> None:
@@ -238,7 +278,13 @@ def _save(
     from orchestrator.cli.terminal import print_json
     from orchestrator.cluster.measured import site_profile_path
 
-    profile = site_profile(base, update, *source, date=_today(), name=f"{spec.name}-site")
+    profile = site_profile(
+        base,
+        update,
+        *source,
+        date=_today(),
+        name=f"{spec.name}-site",
+    )
     path = args.out or site_profile_path(spec, home())
     _write(profile, path, private=args.out is None)
     moved = changed(base, profile)

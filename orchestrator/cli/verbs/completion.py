@@ -48,7 +48,10 @@ RUN_VERBS = ("status", "logs", "cancel", "resume", "resize", "rm", "paths")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "shell", nargs="?", choices=sorted(SCRIPTS), help="print the script of this shell"
+        "shell",
+        nargs="?",
+        choices=sorted(SCRIPTS),
+        help="print the script of this shell",
     )
     parser.add_argument("--line", help="complete this command line, which ends at the cursor")
 
@@ -105,7 +108,8 @@ def _runs() -> list[str]:
     home = Path(os.environ.get("ORCH_HOME") or Path.home() / ".orch")
     try:
         return sorted(
-            (path.name for path in (home / "runs").iterdir() if path.is_dir()), reverse=True
+            (path.name for path in (home / "runs").iterdir() if path.is_dir()),
+            reverse=True,
         )
     except OSError:
         return []
@@ -134,7 +138,8 @@ def _overrides(override: str, arguments: list[str]) -> list[str]:
     if "." in key:
         return _starting(_keys(key), key)
     return _starting(
-        [*(f"{group}=" for group in groups), *(f"{section}." for section in _parts())], key
+        [*(f"{group}=" for group in groups), *(f"{section}." for section in _parts())],
+        key,
     )
 
 

@@ -18,7 +18,13 @@ ALL = "all"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices_help = "list the files of a group, or of all groups"
-    parser.add_argument("--choices", metavar="GROUP", nargs="?", const=ALL, help=choices_help)
+    parser.add_argument(
+        "--choices",
+        metavar="GROUP",
+        nargs="?",
+        const=ALL,
+        help=choices_help,
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -33,7 +39,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     else:
         import yaml
 
-        print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1000), end="")
+        print(
+            yaml.safe_dump(
+                tree,
+                sort_keys=False,
+                allow_unicode=True,
+                width=1000,
+            ),
+            end="",
+        )
     return Exit.DONE
 
 
@@ -63,7 +77,9 @@ def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
         for name, description in files.items():
             print(
                 *fold(
-                    f"  {name:<{name_width}}  {description}".rstrip(), style().width, name_width + 4
+                    f"  {name:<{name_width}}  {description}".rstrip(),
+                    style().width,
+                    name_width + 4,
                 ),
                 sep="\n",
             )

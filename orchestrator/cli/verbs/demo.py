@@ -30,7 +30,12 @@ SHOWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, metavar="N", help="train for N steps")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="train for N steps",
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -62,13 +67,26 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         }
         print(json.dumps(document))
     else:
-        print(summary(folder, handle, losses, look, address=scraper.address, metrics=metrics))
+        print(
+            summary(
+                folder,
+                handle,
+                losses,
+                look,
+                address=scraper.address,
+                metrics=metrics,
+            )
+        )
     if state.exit_code == Exit.DONE:
         _check_shown(losses, fell, metrics)
     return state.exit_code or 0
 
 
-def _submit(args: argparse.Namespace, out: TextIO, look: Style) -> tuple[Backend, str, RunFolder]:
+def _submit(
+    args: argparse.Namespace,
+    out: TextIO,
+    look: Style,
+) -> tuple[Backend, str, RunFolder]:
     """Submits the job, and shows its command and its plan."""
     from orchestrator.cli.session import options_from_here
     from orchestrator.cli.streams import announce

@@ -12,10 +12,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.drill.faults import KINDS, POSITIONS
 
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
+        "run",
+        nargs="?",
+        help="handle, id, or the beginning of one (default: the newest run)",
     )
     fault_help = "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
-    parser.add_argument("--faults", metavar="A,B", default="kill_worker", help=fault_help)
+    parser.add_argument(
+        "--faults",
+        metavar="A,B",
+        default="kill_worker",
+        help=fault_help,
+    )
     parser.add_argument(
         "--victim",
         metavar="WHO",
@@ -79,7 +86,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError("`orch drill --faults` names no fault", Exit.USAGE)
     folder = find_run(args.run)
     drilled, targets = open_drill(folder, faults, args.victim, args.limit_s)
-    plan = plan_injections(faults, args.victim, args.trials, args.seed, args.random)
+    plan = plan_injections(
+        faults,
+        args.victim,
+        args.trials,
+        args.seed,
+        args.random,
+    )
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
     look = style()
     trials, stopped = session(

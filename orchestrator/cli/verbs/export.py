@@ -11,10 +11,16 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
+        "run",
+        nargs="?",
+        help="handle, id, or the beginning of one (default: the newest run)",
     )
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="folder for model.safetensors"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder for model.safetensors",
     )
     parser.add_argument(
         "--step",
@@ -24,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     dtypes = ("fp64", "fp32", "bf16", "fp16")
     parser.add_argument(
-        "--dtype", choices=dtypes, help="dtype of the weights (default: exactly as saved)"
+        "--dtype",
+        choices=dtypes,
+        help="dtype of the weights (default: exactly as saved)",
     )
 
 
@@ -40,7 +48,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     checkpoints = checkpoint_dir(plan_of_run(folder).job.checkpoint.dir, str(folder.path))
     step = [] if args.step is None else ["--step", str(args.step)]
     dtype = ["--dtype", args.dtype] if args.dtype else []
-    output = start.output("trainer.export", str(checkpoints), str(args.out), *dtype, *step)
+    output = start.output(
+        "trainer.export",
+        str(checkpoints),
+        str(args.out),
+        *dtype,
+        *step,
+    )
     if args.json:
         print(output.strip())
         return Exit.DONE

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="remove runs that ended longer ago: 12h, 30d, 4w (default without --size: 30d)",
     )
     parser.add_argument(
-        "--size", metavar="SIZE", help="remove runs until all take at most this: 500M, 20G"
+        "--size",
+        metavar="SIZE",
+        help="remove runs until all take at most this: 500M, 20G",
     )
     parser.add_argument(
         "--keep",
@@ -28,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="always keep the N newest ended runs (default: 10)",
     )
     keep_best_help = "always keep the N runs with the lowest last loss of each model or program"
-    parser.add_argument("--keep-best", metavar="N", type=int, default=0, help=keep_best_help)
+    parser.add_argument(
+        "--keep-best",
+        metavar="N",
+        type=int,
+        default=0,
+        help=keep_best_help,
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs, remove nothing")
 
 

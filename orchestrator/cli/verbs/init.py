@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write Slurm profiles, or the Helm chart",
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, help="folder to write to (default: ./slurm or ./chart)"
+        "folder",
+        nargs="?",
+        type=Path,
+        help="folder to write to (default: ./slurm or ./chart)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
@@ -72,7 +75,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.json:
         import json
 
-        print(json.dumps({"folder": str(folder.absolute()), "files": names, "next": next_command}))
+        print(
+            json.dumps(
+                {
+                    "folder": str(folder.absolute()),
+                    "files": names,
+                    "next": next_command,
+                }
+            )
+        )
         return Exit.DONE
     for name in names:
         print(f"wrote  {folder / name}")

@@ -38,10 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", metavar="NAME", help="only runs of this backend")
     parser.add_argument(
-        "--newer-than", metavar="AGE", help="only runs submitted less than this ago: 90m, 12h, 4w"
+        "--newer-than",
+        metavar="AGE",
+        help="only runs submitted less than this ago: 90m, 12h, 4w",
     )
     parser.add_argument(
-        "--older-than", metavar="AGE", help="only runs submitted more than this ago"
+        "--older-than",
+        metavar="AGE",
+        help="only runs submitted more than this ago",
     )
 
 
@@ -135,7 +139,11 @@ class _Listing:
         from orchestrator.observe.pages.run_page import list_row
 
         self.table.append(list_row(run.state, run.live, self._now))
-        document = {"state": run.state, "live": run.live, "where": run.where}
+        document = {
+            "state": run.state,
+            "live": run.live,
+            "where": run.where,
+        }
         self.documents.append(msgspec.Raw(msgspec.json.encode(document)))
 
 

@@ -15,18 +15,31 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
+        "run",
+        nargs="?",
+        help="handle, id, or the beginning of one (default: the newest run)",
     )
     follow_help = "print new lines until the run has ended"
     parser.add_argument("--follow", "-f", action="store_true", help=follow_help)
     parser.add_argument(
-        "--rank", type=int, metavar="N", action="append", help="only this rank; repeatable"
+        "--rank",
+        type=int,
+        metavar="N",
+        action="append",
+        help="only this rank; repeatable",
     )
     parser.add_argument("--node", metavar="NAME", help="only the ranks of this node")
     parser.add_argument(
-        "--agents", action="store_true", help="the logs of the agents, not of the workers"
+        "--agents",
+        action="store_true",
+        help="the logs of the agents, not of the workers",
     )
-    parser.add_argument("--tail", type=int, metavar="N", help="only the last N lines of each log")
+    parser.add_argument(
+        "--tail",
+        type=int,
+        metavar="N",
+        help="only the last N lines of each log",
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -46,7 +59,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     return Exit.DONE
 
 
-def _print_line(name: str, line: str, alone: bool, as_json: bool) -> None:
+def _print_line(
+    name: str,
+    line: str,
+    alone: bool,
+    as_json: bool,
+) -> None:
     if as_json:
         import json
 

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             else {_known_name(name, listed_nodes) for name in args.forget}
         )
         memory.forget(
-            now, lambda entry: entry.node in names and args.cluster in (None, entry.cluster)
+            now,
+            lambda entry: entry.node in names and args.cluster in (None, entry.cluster),
         )
     entries = memory.read(now, args.cluster)
     if args.json:

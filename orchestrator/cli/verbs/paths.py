@@ -11,7 +11,9 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one (default: paths of no run)"
+        "run",
+        nargs="?",
+        help="handle, id, or the beginning of one (default: paths of no run)",
     )
 
 

@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.cli.parser import add_any
 
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the plan as JSON, as a run would get it"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the plan as JSON, as a run would get it",
     )
     parser.add_argument(
         "--explain",
@@ -44,7 +47,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.api import plan_all_sizes
 
-    sizes, resolve = plan_all_sizes(overrides, args.config_dir, args.any, settle=args.explain)
+    sizes, resolve = plan_all_sizes(
+        overrides,
+        args.config_dir,
+        args.any,
+        settle=args.explain,
+    )
     _, config, plan = sizes.legal[0]
     if args.out:
         from orchestrator.cli.terminal import write_file
@@ -146,7 +154,11 @@ def _explained(config: Config, cluster: Cluster, plan: Plan) -> str:
         "changes": changes,
         "categories": dict(explanation.categories),
     }
-    document |= {"step_s": plan.time.step_s, "step_low_s": low, "step_high_s": high}
+    document |= {
+        "step_s": plan.time.step_s,
+        "step_low_s": low,
+        "step_high_s": high,
+    }
     return msgspec.json.encode(document).decode()
 
 

@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="the runs, with columns as in docs/accuracy.md",
     )
-    parser.add_argument("--out", metavar="FILE.csv", type=Path, help="write the predictions here")
+    parser.add_argument(
+        "--out",
+        metavar="FILE.csv",
+        type=Path,
+        help="write the predictions here",
+    )
     parser.add_argument(
         "--profile",
         metavar="FILE",
@@ -49,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predict after an update of the profile with this measured row",
     )
     parser.add_argument(
-        "--score", action="store_true", help="show errors by group, from the measured columns"
+        "--score",
+        action="store_true",
+        help="show errors by group, from the measured columns",
     )
     parser.add_argument(
         "--terms",
@@ -100,7 +107,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             yield csv_line(prediction.cells())
 
     if args.out:
-        write_file(args.out, (line.encode(errors="replace") for line in lines()), "--out")
+        write_file(
+            args.out,
+            (line.encode(errors="replace") for line in lines()),
+            "--out",
+        )
     else:
         for line in lines():
             if not scored:
@@ -231,7 +242,12 @@ def progress(predictions: Iterable[Prediction]) -> Iterator[Prediction]:
     for count, prediction in enumerate(predictions, 1):
         yield prediction
         if shown and count % PROGRESS == 0:
-            print(f"\r{count:,} rows", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{count:,} rows",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     if shown and count >= PROGRESS:
         print(f"\r{count:,} rows", file=sys.stderr)
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
+        "run",
+        nargs="?",
+        help="handle, id, or the beginning of one (default: the newest run)",
     )
     parser.add_argument(
         "--rank",
@@ -60,7 +62,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         _plot_experts(args.experts, folder.run_id, plan, loads)
     _add_drift(report, plan, folder.run_id)
     timeline = _timeline(
-        folder, plan, args.rank, needed=args.rank is not None or args.plot is not None
+        folder,
+        plan,
+        args.rank,
+        needed=args.rank is not None or args.plot is not None,
     )
     if args.plot and timeline is not None:
         _plot(args.plot, folder.run_id, plan, timeline)
@@ -90,7 +95,12 @@ def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
     step["drift"].append(f"orch calibrate --from {run_id} corrects the predictions")
 
 
-def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> Timeline | None:
+def _timeline(
+    folder: RunFolder,
+    plan: Plan,
+    rank: int | None,
+    needed: bool,
+) -> Timeline | None:
     """Returns the recorded memory of the requested rank; by default that of the rank with the most
     planned memory if it was recorded, else of the first recorded one."""
     from orchestrator.observe.rank_trace import read_timeline, recorded_ranks
@@ -119,15 +129,28 @@ def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
     document = {**report, "formulas": formulas(report, plan)}
     if timeline is not None:
         steps = [
-            {"name": step.name, "seconds": step.end - step.start, "peak": timeline.peak(step)}
+            {
+                "name": step.name,
+                "seconds": step.end - step.start,
+                "peak": timeline.peak(step),
+            }
             for step in timeline.steps
         ]
         memory = [{"at": sample.at, **sample.bytes} for sample in timeline.memory]
-        document["timeline"] = {"rank": timeline.rank, "steps": steps, "memory": memory}
+        document["timeline"] = {
+            "rank": timeline.rank,
+            "steps": steps,
+            "memory": memory,
+        }
     print_json(document)
 
 
-def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
+def _plot(
+    path: Path,
+    run_id: str,
+    plan: Plan,
+    timeline: Timeline,
+) -> None:
     from orchestrator.observe.plots.memory_picture import figure
     from orchestrator.observe.plots.plan_picture import write
 
@@ -138,7 +161,12 @@ def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
     write(figure(timeline, title), path, title, notes)
 
 
-def _plot_experts(path: Path, run_id: str, plan: Plan, loads: Loads) -> None:
+def _plot_experts(
+    path: Path,
+    run_id: str,
+    plan: Plan,
+    loads: Loads,
+) -> None:
     from orchestrator.observe.plots.expert_picture import figure
     from orchestrator.observe.plots.plan_picture import write
 

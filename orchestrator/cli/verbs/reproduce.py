@@ -11,7 +11,12 @@ PAGE = Path("docs/reproduce.md")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     out_help = f"write the page here (default: {PAGE} if its folder exists, else print it)"
-    parser.add_argument("--out", metavar="FILE", type=Path, help=out_help)
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help=out_help,
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:

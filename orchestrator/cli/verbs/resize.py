@@ -11,7 +11,9 @@ from orchestrator.plan.exits import Exit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="handle, id, or the beginning of one")
     parser.add_argument(
-        "nodes", type=int, help="one of the sizes that `orch plan nodes=A..B` shows"
+        "nodes",
+        type=int,
+        help="one of the sizes that `orch plan nodes=A..B` shows",
     )
 
 
@@ -45,7 +47,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.json:
         import json
 
-        print(json.dumps({"handle": handle, "run_id": folder.run_id, "nodes": args.nodes}))
+        print(
+            json.dumps(
+                {
+                    "handle": handle,
+                    "run_id": folder.run_id,
+                    "nodes": args.nodes,
+                }
+            )
+        )
     else:
         print(handle)
     return Exit.DONE

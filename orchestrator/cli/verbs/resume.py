@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--follow", "-f", action="store_true", help="watch the run, and exit with its exit code"
+        "--follow",
+        "-f",
+        action="store_true",
+        help="watch the run, and exit with its exit code",
     )
 
 
@@ -40,12 +43,22 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
-            return follow_run(handle, job.folder, job.backend, as_json=args.json, signals=signals)
+            return follow_run(
+                handle,
+                job.folder,
+                job.backend,
+                as_json=args.json,
+                signals=signals,
+            )
         if args.json:
             import json
 
             handle = json.dumps(
-                {"handle": handle, "run_id": job.id, "run_dir": str(job.folder.path)}
+                {
+                    "handle": handle,
+                    "run_id": job.id,
+                    "run_dir": str(job.folder.path),
+                }
             )
         announce(handle, sys.stdout)
     return Exit.DONE

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="run", help="handle, id, or the beginning of one"
+        "runs",
+        nargs="+",
+        metavar="run",
+        help="handle, id, or the beginning of one",
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs, remove nothing")
 
@@ -35,7 +38,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             )
         folders[folder.run_id] = folder
     return remove_all(
-        [(folder, size_of(folder)) for folder in folders.values()], args.dry_run, args.json
+        [(folder, size_of(folder)) for folder in folders.values()],
+        args.dry_run,
+        args.json,
     )
 
 

@@ -86,16 +86,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", dest="tee", help=argparse.SUPPRESS)
     parser.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "-m", "--module", action="store_true", help="run the script as a module, like python -m"
+        "-m",
+        "--module",
+        action="store_true",
+        help="run the script as a module, like python -m",
     )
     parser.add_argument(
-        "--no-python", "--no_python", action="store_true", help="run the script without Python"
+        "--no-python",
+        "--no_python",
+        action="store_true",
+        help="run the script without Python",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the plan and the request, start nothing"
+        "--dry-run",
+        action="store_true",
+        help="show the plan and the request, start nothing",
     )
     parser.add_argument(
-        "--detach", "-d", action="store_true", help="print the handle without watching the run"
+        "--detach",
+        "-d",
+        action="store_true",
+        help="print the handle without watching the run",
     )
     add_request_arguments(parser)
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="[key=value ...] script [args]")

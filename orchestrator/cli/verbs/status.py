@@ -12,7 +12,9 @@ _REFRESH_S = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", help="handle, id, or the beginning of one (default: the newest run)"
+        "run",
+        nargs="?",
+        help="handle, id, or the beginning of one (default: the newest run)",
     )
     watch_help = "refresh until the run has ended"
     parser.add_argument("--watch", "-w", action="store_true", help=watch_help)

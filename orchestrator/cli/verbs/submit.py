@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the plan and the request, start nothing"
+        "--dry-run",
+        action="store_true",
+        help="show the plan and the request, start nothing",
     )
     parser.add_argument(
-        "--follow", "-f", action="store_true", help="watch the run, and exit with its exit code"
+        "--follow",
+        "-f",
+        action="store_true",
+        help="watch the run, and exit with its exit code",
     )
     parser.add_argument(
         "--multirun",
@@ -109,7 +114,11 @@ def _show(
 
     look = style()
     print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
-    print("", *(folded for line in messages for folded in fold(line, look.width)), sep="\n")
+    print(
+        "",
+        *(folded for line in messages for folded in fold(line, look.width)),
+        sep="\n",
+    )
     print("Nothing was started or written. `--dry-run --json` prints what would be sent.")
     try:
         backend.check(bundle.request)
@@ -151,7 +160,11 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     return Exit.DONE
 
 
-def _sweep_announcement(handles: Sequence[str], runs: Sequence[SweepRun], as_json: bool) -> str:
+def _sweep_announcement(
+    handles: Sequence[str],
+    runs: Sequence[SweepRun],
+    as_json: bool,
+) -> str:
     """Returns the handle and the label of each run."""
     if not as_json:
         return "\n".join(
@@ -182,12 +195,21 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
         return Exit.DONE
     for run in runs:
         print(f"==> {run.label}")
-        _show(run.bundle, run.candidate.plan, backend, as_json=False, messages=run.messages)
+        _show(
+            run.bundle,
+            run.candidate.plan,
+            backend,
+            as_json=False,
+            messages=run.messages,
+        )
     return Exit.DONE
 
 
 def _one_after_another(
-    backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions, as_json: bool
+    backend: Backend,
+    runs: Sequence[SweepRun],
+    options: SubmitOptions,
+    as_json: bool,
 ) -> int:
     """Starts each run after the end of the one before, and returns the exit code of the first that
     failed."""
@@ -203,6 +225,12 @@ def _one_after_another(
         with HeldSignals() as signals:
             handle = send(run.bundle, backend, options)
             folder = RunFolder(Path(run.bundle.request.run_dir))
-            code = follow_run(handle, folder, backend, as_json=as_json, signals=signals)
+            code = follow_run(
+                handle,
+                folder,
+                backend,
+                as_json=as_json,
+                signals=signals,
+            )
             codes.append(code)
     return next(filter(None, codes), Exit.DONE)

@@ -21,9 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " json`, ibnetdiscover"
     )
     files_help += ", or orch's own format; several files describe one cluster (diff: exactly two)"
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files_help)
     parser.add_argument(
-        "--format", metavar="NAME", help="format of the files, if orch does not recognise it"
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help=files_help,
+    )
+    parser.add_argument(
+        "--format",
+        metavar="NAME",
+        help="format of the files, if orch does not recognise it",
     )
     parser.add_argument(
         "--name",
@@ -31,10 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the topology of a file with several; for import the name to give",
     )
     parser.add_argument(
-        "--profile", metavar="NAME", default="auto", help="family of Kubernetes labels"
+        "--profile",
+        metavar="NAME",
+        default="auto",
+        help="family of Kubernetes labels",
     )
     parser.add_argument(
-        "--levels", metavar="T=LABEL,...", help="your own Kubernetes labels, coarse to fine"
+        "--levels",
+        metavar="T=LABEL,...",
+        help="your own Kubernetes labels, coarse to fine",
     )
     parser.add_argument(
         "--to",
@@ -42,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="output format: conf, yaml, block (Slurm), orch, svg or text",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write to this file, not to standard output"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write to this file, not to standard output",
     )
 
 
@@ -88,7 +104,10 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
     from orchestrator.cluster.read import read
 
     return read(
-        path, args.format, args.name, profile_of(args.levels) if args.levels else args.profile
+        path,
+        args.format,
+        args.name,
+        profile_of(args.levels) if args.levels else args.profile,
     )
 
 
@@ -126,7 +145,11 @@ def _as_json(topology: Topology) -> str:
     import msgspec
 
     return msgspec.json.encode(
-        {"topology": topology, "nodes": topology.nodes, "free": topology.free}
+        {
+            "topology": topology,
+            "nodes": topology.nodes,
+            "free": topology.free,
+        }
     ).decode()
 
 

@@ -44,7 +44,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load(overrides, args.config_dir)
     resolve = ClusterResolver(home())
     answer = search(
-        config, resolve(config.cluster), args.near / 100, args.any, resolve.profile(config)
+        config,
+        resolve(config.cluster),
+        args.near / 100,
+        args.any,
+        resolve.profile(config),
     )
     if args.json:
         import json

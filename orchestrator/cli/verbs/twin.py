@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--all", action="store_true", help="show every figure, not only the differing ones"
+        "--all",
+        action="store_true",
+        help="show every figure, not only the differing ones",
     )
 
 
@@ -31,7 +33,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     config = load(overrides, args.config_dir)
     resolve = ClusterResolver(home())
-    plan = build_plan(config, resolve(config.cluster), profile=resolve.profile(config))
+    plan = build_plan(
+        config,
+        resolve(config.cluster),
+        profile=resolve.profile(config),
+    )
     _check_runnable(plan)
     micro_batches = plan.parallel.micro_batches
     plan = shortened(evenly_chosen(plan))
@@ -80,7 +86,10 @@ def _check_runnable(plan: Plan) -> None:
 
 
 def _json(
-    plan: Plan, micro_batches: int, runs: list[RankRun], figures: list[list[Compared]]
+    plan: Plan,
+    micro_batches: int,
+    runs: list[RankRun],
+    figures: list[list[Compared]],
 ) -> str:
     import msgspec
 

@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read the data of a run again, and compare it with the data of its steps",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the matrix as a page (docs/parity.md)",
     )
     for moved in ("--against", "--precision"):
         parser.add_argument(moved, help=argparse.SUPPRESS)
@@ -105,12 +108,20 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
         from orchestrator.cli.terminal import write_file
         from orchestrator.verify.page import document
 
-        page = document(entries, {verdict.name: verdict for verdict in verdicts}, _versions())
+        page = document(
+            entries,
+            {verdict.name: verdict for verdict in verdicts},
+            _versions(),
+        )
         write_file(args.out, page.encode(), "--out")
     return [verdict for verdict in verdicts if not verdict.refused]
 
 
-def _show(cells: Sequence[Cell | Verdict], as_json: bool, together: int = 1) -> list[Verdict]:
+def _show(
+    cells: Sequence[Cell | Verdict],
+    as_json: bool,
+    together: int = 1,
+) -> list[Verdict]:
     """Judges the cells, and prints each verdict as soon as it is known."""
     from orchestrator.verify.page import summary
 

@@ -52,7 +52,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         except ValueError as error:
             raise OrchError(f"--case {case!r}: {error}", Exit.USAGE) from None
         config = load([*overrides, *case_overrides], args.config_dir)
-        plan = build_plan(config, resolve(config.cluster), args.any, resolve.profile(config))
+        plan = build_plan(
+            config,
+            resolve(config.cluster),
+            args.any,
+            resolve.profile(config),
+        )
         plans.append((case or "as given", plan))
     columns = [column(name, plan, args.tokens) for name, plan in plans]
     if args.json:

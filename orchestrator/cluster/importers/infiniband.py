@@ -132,7 +132,9 @@ def _device(description: str) -> str:
 
 
 def _topology(
-    label: dict[str, str], links: dict[str, list[tuple[str, float]]], hosts: dict[str, str]
+    label: dict[str, str],
+    links: dict[str, list[tuple[str, float]]],
+    hosts: dict[str, str],
 ) -> Topology:
     """Returns the tiers of the switches between `hosts`, which maps adapters to their nodes."""
     height = _heights(links, hosts)
@@ -275,7 +277,11 @@ def _named(
     first: dict[str, str] = {}
     for switch in switches:
         root = _root(parent, switch)
-        first[root] = min(first.get(root, switch), switch, key=lambda s: (natural_key(label[s]), s))
+        first[root] = min(
+            first.get(root, switch),
+            switch,
+            key=lambda s: (natural_key(label[s]), s),
+        )
     # a managed switch describes itself as "MF0;leaf-01:MQM9700/U1"
     short = {
         root: _first_word(label[switch].split(";")[-1].split(":")[0]) or switch

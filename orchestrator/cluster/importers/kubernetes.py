@@ -166,7 +166,11 @@ def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
     return labels
 
 
-def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = "") -> Topology:
+def from_nodes(
+    nodes: list[Node],
+    profile: str | Profile = "auto",
+    gpu: str = "",
+) -> Topology:
     """Builds the topology of nodes that have been read. Only those with GPUs are placed under
     switches, if any has some.
 
@@ -225,7 +229,9 @@ def _shared_domains(nodes: list[Node], profile: Profile) -> dict[str, tuple[str,
 
 
 def _paths(
-    nodes: Sequence[Node], levels: Sequence[list[str]], domain: list[str]
+    nodes: Sequence[Node],
+    levels: Sequence[list[str]],
+    domain: list[str],
 ) -> dict[str, tuple[str, ...]]:
     """Returns each node's switches, coarse to fine; nodes without any label have none.
 
@@ -297,14 +303,22 @@ def _annotated(nodes: list[Node], key: str, machines: dict[str, Machine]) -> Top
             paths_by_topology.setdefault(name, {})[node.metadata.name] = tuple(path)
     tiers: list[Tier] = []
     for name, paths in sorted(
-        paths_by_topology.items(), key=lambda item: -max(map(len, item[1].values()))
+        paths_by_topology.items(),
+        key=lambda item: -max(map(len, item[1].values())),
     ):
         depth = max(map(len, paths.values()))
         full = {node: (*path, *path[-1:] * (depth - len(path))) for node, path in paths.items()}
         labels = [name if depth == 1 else f"{name}{level}" for level in range(depth)]
         tiers += from_paths(full, labels)[1]
     tiers.sort(key=lambda tier: -len(tier.switches))
-    return check(Topology("tree" if tiers else "flat", tuple(tiers), machines=machines), WHERE)
+    return check(
+        Topology(
+            "tree" if tiers else "flat",
+            tuple(tiers),
+            machines=machines,
+        ),
+        WHERE,
+    )
 
 
 def _gpus(node: Node, gpu: str) -> int:
@@ -312,7 +326,8 @@ def _gpus(node: Node, gpu: str) -> int:
     if gpu:
         return _count(amounts.get(gpu))
     return max(
-        (_count(amount) for name, amount in amounts.items() if name.endswith("/gpu")), default=0
+        (_count(amount) for name, amount in amounts.items() if name.endswith("/gpu")),
+        default=0,
     )
 
 

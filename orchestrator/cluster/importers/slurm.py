@@ -34,7 +34,11 @@ def parse_topology(content: str, name: str | None = None) -> Topology:
     """
     if re.search(r"^\s*-?\s*(topology|tree|block|flat)\s*:", content, re.M):
         return parse_yaml(content, name)
-    records: dict[str, _NamedRecords] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
+    records: dict[str, _NamedRecords] = {
+        _SWITCH: {},
+        _BLOCK: {},
+        _RING: {},
+    }
     sizes = ""
     for line, record in _records(content):
         sizes = sizes or record.get("BlockSizes", "") or record.get("BlockSize", "")
@@ -107,7 +111,10 @@ def parse_yaml(content: str, name: str | None = None) -> Topology:
         sizes = chosen["block"].get("block_sizes", [])
         if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
             raise _bad("topology.yaml: block_sizes is a list of numbers")
-        return _blocks({name: _hosts(row, "nodes") for name, row in rows.items()}, sizes)
+        return _blocks(
+            {name: _hosts(row, "nodes") for name, row in rows.items()},
+            sizes,
+        )
     return FLAT
 
 
@@ -134,7 +141,12 @@ def from_addresses(addresses: Mapping[str, str]) -> Topology:
             path = paths[node]
             switch_path = path[: max(len(path) - height, 1)] if path else [node]
             switches.setdefault(".".join(switch_path), []).append(node)
-        tiers.append(Tier(tier_name(height, depth), {k: tuple(v) for k, v in switches.items()}))
+        tiers.append(
+            Tier(
+                tier_name(height, depth),
+                {k: tuple(v) for k, v in switches.items()},
+            )
+        )
     return Topology("tree", tuple(tiers)) if tiers else FLAT
 
 

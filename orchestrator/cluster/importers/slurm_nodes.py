@@ -158,7 +158,9 @@ def parse_nodes(content: str) -> list[Node]:
 
 
 def select(
-    nodes: Iterable[Node], partition: str | None = None, constraint: str | None = None
+    nodes: Iterable[Node],
+    partition: str | None = None,
+    constraint: str | None = None,
 ) -> list[Node]:
     """Returns the nodes of a partition that have all features of a plain `a&b` constraint.
 

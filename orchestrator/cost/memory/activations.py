@@ -75,7 +75,10 @@ class PipelineActivations:
         ]
         accounts = [
             bytes_of_stage(
-                layers, stage_stored, self.head if stage == self.last else 0.0, self.deferred
+                layers,
+                stage_stored,
+                self.head if stage == self.last else 0.0,
+                self.deferred,
             )
             for stage, layers, stage_stored in zip(stages, layers_by_stage, stored, strict=True)
         ]
@@ -89,7 +92,13 @@ class PipelineActivations:
         mean = sum(stored) / len(stages)
         head = self.head if self.last in stages else None
         if self.deferred is None:
-            return self._equal_peak(self.in_flight[rank], mean, layers, head=head, sent=sent)
+            return self._equal_peak(
+                self.in_flight[rank],
+                mean,
+                layers,
+                head=head,
+                sent=sent,
+            )
         peak = self.deferred.peak(
             rank=rank,
             in_flight_count=self.in_flight[rank],

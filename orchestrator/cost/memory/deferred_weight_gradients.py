@@ -103,7 +103,9 @@ class DeferredGradients:
                 (full - 1) * stored + (count + 1) * deferred + max(0.0, in_last),
             )
             for full, count in peak_points(
-                self.parallel, rank, in_flight_count if deferred <= stored else None
+                self.parallel,
+                rank,
+                in_flight_count if deferred <= stored else None,
             )
         )
 
@@ -131,7 +133,10 @@ class DeferredGradients:
 
 
 def bytes_of_stage(
-    layers: Sequence[Layers], stored: float, head: float, deferred: DeferredGradients | None
+    layers: Sequence[Layers],
+    stored: float,
+    head: float,
+    deferred: DeferredGradients | None,
 ) -> StageBytes:
     """Returns the bytes of one micro-batch in one stage.
 
@@ -140,7 +145,11 @@ def bytes_of_stage(
     """
     if deferred:
         return deferred.stage(layers, stored, head)
-    return StageBytes(stored, head, max((recomputing for *_, recomputing in layers), default=0.0))
+    return StageBytes(
+        stored,
+        head,
+        max((recomputing for *_, recomputing in layers), default=0.0),
+    )
 
 
 def _layer(workload: Workload, layer: int) -> tuple[float, float]:
@@ -163,7 +172,11 @@ def _layer(workload: Workload, layer: int) -> tuple[float, float]:
     return sum(inputs.values()) + sum(grads.values()), grads["mlp"]
 
 
-def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = None) -> list[Point]:
+def peak_points(
+    parallel: Parallel,
+    rank: int,
+    in_flight_count: int | None = None,
+) -> list[Point]:
     """Returns the points of a step at which a pipeline rank may hold most.
 
     `in_flight_count` is the most micro-batches in flight. It is given only if no micro-batch has
@@ -180,7 +193,13 @@ def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = Non
         rank = min(rank, p - 1 - rank) if is_dualpipe else rank
         if parallel.schedule in WHOLE_AT_PEAK and m >= 2 * p:
             return _full_bidirectional(p // 2 if is_dualpipe else p, rank)
-        return _counted(parallel.schedule, p, min(m, 2 * p + 2 + m % 2), parallel.vpp, rank)
+        return _counted(
+            parallel.schedule,
+            p,
+            min(m, 2 * p + 2 + m % 2),
+            parallel.vpp,
+            rank,
+        )
     ahead = min(step * (p - 1 - rank), m)
     behind = step * rank
     # The turns in steady state, and when forwards run out.
@@ -188,7 +207,10 @@ def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = Non
         min(behind, max(0, m - 1 - ahead)),
         min(behind, m - 1),
     )
-    return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
+    return sorted(
+        {(min(m, turn + ahead + 1) - turn, turn) for turn in turns},
+        reverse=True,
+    )
 
 
 def _full_bidirectional(half: int, depth: int) -> list[Point]:
@@ -201,7 +223,13 @@ def _full_bidirectional(half: int, depth: int) -> list[Point]:
 
 
 @lru_cache(maxsize=4096)
-def _counted(name: str, p: int, m: int, v: int, rank: int) -> list[Point]:
+def _counted(
+    name: str,
+    p: int,
+    m: int,
+    v: int,
+    rank: int,
+) -> list[Point]:
     """Returns the points of a schedule, cached.
 
     After a few rounds of micro-batches, further ones add no new points.

@@ -28,7 +28,12 @@ def input_bytes(workload: Workload) -> float:
     return workload.boundary_bytes / (parallel.tp if workload.shares_inputs else 1)
 
 
-def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
+def inputs_of(
+    model: Model,
+    layer: int,
+    train: Train,
+    mode: str,
+) -> int:
     """Returns the number of offloaded inputs of a layer.
 
     A recomputed layer has one, and selective recomputation one per half. Experts keep all of their
@@ -56,7 +61,9 @@ def stage_inputs(workload: Workload, index: int) -> int:
     kinds = sample_layers(model)
     count = 0
     for kind, mode, layer_count in layer_groups(
-        model, train, [held_layers(model, parallel, index)]
+        model,
+        train,
+        [held_layers(model, parallel, index)],
     ):
         layer = kinds[kind]
         assert layer is not None or not layer_count
@@ -90,7 +97,10 @@ def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
     for rank, stages in enumerate(rank_stages(parallel)):
         counts = [stage_inputs(workload, index) for index in stages]
         peak_inputs = unequal_peak(
-            schedule, rank, stages, [StageBytes(float(count)) for count in counts]
+            schedule,
+            rank,
+            stages,
+            [StageBytes(float(count)) for count in counts],
         )
         block = -(-int(size) // BLOCK) * BLOCK
         rooms = ROOMS * (block + BLOCK) if peak_inputs else 0

@@ -85,7 +85,10 @@ def rank_state_bytes(
 
 
 def param_state_bytes(
-    replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH
+    replicas: int,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe = ORCH,
 ) -> StateBytes:
     """Returns the states of one parameter that `replicas` ranks hold, on each of them."""
     weight: float = DTYPE_BYTES[train.precision]
@@ -202,7 +205,10 @@ def _unsharded_params(model: Model, parallel: Parallel) -> float:
 
 
 def memory_by_pp_rank(
-    workload: Workload, cluster: Cluster, recipe: Recipe = ORCH, matmul: str = ""
+    workload: Workload,
+    cluster: Cluster,
+    recipe: Recipe = ORCH,
+    matmul: str = "",
 ) -> list[Memory]:
     """Returns the memory of one GPU of each pipeline rank.
 
@@ -231,11 +237,22 @@ def memory_by_pp_rank(
         whole_step_buffers = lasting
         if one_stage is not None:
             backward = temporaries.layer + (zero if parallel.zero == 2 else 0.0)
-            peak = peak_of_one_stage(workload, one_stage, states.grads, temporaries.loss, backward)
+            peak = peak_of_one_stage(
+                workload,
+                one_stage,
+                states.grads,
+                temporaries.loss,
+                backward,
+            )
         elif is_sharded_pipeline(parallel, recipe):
             whole_step_buffers += sum(parameters) * workload.width  # gathered weights
             peak = peak_of_sharded_rank(
-                workload, kernels, pp_rank, activation_bytes, temporaries, grads=states.grads
+                workload,
+                kernels,
+                pp_rank,
+                activation_bytes,
+                temporaries,
+                grads=states.grads,
             )
         else:
             whole_step_buffers += zero
@@ -253,7 +270,11 @@ def memory_by_pp_rank(
     return accounts
 
 
-def _peak_of_sums(parallel: Parallel, stages: Sequence[int], temporaries: Temporaries) -> Peak:
+def _peak_of_sums(
+    parallel: Parallel,
+    stages: Sequence[int],
+    temporaries: Temporaries,
+) -> Peak:
     """Returns the peak of a rank with `stages` whose bytes of all moments are added."""
     has_loss = len(parallel.stage_layers) - 1 in stages
     loss = temporaries.loss if has_loss else 0.0
@@ -261,18 +282,28 @@ def _peak_of_sums(parallel: Parallel, stages: Sequence[int], temporaries: Tempor
 
 
 def _states_of_rank(
-    workload: Workload, recipe: Recipe, parameters: tuple[int, int], stages: Sequence[int]
+    workload: Workload,
+    recipe: Recipe,
+    parameters: tuple[int, int],
+    stages: Sequence[int],
 ) -> StateBytes:
     """Returns the states of a pipeline rank with these (dense, expert) parameters and stages."""
     parallel = workload.parallel
     vectors = rank_vectors(workload.model, parallel, stages) if recipe.wide_vectors else 0
     return rank_state_bytes(
-        *parameters, parallel=parallel, train=workload.train, recipe=recipe, vectors=vectors
+        *parameters,
+        parallel=parallel,
+        train=workload.train,
+        recipe=recipe,
+        vectors=vectors,
     )
 
 
 def _device_account(
-    states: StateBytes, activation_bytes: float, peak: Peak, recipe: Recipe
+    states: StateBytes,
+    activation_bytes: float,
+    peak: Peak,
+    recipe: Recipe,
 ) -> dict[str, int]:
     """Returns the categories of a rank's `Memory` on the device with their total, in whole bytes.
 
@@ -293,7 +324,9 @@ def _device_account(
 
 
 def _outside_account(
-    train: Train, states: StateBytes, offloaded: tuple[float, float]
+    train: Train,
+    states: StateBytes,
+    offloaded: tuple[float, float],
 ) -> dict[str, int]:
     """Returns the bytes in the host's memory and on its disk.
 

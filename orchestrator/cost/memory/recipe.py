@@ -124,7 +124,12 @@ _PYTORCH = Recipe(
 #: One kernel per operation: the gated activation also keeps its output; the matrix product that
 #: reads a gathered sequence keeps it; the loss holds fp32 log-probabilities, their gradient and the
 #: logits' gradient (3 x 4 bytes).
-_EAGER = Kernels(keep_sent=False, keep_gathered=True, loss_width=12, selective="ops")
+_EAGER = Kernels(
+    keep_sent=False,
+    keep_gathered=True,
+    loss_width=12,
+    selective="ops",
+)
 #: Megatron-LM: bias and activation run in one kernel, sequence-parallel inputs are gathered again
 #: (arXiv 2205.05198), sent outputs are freed. The loss works in place on fp32 logits next to the
 #: 16-bit ones and their gradient (4 + 2 + 2). Experts' weights are applied before the last product
@@ -168,7 +173,12 @@ _LISTED = (
     structs.replace(_PYTORCH, name="megatron", kernels=_MEGATRON, narrow=True),
     # DeepSeek-V3's own: moments in bf16 (arXiv 2412.19437, section 3.3.3)
     structs.replace(
-        _PYTORCH, name="deepseek", kernels=_MEGATRON, gradient=4, more_optimizer=-4, narrow=True
+        _PYTORCH,
+        name="deepseek",
+        kernels=_MEGATRON,
+        gradient=4,
+        more_optimizer=-4,
+        narrow=True,
     ),
     # 18 bytes per parameter (arXiv 2205.05198, figure 1): gradients summed in fp32
     structs.replace(_PYTORCH, name="megatron_fp16", kernels=_EARLY, gradient=4),
@@ -215,7 +225,9 @@ def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
         return recipe
     if optim.state in MOMENT:
         recipe = structs.replace(
-            recipe, moment=MOMENT[optim.state], wide_vectors=optim.state == "8bit"
+            recipe,
+            moment=MOMENT[optim.state],
+            wide_vectors=optim.state == "8bit",
         )
     return structs.replace(recipe, moments=1) if optim.kind == "sgd" else recipe
 
@@ -242,7 +254,11 @@ def adapters_only(recipe: Recipe) -> Recipe:
 
 
 def kernels_of(
-    recipe: Recipe, cluster: Cluster, model: Model, parallel: Parallel, matmul: str = ""
+    recipe: Recipe,
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    matmul: str = "",
 ) -> Kernels:
     """Returns the tensors that a layout keeps with this recipe. `matmul` is `Job.matmul`."""
     if recipe.kernels is None:

@@ -59,12 +59,20 @@ def resolve_recompute(
         free_bytes = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
         free_bytes -= states.on_device
         budget = free_bytes if budget_gib is None else budget_gib * GIB
-        layer_modes = _cheapest(workload, cluster, pp_rank, layers, budget=budget, kernels=kernels)
+        layer_modes = _cheapest(
+            workload,
+            cluster,
+            pp_rank,
+            layers,
+            budget=budget,
+            kernels=kernels,
+        )
         for layer, mode in zip(layers, layer_modes, strict=True):
             # In a bidirectional pipeline two ranks hold a layer: the tighter one decides.
             modes[layer] = max(modes[layer], mode)
     return structs.replace(
-        train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)]
+        train,
+        recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)],
     )
 
 
@@ -86,10 +94,18 @@ def _cheapest(
     if not layers:
         return []
     rate = rates(cluster, shipped().values, train.precision, SOFTWARE["orch"])
-    layer = layer_seconds(Workload(model, parallel, train, SOFTWARE["orch"]), layers[-1], rate)
+    layer = layer_seconds(
+        Workload(model, parallel, train, SOFTWARE["orch"]),
+        layers[-1],
+        rate,
+    )
     layer_count = len(layers)
     choices = sorted(
-        (full * value_of(layer.full) + selective * value_of(layer.selective), full, selective)
+        (
+            full * value_of(layer.full) + selective * value_of(layer.selective),
+            full,
+            selective,
+        )
         for full in range(layer_count + 1)
         for selective in range(layer_count + 1 - full)
     )

@@ -65,7 +65,10 @@ class Moment(NamedTuple):
 
 
 def _activations_of_rank(
-    workload: Workload, kernels: Kernels, rank: int, peak_bytes: float
+    workload: Workload,
+    kernels: Kernels,
+    rank: int,
+    peak_bytes: float,
 ) -> RankActivations:
     """Returns the activation bytes of a pipeline rank without a split backward.
 
@@ -179,12 +182,16 @@ def _head_moment(workload: Workload, rank: RankActivations) -> Moment:
         return Moment(end, table * (weight + gradient), table * gradient / shards)
     sent = table * gradient
     return Moment(
-        rank.in_backward - rank.recomputed_layer, table * weight + sent + workload.boundary_bytes
+        rank.in_backward - rank.recomputed_layer,
+        table * weight + sent + workload.boundary_bytes,
     )
 
 
 def _layer_moments(
-    workload: Workload, rank: RankActivations, temporary: float, head: HeadGradients
+    workload: Workload,
+    rank: RankActivations,
+    temporary: float,
+    head: HeadGradients,
 ) -> Iterator[Moment]:
     """Yields the moments of the last two layers.
 
@@ -207,7 +214,11 @@ def _layer_moments(
         yield Moment(without_layer, waiting + elements * gradient * (1 + 1 / shards) + hidden)
     if rank.several:
         of_last = unit * gradient
-        yield Moment(rank.in_backward - rank.layer, layer + of_last + hidden, of_last / shards)
+        yield Moment(
+            rank.in_backward - rank.layer,
+            layer + of_last + hidden,
+            of_last / shards,
+        )
 
 
 def _embedding_moments(workload: Workload, rank: RankActivations) -> Iterator[Moment]:
@@ -256,7 +267,8 @@ def _last_matrix(model: Model, parallel: Parallel) -> float:
     if moe is None:
         return dense
     return max(
-        dense, moe.experts * model.hidden * moe.ffn_hidden / (parallel.tp * spread(parallel))
+        dense,
+        moe.experts * model.hidden * moe.ffn_hidden / (parallel.tp * spread(parallel)),
     )
 
 

@@ -58,13 +58,24 @@ def unequal_peak(
     split = points.split
     held_bytes = points.full @ (stored + head) + points.deferred @ deferred
     in_layers = head_deferred[active] * split - head[active] + during[active]
-    in_last_layer = np.where(split > 0, (deferred + in_last - stored - head)[active], -np.inf)
+    in_last_layer = np.where(
+        split > 0,
+        (deferred + in_last - stored - head)[active],
+        -np.inf,
+    )
     temporary = np.maximum(np.maximum(in_layers, in_last_layer), in_head[active] * split)
     return float((held_bytes + temporary).max())
 
 
 @lru_cache(maxsize=1024)
-def _counted(name: str, p: int, m: int, v: int, rank: int, held: tuple[int, ...]) -> Points:
+def _counted(
+    name: str,
+    p: int,
+    m: int,
+    v: int,
+    rank: int,
+    held: tuple[int, ...],
+) -> Points:
     """Returns the points of a schedule, cached.
 
     After a few rounds of micro-batches, further ones add no new points, unless all come before the

@@ -27,7 +27,12 @@ from .layers import (
 )
 
 
-def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
+def balance_stages(
+    model: Model,
+    stages: int,
+    seq_len: int,
+    tolerance: float = 0.03,
+) -> list[int]:
     """Returns the decoder layers of each stage in model order, with the fastest slowest stage.
 
     Head and further predictions count as work of the last stage. Of equal stages, the first one
@@ -46,7 +51,12 @@ def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0
 
 
 @lru_cache(maxsize=4096)
-def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[int, ...]:
+def _balance(
+    layers: int,
+    stages: int,
+    head: float,
+    tolerance: float,
+) -> tuple[int, ...]:
     """Returns the layers of each stage; `head` is the last stage's additional work in layers."""
     if stages == 1:
         return (layers,)
@@ -60,7 +70,15 @@ def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[i
     for _ in range(layers - stages):
         _, first, last, stage = least[0]
         counts[stage] += 1
-        heapreplace(least, (counts[stage] + 1 + extra[stage], first, last, stage))
+        heapreplace(
+            least,
+            (
+                counts[stage] + 1 + extra[stage],
+                first,
+                last,
+                stage,
+            ),
+        )
     slowest = max(
         count + outside_layers for count, outside_layers in zip(counts, extra, strict=True)
     )
@@ -84,7 +102,11 @@ def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
     With DualPipe a rank holds a stage of each direction.
     """
     if parallel.schedule == TABLE:
-        return _held(parallel.pp, parallel.pp * parallel.vpp, schedule_of(parallel).stage_rank)
+        return _held(
+            parallel.pp,
+            parallel.pp * parallel.vpp,
+            schedule_of(parallel).stage_rank,
+        )
     return list(_placed(parallel.schedule, parallel.pp, parallel.vpp))
 
 

@@ -37,7 +37,13 @@ def sent_bytes(operation: Operation, size: Number, n: int) -> Number:
     return size * (n - 1) / n * (2 if operation == "all_reduce" else 1)
 
 
-def seconds(operation: Operation, size: Number, n: int, path: Path, links: Links = IDEAL) -> Number:
+def seconds(
+    operation: Operation,
+    size: Number,
+    n: int,
+    path: Path,
+    links: Links = IDEAL,
+) -> Number:
     """Returns the seconds of one operation over groups of n ranks, if all groups run it at once.
 
     `size` is the same as in `sent_bytes`. Latency: a ring pays its hops once (an all-reduce twice),

@@ -70,13 +70,24 @@ def tensor_seconds(
     # The loss exchanges two numbers per token.
     loss_bytes = workload.tokens * 2 * 4 * par.tp
     loss = TensorOperation("all_gather", "", loss_bytes, 1.0, par.tp)
-    return TensorSeconds(dense, moe, first, last + (1 + ahead) * costs.exposed_once(loss))
+    return TensorSeconds(
+        dense,
+        moe,
+        first,
+        last + (1 + ahead) * costs.exposed_once(loss),
+    )
 
 
 class _TensorCosts:
     """The exposed seconds of tensor-parallel operations. Equal operations are computed once."""
 
-    def __init__(self, workload: Workload, rate: Rates, compute: Compute, path: Path):
+    def __init__(
+        self,
+        workload: Workload,
+        rate: Rates,
+        compute: Compute,
+        path: Path,
+    ):
         self.in_pieces = workload.software.tp_overlap
         self.shown = rate.tp_exposed
         self.overlap_s = compute.overlap_s
@@ -153,7 +164,12 @@ def expert_seconds(
     return total
 
 
-def transfer_seconds(size: float, pp: int, rate: Rates, paths: Mapping[PathKey, Path]) -> Number:
+def transfer_seconds(
+    size: float,
+    pp: int,
+    rate: Rates,
+    paths: Mapping[PathKey, Path],
+) -> Number:
     """Returns the exposed seconds of one transfer of `size` bytes between stages."""
     return rate.pp_exposed * collective.seconds("p2p", size, pp, paths[("pp",), "chain"], rate.ring)
 
@@ -172,13 +188,21 @@ def gradient_seconds(
     total: Number = 0.0
     for message in gradient_traffic(workload, held, outside):
         total += message.count * collective.seconds(
-            message.operation, message.size, message.members, paths[message.key], rate.ring
+            message.operation,
+            message.size,
+            message.members,
+            paths[message.key],
+            rate.ring,
         )
     return total
 
 
 def exposed_gradients(
-    total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number
+    total: Number,
+    par: Parallel,
+    rate: Rates,
+    software: Software,
+    micro_batch: Number,
 ) -> Number:
     """Returns the exposed seconds of gradient communication that takes `total` seconds.
 

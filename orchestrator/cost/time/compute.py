@@ -96,7 +96,9 @@ class Matrix(NamedTuple):
 
 
 def layer_matrices(
-    workload: Workload, layer: int, load: Number = 1.0
+    workload: Workload,
+    layer: int,
+    load: Number = 1.0,
 ) -> tuple[list[Matrix], list[Matrix]]:
     """Returns the products of one micro-batch on one rank, without the router.
 
@@ -115,7 +117,12 @@ def layer_matrices(
     return halves["attention"], halves["mlp"]
 
 
-def _matrix(workload: Workload, layer: int, fused: Sequence[Operation], load: Number) -> Matrix:
+def _matrix(
+    workload: Workload,
+    layer: int,
+    fused: Sequence[Operation],
+    load: Number,
+) -> Matrix:
     """Returns the products of a rank that run as one, because they read the same inputs."""
     first = fused[0]
     rows: Number = workload.tokens
@@ -188,7 +195,10 @@ def _slowed_by_host(gpu: Number, moe: Moe | None, rate: Rates) -> Number:
 
 
 def _gemm_seconds(
-    workload: Workload, matrices: Sequence[Matrix], moe: Moe | None, rate: Rates
+    workload: Workload,
+    matrices: Sequence[Matrix],
+    moe: Moe | None,
+    rate: Rates,
 ) -> Number:
     """Returns the seconds of forward matrix products, with the router's."""
     gemm = (
@@ -208,7 +218,9 @@ def _wave_seconds(matrices: Sequence[Matrix], rate: Rates) -> tuple[Number, Numb
 
 
 def _elementwise_features(
-    workload: Workload, moe: Moe | None, load: Number
+    workload: Workload,
+    moe: Moe | None,
+    load: Number,
 ) -> tuple[float, Number]:
     """Returns the features per token that memory-bound kernels move in forward.
 
@@ -233,7 +245,12 @@ def _outside_rows(row: float, columns: Number) -> Number:
     return share + 0.4 * (1 - share)
 
 
-def _permutation_seconds(workload: Workload, moe: Moe | None, load: Number, rate: Rates) -> Number:
+def _permutation_seconds(
+    workload: Workload,
+    moe: Moe | None,
+    load: Number,
+    rate: Rates,
+) -> Number:
     """Returns the seconds of permuting routed tokens in forward."""
     if moe is None:
         return 0.0
@@ -323,7 +340,9 @@ def layer_seconds_by_kind(workload: Workload, rate: Rates) -> tuple[LayerSeconds
 
 
 def overlap_seconds(
-    workload: Workload, rate: Rates, kinds: Sequence[LayerSeconds]
+    workload: Workload,
+    rate: Rates,
+    kinds: Sequence[LayerSeconds],
 ) -> dict[str, Number]:
     """Returns the seconds of the matrix products that communication overlaps with.
 

@@ -19,7 +19,12 @@ from .fabric import Path
 from .layer_traffic import Carried
 
 
-def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "rows") -> list[Path]:
+def phases(
+    path: Path,
+    model: Model,
+    parallel: Parallel,
+    carried: Carried = "rows",
+) -> list[Path]:
     """Returns the consecutive phases of an exchange.
 
     A direct exchange has one. By domain, the bytes go between domains and then inside them. Their
@@ -33,15 +38,28 @@ def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "row
         nvlink = nvlink if carried == "copies" else 0.0
         network = 1.0
     spread = {level: share * network for level, share in path.share.items() if level != NVLINK}
-    between = structs.replace(path, nvlink_s=0.0, fabric_s=path.fabric_s * network, share=spread)
+    between = structs.replace(
+        path,
+        nvlink_s=0.0,
+        fabric_s=path.fabric_s * network,
+        share=spread,
+    )
     within = {NVLINK: path.share.get(NVLINK, 0.0) * nvlink}
     inside = structs.replace(
-        path, fabric_s=0.0, nvlink_s=path.nvlink_s * nvlink, share=within, stretch={}
+        path,
+        fabric_s=0.0,
+        nvlink_s=path.nvlink_s * nvlink,
+        share=within,
+        stretch={},
     )
     return [between, inside] if path.nvlink_s else [between]
 
 
-def level_factors(path: Path, model: Model, parallel: Parallel) -> tuple[float, float] | None:
+def level_factors(
+    path: Path,
+    model: Model,
+    parallel: Parallel,
+) -> tuple[float, float] | None:
     """Returns the factors of the direct exchange's bytes: (on NVLink, on the network).
 
     Returns None if the exchange is direct.

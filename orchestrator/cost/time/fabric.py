@@ -44,7 +44,12 @@ class Path(Struct, frozen=True):
 
 
 NO_PATH = Path(
-    nvlink_s=0.0, fabric_s=0.0, hop_s=0.0, ring_latency_s=0.0, worst_level=SELF, share={}
+    nvlink_s=0.0,
+    fabric_s=0.0,
+    hop_s=0.0,
+    ring_latency_s=0.0,
+    worst_level=SELF,
+    share={},
 )
 
 
@@ -174,7 +179,13 @@ class Fabric:
             count //= 2
         return 1
 
-    def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool, alike: int) -> Path:
+    def _neighbours(
+        self,
+        node: Ints,
+        pattern: Pattern,
+        wrap: bool,
+        alike: int,
+    ) -> Path:
         """Returns the path of a ring or chain. Each row of `node` represents `alike` groups."""
         level = self._hop_levels(node, wrap)
         hops = self.latency[level]
@@ -217,7 +228,13 @@ class Fabric:
             level[together] = tier
         return level
 
-    def _slowest_hop(self, node: Ints, level: Ints, nics: Floats, alike: int) -> float:
+    def _slowest_hop(
+        self,
+        node: Ints,
+        level: Ints,
+        nics: Floats,
+        alike: int,
+    ) -> float:
         """Returns the seconds per byte on the network of the slowest hop outside a domain.
 
         A hop over some `nics` waits for these, or for the most loaded shared link.
@@ -225,7 +242,12 @@ class Fabric:
         outside = level > 0
         source = node[:, : level.shape[1]][outside]
         flows = np.full(len(source), float(alike))
-        shared_s = self._fullest_link(source, level[outside], flows, int(node.max()) + 1)
+        shared_s = self._fullest_link(
+            source,
+            level[outside],
+            flows,
+            int(node.max()) + 1,
+        )
         own_s = float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max())
         return max(shared_s, own_s)
 
@@ -252,7 +274,12 @@ class Fabric:
         outside = tier_share[1:]
         source = np.broadcast_to(node, outside.shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)
-        shared_s = self._fullest_link(source, level, outside.reshape(-1), int(node.max()) + 1)
+        shared_s = self._fullest_link(
+            source,
+            level,
+            outside.reshape(-1),
+            int(node.max()) + 1,
+        )
         own_nic = sum(
             tier_share[tier] / self._gpu_bandwidth(np.array(tier)) for tier in used if tier
         )
@@ -287,7 +314,13 @@ class Fabric:
         """Returns the bytes/s of a GPU that sends alone: a whole NIC, or all of its NICs."""
         return self.rate[level] * max(1.0, 1.0 / self.nics_per_gpu)
 
-    def _fullest_link(self, source: Ints, level: Ints, flows: Floats, slots: int) -> float:
+    def _fullest_link(
+        self,
+        source: Ints,
+        level: Ints,
+        flows: Floats,
+        slots: int,
+    ) -> float:
         """Returns the seconds per byte on the most loaded shared link.
 
         Flow i leaves node source[i] and meets its peer on level[i]. Tier by tier, all flows that
@@ -331,6 +364,9 @@ def _members_in_block(block: Ints) -> Floats:
     run = np.cumsum(first.ravel()) - 1
     counts = np.empty(ordered.shape, dtype=float)
     np.put_along_axis(
-        counts, order, np.bincount(run)[run].reshape(ordered.shape).astype(float), axis=1
+        counts,
+        order,
+        np.bincount(run)[run].reshape(ordered.shape).astype(float),
+        axis=1,
     )
     return counts

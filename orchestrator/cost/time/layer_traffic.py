@@ -70,7 +70,12 @@ def tensor_operations(
     return [*operations, *_half(workload, "mlp", moe, recomputed.end)]
 
 
-def _half(workload: Workload, half: Half, moe: bool, sums: float) -> list[TensorOperation]:
+def _half(
+    workload: Workload,
+    half: Half,
+    moe: bool,
+    sums: float,
+) -> list[TensorOperation]:
     """Returns the operations of a half of a layer that is one tensor-parallel region.
 
     It begins with the tensors that its column-parallel products read whole and ends with the output
@@ -156,15 +161,33 @@ def _mixture(workload: Workload, load: float) -> Iterator[TensorOperation]:
     etp, ranks, _ = expert_mesh(parallel)
     if not parallel.sp or ranks == 1:
         recomputed = workload.recomputed
-        yield from _region(parallel, hidden, hidden, gathers=recomputed.layer, sums=recomputed.end)
+        yield from _region(
+            parallel,
+            hidden,
+            hidden,
+            gathers=recomputed.layer,
+            sums=recomputed.end,
+        )
         return
     if etp > 1:
         rows = hidden * taken_choices(moe, train.seq_len) * etp / parallel.tp * load
         for operation in ("all_gather", "reduce_scatter"):
-            yield TensorOperation(operation, "", rows, 2 + workload.recomputed.layer, etp)
+            yield TensorOperation(
+                operation,
+                "",
+                rows,
+                2 + workload.recomputed.layer,
+                etp,
+            )
     if moe.shared_ffn_hidden:
         repeats = workload.recomputed.layer
-        yield from _region(parallel, hidden, hidden, gathers=repeats, sums=repeats)
+        yield from _region(
+            parallel,
+            hidden,
+            hidden,
+            gathers=repeats,
+            sums=repeats,
+        )
 
 
 def routing_operations(workload: Workload) -> list[TensorOperation]:
@@ -183,7 +206,15 @@ def routing_operations(workload: Workload) -> list[TensorOperation]:
     tokens = workload.tokens
     weight = weight_bytes(train)
     if not parallel.sp:
-        return [TensorOperation("all_reduce", "", tokens * moe.top_k * weight, 1.0, parallel.tp)]
+        return [
+            TensorOperation(
+                "all_reduce",
+                "",
+                tokens * moe.top_k * weight,
+                1.0,
+                parallel.tp,
+            )
+        ]
     dropped = moe.capacity_factor is not UNSET
     choice_exchange = [
         TensorOperation(
@@ -203,9 +234,23 @@ def routing_operations(workload: Workload) -> list[TensorOperation]:
     operations = choice_exchange if dropped else []
     if etp > 1:
         operations.append(
-            TensorOperation("all_gather", "", size, 1 + workload.recomputed.layer, etp)
+            TensorOperation(
+                "all_gather",
+                "",
+                size,
+                1 + workload.recomputed.layer,
+                etp,
+            )
         )
-        operations.append(TensorOperation("reduce_scatter", "", choices * weight, 1.0, etp))
+        operations.append(
+            TensorOperation(
+                "reduce_scatter",
+                "",
+                choices * weight,
+                1.0,
+                etp,
+            )
+        )
     return operations
 
 
@@ -261,7 +306,11 @@ def label_operations(workload: Workload) -> list[tuple[Carried, float, float]]:
     return labels
 
 
-def vocabulary_operations(workload: Workload, first: float, last: float) -> list[TensorOperation]:
+def vocabulary_operations(
+    workload: Workload,
+    first: float,
+    last: float,
+) -> list[TensorOperation]:
     """Returns the operations of token table and output projection, as `tensor_operations` does.
 
     `first` and `last` are the results of `end_shares`.
@@ -298,4 +347,12 @@ def prediction_operations(workload: Workload, ahead: float) -> list[TensorOperat
         return []  # results of experts return by all-to-all
     operation: Operation = "reduce_scatter" if parallel.sp else "all_reduce"
     size = workload.hidden_bytes
-    return [TensorOperation(operation, "", size, ahead * workload.recomputed.layer, parallel.tp)]
+    return [
+        TensorOperation(
+            operation,
+            "",
+            size,
+            ahead * workload.recomputed.layer,
+            parallel.tp,
+        )
+    ]

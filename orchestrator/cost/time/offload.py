@@ -78,11 +78,23 @@ def offload_seconds(
     moved = shard * DISK_BYTES
     if offload.weights and ranks * parameters * (wide + gradient) > host.memory_bytes:
         moved += parameters * PAGED * (wide + gradient)
-    return max((update, up, down, moved * ranks / host.disk_bytes_per_s), key=value_of)
+    return max(
+        (
+            update,
+            up,
+            down,
+            moved * ranks / host.disk_bytes_per_s,
+        ),
+        key=value_of,
+    )
 
 
 def activation_seconds(
-    size: float, train: Train, cluster: Cluster, byte_s: Number, work_s: Number
+    size: float,
+    train: Train,
+    cluster: Cluster,
+    byte_s: Number,
+    work_s: Number,
 ) -> Number:
     """Returns the seconds by which copying `size` bytes of activations one way outlasts `work_s`.
 

@@ -52,7 +52,9 @@ def rank_seconds(parallel: Parallel, stages: Sequence[Number]) -> list[Number]:
 
 
 def span_seconds(
-    parallel: Parallel, forward: Sequence[float], backward: Sequence[float]
+    parallel: Parallel,
+    forward: Sequence[float],
+    backward: Sequence[float],
 ) -> tuple[float, float]:
     """Returns (seconds from first forward to last backward, idle / busy time over all ranks).
 
@@ -73,8 +75,18 @@ def span_seconds(
         half = tuple(seconds / 2 for seconds in backward)
         span = simulate(schedule_of(parallel), Costs(tuple(forward), half, half)).makespan
     else:
-        names = (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
-        span = _simulated_span(*names, tuple(forward), tuple(backward), max(work))
+        names = (
+            parallel.schedule,
+            parallel.pp,
+            parallel.micro_batches,
+            parallel.vpp,
+        )
+        span = _simulated_span(
+            *names,
+            tuple(forward),
+            tuple(backward),
+            max(work),
+        )
     return span, (parallel.pp * span - busy) / busy
 
 
@@ -106,7 +118,13 @@ def _simulated_span(
 
 
 @lru_cache(maxsize=4096)
-def weights_at_end(name: str, pp: int, micro_batches: int, vpp: int, rank: int) -> int:
+def weights_at_end(
+    name: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int,
+    rank: int,
+) -> int:
     """Returns the weight gradients that follow the last backward of a rank in a schedule.
 
     That backward belongs to the rank's first stage. The result is cached: behind a full pipeline,
@@ -130,7 +148,13 @@ def in_flight(parallel: Parallel) -> list[int]:
     return [in_flight_on_rank(parallel.schedule, p, v, m, rank) for rank in range(p)]
 
 
-def in_flight_on_rank(schedule: str, p: int, v: int, m: int, rank: int) -> int:
+def in_flight_on_rank(
+    schedule: str,
+    p: int,
+    v: int,
+    m: int,
+    rank: int,
+) -> int:
     """Returns `in_flight` of one rank in closed form; a test compares it with the schedule itself.
 
     1F1B: p - r. Interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473,

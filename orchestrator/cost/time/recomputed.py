@@ -23,7 +23,11 @@ class RecomputedShare(NamedTuple):
     mlp_inputs: float = 0.0  # the same for the input of a dense MLP alone
 
 
-def recomputed_share(parallel: Parallel, train: Train, software: Software) -> RecomputedShare:
+def recomputed_share(
+    parallel: Parallel,
+    train: Train,
+    software: Software,
+) -> RecomputedShare:
     """Returns the shares of a layout.
 
     This trainer's selective recomputation keeps neither gathered inputs nor attention over other

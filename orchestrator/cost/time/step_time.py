@@ -171,7 +171,11 @@ class StepCost:
         def exposed_copies(work_s: Number) -> Number:
             """Returns the seconds by which copies of activations outlast `work_s`."""
             return activation_seconds(
-                stage.away, self.workload.train, offload, self.work.rate.byte_s, work_s
+                stage.away,
+                self.workload.train,
+                offload,
+                self.work.rate.byte_s,
+                work_s,
             )
 
         forward_late = exposed_copies(forward)
@@ -201,7 +205,11 @@ class StepCost:
         for held in work.held:
             if held not in seconds_of_held:
                 seconds_of_held[held] = gradient_seconds(
-                    self.workload, held, work.rate, self.paths, outside
+                    self.workload,
+                    held,
+                    work.rate,
+                    self.paths,
+                    outside,
                 )
         return [seconds_of_held[held] for held in work.held]
 
@@ -218,14 +226,22 @@ class StepCost:
             key = value_of(sent), value_of(seconds)
             if key not in exposed:
                 exposed[key] = exposed_gradients(
-                    sent, par, work.rate, self.workload.software, seconds
+                    sent,
+                    par,
+                    work.rate,
+                    self.workload.software,
+                    seconds,
                 )
         shown = max(exposed.values(), key=value_of)
         model = self.workload.model
         if sums_table(model, par) and (("pp",), "ring") in self.paths:
             size = table_gradient_bytes(self.workload)
             shown += collective.seconds(
-                "all_reduce", size, 2, self.paths[("pp",), "ring"], work.rate.ring
+                "all_reduce",
+                size,
+                2,
+                self.paths[("pp",), "ring"],
+                work.rate.ring,
             )
         return shown
 
@@ -337,7 +353,12 @@ class StepCost:
         }
 
 
-def constant_seconds(par: Parallel, rate: Rates, parameters: float, nodes: int) -> Number:
+def constant_seconds(
+    par: Parallel,
+    rate: Rates,
+    parameters: float,
+    nodes: int,
+) -> Number:
     """Returns the seconds of the optimizer on the fullest rank, and of a slow network.
 
     The fullest rank holds `parameters` parameters.
@@ -371,7 +392,12 @@ def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> 
         exposed_comm_s={axis: exposed[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
         bubble_ratio=bubble / step,
         limited_by=limited_by(
-            step, compute, bubble, exposed=exposed, parallel=par, outside=outside
+            step,
+            compute,
+            bubble,
+            exposed=exposed,
+            parallel=par,
+            outside=outside,
         ),
         terms=terms,
         software=cost.workload.software.name,

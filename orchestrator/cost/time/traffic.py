@@ -196,12 +196,26 @@ def _context_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic
     m = parallel.micro_batches
     layers = rank.layers / copies
     for operation, size, count, _ in context_parallel_operations(workload):
-        yield Traffic("cp", ("cp",), operation, size, count * layers * m, members=cp)
+        yield Traffic(
+            "cp",
+            ("cp",),
+            operation,
+            size,
+            count * layers * m,
+            members=cp,
+        )
     # Ranks of cp that share sequences agree on the tokens that experts take.
     if rank.moe:
         size = choice_bytes(workload) * cp
         count = (1 + workload.recomputed.layer) * rank.moe / copies * m
-        yield Traffic("cp", ("cp",), "all_gather", size, count, members=cp)
+        yield Traffic(
+            "cp",
+            ("cp",),
+            "all_gather",
+            size,
+            count,
+            members=cp,
+        )
 
 
 def _expert_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]:
@@ -215,10 +229,25 @@ def _expert_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]
     varying = expert_mesh.axes(parallel)
     for operation, size, count in expert_operations(workload):
         times = count * rank.moe / copies * m
-        yield Traffic("ep", varying, operation, size, times, members=ranks)
+        yield Traffic(
+            "ep",
+            varying,
+            operation,
+            size,
+            times,
+            members=ranks,
+        )
     for carried, size, count in label_operations(workload):
         times = count * rank.moe / copies * m
-        yield Traffic("ep", varying, "all_to_all", size, times, members=ranks, carried=carried)
+        yield Traffic(
+            "ep",
+            varying,
+            "all_to_all",
+            size,
+            times,
+            members=ranks,
+            carried=carried,
+        )
 
 
 def _stage_traffic(workload: Workload, rank: RankContents) -> Iterator[Traffic]:

@@ -70,7 +70,13 @@ def account(run: RunTimeline, now: float) -> Account:
     seconds = totals(intervals)
     wall = end - run.created
     if not run.reports_steps:
-        return Account(wall, {}, None, [], _faults(run, steps, epoch_ends, []))
+        return Account(
+            wall,
+            {},
+            None,
+            [],
+            _faults(run, steps, epoch_ends, []),
+        )
     ettr = seconds["productive"] / wall if wall > 0 else None
     faults = _faults(run, steps, epoch_ends, intervals)
     return Account(wall, seconds, ettr, intervals, faults)
@@ -116,7 +122,9 @@ def _ends(run: RunTimeline, steps: dict[int, list[Step]]) -> dict[int, float | N
 
 
 def _moments(
-    run: RunTimeline, steps: dict[int, list[Step]], epoch_ends: dict[int, float | None]
+    run: RunTimeline,
+    steps: dict[int, list[Step]],
+    epoch_ends: dict[int, float | None],
 ) -> Iterator[tuple[float, WallState]]:
     """Yields when each state begins, apart from the time of steps and saves."""
     for begin in [run.created, *(resumed for _, resumed in run.pauses)]:
@@ -176,7 +184,11 @@ def _longest(typical: float) -> float:
     return HANG_FACTOR * typical + HANG_S
 
 
-def _step_pieces(epoch_steps: list[Step], typical: float, furthest: int) -> Iterator[Interval]:
+def _step_pieces(
+    epoch_steps: list[Step],
+    typical: float,
+    furthest: int,
+) -> Iterator[Interval]:
     """Yields the intervals of one epoch's steps. Steps up to `furthest` are replayed ones."""
     longest = _longest(typical)
     previous = -math.inf
@@ -220,7 +232,11 @@ def _faults(
 
 
 def _fault(
-    span: EpochSpan, start: float, cost: float, steps: dict[int, list[Step]], end: float | None
+    span: EpochSpan,
+    start: float,
+    cost: float,
+    steps: dict[int, list[Step]],
+    end: float | None,
 ) -> Fault:
     cause = span.cause
     epoch_steps = steps.get(span.epoch)

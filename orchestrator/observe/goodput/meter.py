@@ -26,7 +26,9 @@ class WallMeter:
     """
 
     def __init__(
-        self, now: float, spent: Callable[[WallState, float], None] = lambda state, seconds: None
+        self,
+        now: float,
+        spent: Callable[[WallState, float], None] = lambda state, seconds: None,
     ):
         self._spent = spent
         self.seconds: dict[WallState, float] = dict.fromkeys(STATES, 0.0)
@@ -54,7 +56,13 @@ class WallMeter:
         self._state = state
         self._entered = now
 
-    def step(self, number: int, step_s: float, stall_s: float, now: float) -> float | None:
+    def step(
+        self,
+        number: int,
+        step_s: float,
+        stall_s: float,
+        now: float,
+    ) -> float | None:
         """Counts a reported step. Returns the seconds since the last stop if this is the first step
         after it, else None."""
         span = max(0.0, now - self._since)

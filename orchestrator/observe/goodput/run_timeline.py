@@ -51,7 +51,11 @@ class RunTimeline(msgspec.Struct, frozen=True):
     reports_steps: bool = True  # False for a user's program that has reported no steps
 
 
-def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) -> RunTimeline:
+def run_timeline(
+    state: RunState,
+    events: Sequence[Event],
+    steps: list[Step],
+) -> RunTimeline:
     """Builds the timeline of a run. `steps` has each step of each epoch once
     (`timeline.lead_steps`)."""
     events_of: dict[int, list[Event]] = {}
@@ -60,7 +64,12 @@ def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) ->
     recorded = {epoch.epoch: epoch for epoch in state.epochs}
     began = {event.epoch: event.at for event in reversed(events) if event.name == "epoch_began"}
     epochs = [
-        _epoch_span(number, recorded.get(number), events_of.get(number, []), began.get(number))
+        _epoch_span(
+            number,
+            recorded.get(number),
+            events_of.get(number, []),
+            began.get(number),
+        )
         for number in sorted(recorded.keys() | began.keys())
     ]
     ended = state.ended_at
@@ -85,7 +94,10 @@ def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) ->
 
 
 def _epoch_span(
-    number: int, record: EpochState | None, events: Sequence[Event], began: float | None
+    number: int,
+    record: EpochState | None,
+    events: Sequence[Event],
+    began: float | None,
 ) -> EpochSpan:
     """One epoch, from the state's record or, without one, from the epoch's events."""
     end = _first(events, "epoch_ended", "run_ended")

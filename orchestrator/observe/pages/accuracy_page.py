@@ -29,7 +29,14 @@ def page(score: Score, terms: Sequence[Ablation] = ()) -> str:
         tables.append(_errors("peak memory", score.memory, MEMORY))
     if score.order:
         rows = [
-            (row.group, row.layouts, row.sweeps, f"{row.spearman:.2f}", row.regret, row.worst)
+            (
+                row.group,
+                row.layouts,
+                row.sweeps,
+                f"{row.spearman:.2f}",
+                row.regret,
+                row.worst,
+            )
             for row in score.order
         ]
         tables.append(
@@ -42,7 +49,9 @@ def page(score: Score, terms: Sequence[Ablation] = ()) -> str:
         ]
         tables.append(
             _table(
-                "measured / predicted", ("fits", "oom"), [("fits", *counts[0]), ("oom", *counts[1])]
+                "measured / predicted",
+                ("fits", "oom"),
+                [("fits", *counts[0]), ("oom", *counts[1])],
             )
         )
     if terms:
@@ -58,12 +67,27 @@ def page(score: Score, terms: Sequence[Ablation] = ()) -> str:
 
 def _errors(title: str, rows: Sequence[Errors], columns: dict[str, str]) -> str:
     lines = [
-        (row.group, row.rows, *(getattr(row, field) for field in columns.values())) for row in rows
+        (
+            row.group,
+            row.rows,
+            *(getattr(row, field) for field in columns.values()),
+        )
+        for row in rows
     ]
-    return _table(title, ("rows", *columns), lines, signed=1 + 1 + list(columns).index("bias"))
+    return _table(
+        title,
+        ("rows", *columns),
+        lines,
+        signed=1 + 1 + list(columns).index("bias"),
+    )
 
 
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], signed: int = -1) -> str:
+def _table(
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    signed: int = -1,
+) -> str:
     """Formats shares as percentages; those of the column `signed` have a sign."""
     rows = list(rows)
     wide = max(24, *(len(str(row[0])) for row in rows)) + 2

@@ -69,7 +69,12 @@ def _samples(samples: Mapping[str, Any], style: Style) -> list[str]:
     return [f"{samples['consumed']:,} samples, each once{recomputed}"]
 
 
-def strip(intervals: Sequence[Sequence[Any]], wall_s: float, style: Style, cells: int) -> str:
+def strip(
+    intervals: Sequence[Sequence[Any]],
+    wall_s: float,
+    style: Style,
+    cells: int,
+) -> str:
     """Draws time from left to right. A cell shows the state that took most of its time, but a lost
     fifth of a cell is always visible."""
     if wall_s <= 0:

@@ -71,7 +71,11 @@ def _program_header(plan: Plan, style: Style) -> str:
         ranks += f"  zero={par.zero}"
     if len(moving) > 1:
         ranks += f"  (nesting {' < '.join(moving)})"
-    rows = [("cluster", _cluster(plan)), ("ranks", ranks), ("plan", plan.hash[:16])]
+    rows = [
+        ("cluster", _cluster(plan)),
+        ("ranks", ranks),
+        ("plan", plan.hash[:16]),
+    ]
     return _rows("Plan of a program", rows, style)
 
 
@@ -247,7 +251,11 @@ def _memory(plan: Plan, style: Style) -> str:
         if fits
         else style.paint("DOES NOT FIT", RED, bold=True)
     )
-    bar = style.bar(memory.total / memory.capacity, cells, GREEN if fits else RED)
+    bar = style.bar(
+        memory.total / memory.capacity,
+        cells,
+        GREEN if fits else RED,
+    )
     share = f"{memory.total / memory.capacity:>4.0%}"
     end = f"of {three(memory.capacity / scale)}{plus_minus(memory.sd)}: "
     fits_here = (
@@ -280,7 +288,11 @@ def _time(plan: Plan, style: Style) -> str:
     for name, value in {"compute": time.compute_s, **exposed, "pipeline bubble": rest}.items():
         if name == "pipeline bubble" and plan.parallel.pp == 1:
             continue
-        bar = style.bar(value / time.step_s, cells, colours.get(name, COMMUNICATION))
+        bar = style.bar(
+            value / time.step_s,
+            cells,
+            colours.get(name, COMMUNICATION),
+        )
         lines.append(f"{name:<16} {seconds(value):>9} {bar} {percent(value / time.step_s):>4}")
     lines.append("")
     rates = f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%},"
@@ -288,7 +300,11 @@ def _time(plan: Plan, style: Style) -> str:
         f"{rates} pipeline bubble {time.bubble_ratio:.1%} of the step", style.width
     )
     label = "limited by "
-    lines += textwrap.wrap(label + time.limited_by, style.width, subsequent_indent=" " * len(label))
+    lines += textwrap.wrap(
+        label + time.limited_by,
+        style.width,
+        subsequent_indent=" " * len(label),
+    )
     if time.profile:
         software = "" if time.software == "orch" else f", as {time.software} would run it"
         lines += textwrap.wrap(f"parameters {time.profile}{software}", style.width)
@@ -312,7 +328,12 @@ _BALANCED = {
 }
 
 
-def explanation(plan_costs: Explanation, step_s: float, sd: float = 0.0, width: int = 80) -> str:
+def explanation(
+    plan_costs: Explanation,
+    step_s: float,
+    sd: float = 0.0,
+    width: int = 80,
+) -> str:
     """The section of `orch plan --explain`: the terms of the step, the reason why the plan does not
     fit, and the changes that help."""
     lines = ["Why", f"the step, {seconds(step_s)}{plus_minus(sd)}, is:"]

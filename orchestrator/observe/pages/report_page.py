@@ -136,7 +136,11 @@ def _memory(memory: Mapping[str, Pair], style: Style) -> str:
     return "\n".join(lines + _verdict(memory["total"], binary, style))
 
 
-def _verdict(pair: Mapping[str, Any], show: Callable[[float], str], style: Style) -> list[str]:
+def _verdict(
+    pair: Mapping[str, Any],
+    show: Callable[[float], str],
+    style: Style,
+) -> list[str]:
     """States whether a measurement lies in its prediction's interval, and the causes of the
     difference."""
     if pair.get("inside") is None:

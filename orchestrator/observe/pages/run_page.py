@@ -32,7 +32,12 @@ COLOUR = {
 Row = tuple[str, str]  # name, content
 
 
-def run_page(state: RunState, live: Live, style: Style, spent: Account | None = None) -> str:
+def run_page(
+    state: RunState,
+    live: Live,
+    style: Style,
+    spent: Account | None = None,
+) -> str:
     """The page of one run: its state, progress, speed, memory, goodput and faults."""
     rows = [
         *_job_rows(state, style),
@@ -300,7 +305,12 @@ def _node_row(name: str, state: RunState, live: Live) -> tuple[str, ...]:
     return name, node.state, ranks, step, memory, metrics
 
 
-def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
+def _cause(
+    title: str,
+    cause: Cause,
+    style: Style,
+    tail: int,
+) -> list[str]:
     lines = [style.title(title), style.paint(cause.text, RED)]
     if cause.stack:
         lines.append(style.paint(f"stack: {cause.stack}", GRAY))

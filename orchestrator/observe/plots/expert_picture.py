@@ -25,7 +25,13 @@ def figure(loads: Loads, title: str) -> Figure:
         columns = min(_COLUMNS, len(loads))
         rows = -(-len(loads) // columns)
         result = Figure(figsize=(12, 1.2 + 2.4 * rows), layout="constrained")
-        result.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
+        result.suptitle(
+            title,
+            x=0.01,
+            ha="left",
+            fontsize=15,
+            fontweight="bold",
+        )
         drawn = None
         for position, (layer, steps) in enumerate(loads.items(), start=1):
             ax = result.add_subplot(rows, columns, position)
@@ -35,12 +41,22 @@ def figure(loads: Loads, title: str) -> Figure:
             ]
             shape = [list(column) for column in zip(*cells, strict=True)]
             drawn = ax.imshow(
-                shape, aspect="auto", vmin=0.0, vmax=_MOST, cmap="viridis", interpolation="nearest"
+                shape,
+                aspect="auto",
+                vmin=0.0,
+                vmax=_MOST,
+                cmap="viridis",
+                interpolation="nearest",
             )
             ax.set_title(f"layer {layer}")
             ax.set_xticks([0, len(steps) - 1], [str(steps[0][0]), str(steps[-1][0])])
             ax.set_xlabel("step", color=MUTED)
             ax.set_ylabel("expert", color=MUTED)
         assert drawn is not None
-        result.colorbar(drawn, ax=result.axes, label="tokens over the mean", extend="max")
+        result.colorbar(
+            drawn,
+            ax=result.axes,
+            label="tokens over the mean",
+            extend="max",
+        )
         return result

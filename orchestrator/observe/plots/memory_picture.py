@@ -34,12 +34,33 @@ def figure(timeline: Timeline, title: str) -> Figure:
 
         result = Figure(figsize=(12, 5.4))
         spec = result.add_gridspec(
-            2, 1, height_ratios=[12, 1], hspace=0.08, left=0.08, right=0.84, top=0.86, bottom=0.1
+            2,
+            1,
+            height_ratios=[12, 1],
+            hspace=0.08,
+            left=0.08,
+            right=0.84,
+            top=0.86,
+            bottom=0.1,
         )
         above = result.add_subplot(spec[0])
         below = result.add_subplot(spec[1], sharex=above)
-        result.text(0.08, 0.955, title, fontsize=15, fontweight="bold", va="center")
-        result.text(0.08, 0.905, _subtitle(timeline), fontsize=10, color=MUTED, va="center")
+        result.text(
+            0.08,
+            0.955,
+            title,
+            fontsize=15,
+            fontweight="bold",
+            va="center",
+        )
+        result.text(
+            0.08,
+            0.905,
+            _subtitle(timeline),
+            fontsize=10,
+            color=MUTED,
+            va="center",
+        )
         _memory(above, timeline)
         _actions(below, timeline)
         return result
@@ -58,7 +79,14 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
     layers = [[sample.bytes[name] / scale for sample in samples] for name in CATEGORIES]
     colours = [CATEGORY[name] for name in CATEGORIES]
     labels = [NAMES[name] for name in CATEGORIES]
-    ax.stackplot(times, layers, step="post", colors=colours, labels=labels, linewidth=0)
+    ax.stackplot(
+        times,
+        layers,
+        step="post",
+        colors=colours,
+        labels=labels,
+        linewidth=0,
+    )
     _memory_legend(ax)
     ax.set_ylabel(unit)
     ax.set_ylim(0, 1.1 * peak / scale)
@@ -67,12 +95,24 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
     ax.grid(axis="y", color="#e5e7eb", linewidth=0.6)
     ax.set_axisbelow(True)
     for step in timeline.steps:
-        ax.axvline(step.start * 1e3, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        ax.axvline(
+            step.start * 1e3,
+            color=INK,
+            linewidth=0.8,
+            linestyle=(0, (4, 3)),
+        )
         label = f" {step.name}, {seconds(step.end - step.start)}"
         label_ms = len(label) * _CHARACTER * (times[-1] - times[0])
         if label_ms > (step.end - step.start) * 1e3:
             continue  # the next step's line would strike the label
-        ax.text(step.start * 1e3, 1.08 * peak / scale, label, va="top", fontsize=9, color=INK)
+        ax.text(
+            step.start * 1e3,
+            1.08 * peak / scale,
+            label,
+            va="top",
+            fontsize=9,
+            color=INK,
+        )
 
 
 def _byte_unit(peak: int) -> tuple[int, str]:

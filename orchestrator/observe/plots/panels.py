@@ -107,10 +107,23 @@ def memory(ax: Axes, plan: Plan) -> None:
     rows = list(range(len(stages)))
     for name, colour in CATEGORY.items():
         sizes = [getattr(stage, name) / GIB for stage in stages]
-        ax.barh(rows, sizes, left=totals, color=colour, height=0.72, label=name, linewidth=0)
+        ax.barh(
+            rows,
+            sizes,
+            left=totals,
+            color=colour,
+            height=0.72,
+            label=name,
+            linewidth=0,
+        )
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]
     capacity = plan.memory.capacity / GIB
-    ax.axvline(capacity, color=INK, linewidth=1.4, linestyle=(0, (4, 3)))
+    ax.axvline(
+        capacity,
+        color=INK,
+        linewidth=1.4,
+        linestyle=(0, (4, 3)),
+    )
     longest = max(capacity, *totals)
     ax.set_xlim(0, longest * 1.14)
     if len(rows) <= _MOST_ROWS:
@@ -124,7 +137,12 @@ def memory(ax: Axes, plan: Plan) -> None:
     ax.tick_params(length=0)
 
 
-def _memory_totals(ax: Axes, totals: list[float], capacity: float, x: float) -> None:
+def _memory_totals(
+    ax: Axes,
+    totals: list[float],
+    capacity: float,
+    x: float,
+) -> None:
     """Writes each total to the right of the capacity's line, so that the line strikes none."""
     for row, total in enumerate(totals):
         ax.text(
@@ -146,7 +164,13 @@ def time(ax: Axes, plan: Plan) -> None:
     longest = max(high, *(cost for _, cost, _ in rows))
     scale, unit = time_unit(longest)
     spread = [[(prediction.step_s - low) / scale], [(high - prediction.step_s) / scale]]
-    ax.errorbar(prediction.step_s / scale, len(rows) - 1, xerr=spread, color=INK, capsize=4)
+    ax.errorbar(
+        prediction.step_s / scale,
+        len(rows) - 1,
+        xerr=spread,
+        color=INK,
+        capsize=4,
+    )
     for row, (name, cost, colour) in enumerate(rows):
         is_step = name == "step"
         ax.barh(
@@ -179,7 +203,15 @@ def _time_rows(plan: Plan) -> list[tuple[str, float, str]]:
     exposed = prediction.exposed_comm_s
     communication = hex_of(style.COMMUNICATION)
     rows = [("compute", prediction.compute_s, hex_of(style.COMPUTE))]
-    rows += [(f"{axis} comm.", cost, communication) for axis, cost in exposed.items() if cost > 0]
+    rows += [
+        (
+            f"{axis} comm.",
+            cost,
+            communication,
+        )
+        for axis, cost in exposed.items()
+        if cost > 0
+    ]
     if plan.parallel.pp > 1:
         bubble = prediction.step_s - prediction.compute_s - sum(exposed.values())
         rows.append(("bubble", max(0.0, bubble), hex_of(style.IDLE)))
@@ -225,7 +257,12 @@ def pipeline(ax: Axes, plan: Plan) -> None:
     ax.tick_params(length=0)
 
 
-def _actions(ax: Axes, plan: Plan, timeline: Timeline, scale: float) -> list[Patch]:
+def _actions(
+    ax: Axes,
+    plan: Plan,
+    timeline: Timeline,
+    scale: float,
+) -> list[Patch]:
     """Draws all actions. Returns the handles for the legend."""
     pp = plan.parallel.pp
     boxes: dict[str, list[Any]] = {name: [] for name in ACTION}
@@ -241,7 +278,14 @@ def _actions(ax: Axes, plan: Plan, timeline: Timeline, scale: float) -> list[Pat
             label = str(span.action.micro_batch)
             label_share = 0.006 * (1 + len(label))
             if pp <= _MOST_ROWS and (span.end - span.start) / timeline.makespan > label_share:
-                _action_label(ax, span, rank, scale, label=label, colour=colour)
+                _action_label(
+                    ax,
+                    span,
+                    rank,
+                    scale,
+                    label=label,
+                    colour=colour,
+                )
     return _action_boxes(ax, boxes, colours)
 
 
@@ -255,7 +299,13 @@ def _box(span: Span, rank: int, scale: float) -> list[tuple[float, float]]:
 
 
 def _action_label(
-    ax: Axes, span: Span, rank: int, scale: float, *, label: str, colour: Colour
+    ax: Axes,
+    span: Span,
+    rank: int,
+    scale: float,
+    *,
+    label: str,
+    colour: Colour,
 ) -> None:
     """Writes an action's micro-batch, on a backdrop that hides the strokes of a pattern."""
     _, pattern, _ = ACTION[span.action.kind.name]
@@ -272,7 +322,9 @@ def _action_label(
 
 
 def _action_boxes(
-    ax: Axes, boxes: dict[str, list[Any]], colours: dict[str, list[Any]]
+    ax: Axes,
+    boxes: dict[str, list[Any]],
+    colours: dict[str, list[Any]],
 ) -> list[Patch]:
     """Draws the boxes of each kind of action. Returns the handles for the legend."""
     from matplotlib.collections import PolyCollection
@@ -283,11 +335,26 @@ def _action_boxes(
         if not boxes[kind]:
             continue
         filled = PolyCollection(
-            boxes[kind], facecolors=colours[kind], edgecolors=STROKE, linewidths=0, hatch=pattern
+            boxes[kind],
+            facecolors=colours[kind],
+            edgecolors=STROKE,
+            linewidths=0,
+            hatch=pattern,
         )
         ax.add_collection(filled)
-        border = PolyCollection(boxes[kind], facecolors="none", edgecolors="white", linewidths=0.5)
+        border = PolyCollection(
+            boxes[kind],
+            facecolors="none",
+            edgecolors="white",
+            linewidths=0.5,
+        )
         ax.add_collection(border)
-        handle = Patch(facecolor=colour, hatch=pattern, edgecolor=STROKE, linewidth=0, label=label)
+        handle = Patch(
+            facecolor=colour,
+            hatch=pattern,
+            edgecolor=STROKE,
+            linewidth=0,
+            label=label,
+        )
         handles.append(handle)
     return handles

@@ -53,7 +53,11 @@ def ending(path: Path, option: str = "--plot") -> str:
 
 
 def write(
-    drawn: Figure, path: Path, title: str, notes: Sequence[str], option: str = "--plot"
+    drawn: Figure,
+    path: Path,
+    title: str,
+    notes: Sequence[str],
+    option: str = "--plot",
 ) -> None:
     """Writes the picture in the format of the file's suffix. An .html page also has the title and
     the notes."""
@@ -90,10 +94,20 @@ def figure(plan: Plan) -> Figure:
             bottom=0.6 / total,
         )
         result.text(
-            0.06, 1 - 0.3 / total, _title(plan), fontsize=15, fontweight="bold", va="center"
+            0.06,
+            1 - 0.3 / total,
+            _title(plan),
+            fontsize=15,
+            fontweight="bold",
+            va="center",
         )
         result.text(
-            0.06, 1 - 0.56 / total, _subtitle(plan), fontsize=10, color=panels.MUTED, va="center"
+            0.06,
+            1 - 0.56 / total,
+            _subtitle(plan),
+            fontsize=10,
+            color=panels.MUTED,
+            va="center",
         )
         topology.draw(result.add_subplot(spec[0, :]))
         panels.memory(result.add_subplot(spec[1, 0]), plan)
@@ -138,7 +152,12 @@ def _image(drawn: Figure, kind: str) -> bytes:
             "png": {"Software": None},
             "pdf": {"CreationDate": None, "Producer": None},
         }
-        drawn.savefig(buffer, format=kind, dpi=160, metadata=metadata[kind])
+        drawn.savefig(
+            buffer,
+            format=kind,
+            dpi=160,
+            metadata=metadata[kind],
+        )
     return buffer.getvalue()
 
 

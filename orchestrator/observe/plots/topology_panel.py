@@ -109,17 +109,42 @@ class Topology:
                 has_wires = self.labelled or tier > 0
                 wires = {feet[node] for node in nodes} if has_wires else {(middle, 0.0)}
                 for x, foot in wires:
-                    ax.plot([x, x], [foot, y], color=WIRE, linewidth=0.8, zorder=1)
-                self._box(ax, left_x=left_x, y=y, width=width, unit=unit, stretch=stretch)
+                    ax.plot(
+                        [x, x],
+                        [foot, y],
+                        color=WIRE,
+                        linewidth=0.8,
+                        zorder=1,
+                    )
+                self._box(
+                    ax,
+                    left_x=left_x,
+                    y=y,
+                    width=width,
+                    unit=unit,
+                    stretch=stretch,
+                )
                 name = f"{level.name} {number}" if len(level.switches) > 1 else level.name
                 ax.text(
-                    middle, y + 0.3 * unit, name, ha="center", va="center", fontsize=8.5, zorder=4
+                    middle,
+                    y + 0.3 * unit,
+                    name,
+                    ha="center",
+                    va="center",
+                    fontsize=8.5,
+                    zorder=4,
                 )
                 feet.update(dict.fromkeys(nodes, (middle, y + _SWITCH_HEIGHT * unit)))
 
     @staticmethod
     def _box(
-        ax: Axes, *, left_x: float, y: float, width: float, unit: float, stretch: float
+        ax: Axes,
+        *,
+        left_x: float,
+        y: float,
+        width: float,
+        unit: float,
+        stretch: float,
     ) -> None:
         from matplotlib.patches import FancyBboxPatch
 
@@ -218,7 +243,13 @@ class Topology:
                 zorder=2,
             )
             if par.dp * par.ep > len(REPLICA):
-                self._patterns(ax, nodes, replicas, left_x=left_x, height=-bottom / self.gpus)
+                self._patterns(
+                    ax,
+                    nodes,
+                    replicas,
+                    left_x=left_x,
+                    height=-bottom / self.gpus,
+                )
             ax.text(
                 (left_x + right_x) / 2,
                 bottom - 0.15,
@@ -238,7 +269,13 @@ class Topology:
         return f"{label}\nreplica {ranges(sorted(block_replicas))}"
 
     def _patterns(
-        self, ax: Axes, nodes: list[int], replicas: dict[Gpu, int], *, left_x: float, height: float
+        self,
+        ax: Axes,
+        nodes: list[int],
+        replicas: dict[Gpu, int],
+        *,
+        left_x: float,
+        height: float,
     ) -> None:
         """Draws patterns over one image: a rectangle per run of nodes that hold the same replica in
         a row of GPUs."""

@@ -13,7 +13,10 @@ Step = tuple[Kind, int]
 
 
 def count(
-    script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, int], micro_batches: int
+    script: Iterable[Step],
+    stages: tuple[int, int],
+    firsts: tuple[int, int],
+    micro_batches: int,
 ) -> Iterator[Action]:
     """Yields the actions of one rank, whose chunk c is stage `stages[c]` and computes
     `micro_batches` micro-batches from `firsts[c]` on.

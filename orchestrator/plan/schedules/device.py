@@ -56,7 +56,9 @@ class _Rank:
 
 
 def run_on_device(
-    schedule: Schedule, programs: Sequence[Sequence[Batch]], costs: Costs | None = None
+    schedule: Schedule,
+    programs: Sequence[Sequence[Batch]],
+    costs: Costs | None = None,
 ) -> DeviceTimes:
     """Runs the programs of all ranks (`lower_to_batches`). Raises ScheduleError if they deadlock,
     or if a receive would get another receive's message."""
@@ -67,7 +69,12 @@ def run_on_device(
 class _Devices:
     """All ranks of one run."""
 
-    def __init__(self, schedule: Schedule, programs: Sequence[Sequence[Batch]], costs: Costs):
+    def __init__(
+        self,
+        schedule: Schedule,
+        programs: Sequence[Sequence[Batch]],
+        costs: Costs,
+    ):
         self._schedule = schedule
         self._costs = costs
         self._ranks = [_Rank(program) for program in programs]
@@ -91,7 +98,11 @@ class _Devices:
                 f"schedule {self._schedule.name} deadlocks on a device: {', '.join(ranks)}"
             )
         last = max((rank.computed[-1] for rank in self._ranks if rank.computed), default=0.0)
-        return DeviceTimes(last, tuple(rank.waited for rank in self._ranks), self._ends)
+        return DeviceTimes(
+            last,
+            tuple(rank.waited for rank in self._ranks),
+            self._ends,
+        )
 
     @staticmethod
     def _start_batch(rank: _Rank) -> bool:
@@ -182,7 +193,8 @@ def _check_pairs(schedule: Schedule, programs: Sequence[Sequence[Batch]]) -> Non
         received = receives.get(pair, [])
         if sent != received:
             wrong = next(
-                (at for at, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None
+                (at for at, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b),
+                None,
             )
             difference = (
                 f"message {wrong}"

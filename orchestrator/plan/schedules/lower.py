@@ -111,7 +111,9 @@ def lower_to_batches(
 
 
 def _merged(
-    spans: Sequence[Span], transfers: dict[float, list[Action]], costs: Costs | None
+    spans: Sequence[Span],
+    transfers: dict[float, list[Action]],
+    costs: Costs | None,
 ) -> tuple[Batch, ...]:
     """Merges the computations of a rank and its batches of transfers, which are given by time."""
     order = [span.action for span in spans]
@@ -126,7 +128,11 @@ def _merged(
     return tuple(program)
 
 
-def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> tuple[Batch, ...]:
+def receive_early(
+    program: Program,
+    by: int = 2,
+    costs: Costs | None = None,
+) -> tuple[Batch, ...]:
     """Posts every receive `by` computations earlier, so that transfers overlap with them, and the
     sender finds its receive posted and sends at once. `costs`: those of `lower`. Each transfer is a
     batch of its own.

@@ -39,7 +39,12 @@ SCHEDULES: dict[str, Entry] = {
 }
 
 
-def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
+def illegal(
+    name: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int,
+) -> str | None:
     """Checks the numbers of a schedule. Returns one line with the illegal number and the nearest
     legal one, or None."""
     entry = SCHEDULES.get(name)
@@ -49,7 +54,11 @@ def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         return f"no schedule {name!r}{hint} Choices: {', '.join(SCHEDULES)}"
-    for number_name, value in (("pp", pp), ("micro_batches", micro_batches), ("vpp", vpp)):
+    for number_name, value in (
+        ("pp", pp),
+        ("micro_batches", micro_batches),
+        ("vpp", vpp),
+    ):
         if value < 1:
             return f"schedule {name}: {number_name} is {value}, want at least 1"
     low, high = entry.vpp
@@ -70,7 +79,12 @@ def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
     return None
 
 
-def build(name: str, pp: int, micro_batches: int, vpp: int = 1) -> Schedule:
+def build(
+    name: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int = 1,
+) -> Schedule:
     """Builds the named schedule for `pp` ranks of `vpp` stages each. Raises ScheduleError with the
     line of `illegal`.
 

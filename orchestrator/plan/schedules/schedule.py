@@ -69,7 +69,11 @@ class Schedule:
         forward = Action(Kind.F, stage, micro_batch)
         if self.is_last(stage):
             return (forward,)
-        return forward, Action(self._backward_of(stage + 1, micro_batch), stage + 1, micro_batch)
+        return forward, Action(
+            self._backward_of(stage + 1, micro_batch),
+            stage + 1,
+            micro_batch,
+        )
 
     def _backward_of(self, stage: int, micro_batch: int) -> Kind:
         return Kind.I if (stage, micro_batch) in self._split else Kind.B

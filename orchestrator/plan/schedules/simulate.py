@@ -125,7 +125,9 @@ def _durations(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int], float
 
 
 def _check_finished(
-    schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float]
+    schedule: Schedule,
+    spans: list[list[Span]],
+    ended: Mapping[Action, float],
 ) -> None:
     """Raises ScheduleError with the first blocked action of up to four ranks."""
     stuck = [rank for rank in range(schedule.pp) if len(spans[rank]) < len(schedule.orders[rank])]
@@ -139,7 +141,11 @@ def _check_finished(
     raise ScheduleError(f"schedule {schedule.name} deadlocks: {', '.join(blocked)}")
 
 
-def group_at(order: Sequence[Action], index: int, costs: Costs | None) -> tuple[Action, ...]:
+def group_at(
+    order: Sequence[Action],
+    index: int,
+    costs: Costs | None,
+) -> tuple[Action, ...]:
     """The action at `index`, with the next action if the two run as one (`Costs.together`): a
     forward, and the whole backward of another stage."""
     first = order[index]
@@ -161,7 +167,11 @@ def groups(order: Sequence[Action], costs: Costs | None) -> list[tuple[Action, .
 
 
 def _arrival(
-    schedule: Schedule, action: Action, rank: int, ended: Mapping[Action, float], transfer: float
+    schedule: Schedule,
+    action: Action,
+    rank: int,
+    ended: Mapping[Action, float],
+    transfer: float,
 ) -> tuple[float, Action | None]:
     """Returns (when the action's inputs arrive, None), or (0, the first missing input)."""
     latest = 0.0

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from .actions import Action, Kind
 
 
-def postponed(stage: int, micro_batches: int, ahead: int, behind: int) -> Iterator[Action]:
+def postponed(
+    stage: int,
+    micro_batches: int,
+    ahead: int,
+    behind: int,
+) -> Iterator[Action]:
     ahead = min(ahead, micro_batches)
     behind = min(behind, micro_batches)
     yield from (Action(Kind.F, stage, index) for index in range(ahead))

@@ -13,7 +13,11 @@ from .schedule import Schedule
 from .validate import problem
 
 
-def read_table(source: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
+def read_table(
+    source: str,
+    name: str = "table",
+    max_in_flight: float | None = None,
+) -> Schedule:
     """Parses and checks a table. Raises ScheduleError with the row and cell that are wrong."""
     import csv  # imports of csv and json take a millisecond, and few plans have a table
     import io
@@ -37,12 +41,19 @@ def read_table(source: str, name: str = "table", max_in_flight: float | None = N
 
 
 def read_rows(
-    rows: object, name: str = "table", copies: int = 1, max_in_flight: float | None = None
+    rows: object,
+    name: str = "table",
+    copies: int = 1,
+    max_in_flight: float | None = None,
 ) -> Schedule:
     """Checks one list of action texts per rank. Raises ScheduleError like `read_table`."""
     if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
         raise ScheduleError(f"schedule {name}: want one row of actions per rank")
-    schedule = _assemble(name, copies, [_row(name, rank, row) for rank, row in enumerate(rows)])
+    schedule = _assemble(
+        name,
+        copies,
+        [_row(name, rank, row) for rank, row in enumerate(rows)],
+    )
     wrong = problem(schedule, max_in_flight)
     if wrong:
         raise ScheduleError(wrong)

@@ -71,11 +71,20 @@ def makespan(
     else:
         backward = [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
     lines = _lines(ahead, len(chunks[0]), forward, backward)
-    return _run(lines, chunks, behind, weight_s=backward_weight, vpp=vpp)
+    return _run(
+        lines,
+        chunks,
+        behind,
+        weight_s=backward_weight,
+        vpp=vpp,
+    )
 
 
 def _lines(
-    ahead: list[int], total: int, forward: Sequence[float], backward: Sequence[float]
+    ahead: list[int],
+    total: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
 ) -> list[_Line]:
     """Collects what each rank reads in every turn."""
     pp = len(ahead)

@@ -68,7 +68,9 @@ def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | Non
 
 
 def program_problem(
-    schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool = True
+    schedule: Schedule,
+    programs: tuple[Program, ...],
+    rendezvous: bool = True,
 ) -> str | None:
     """Finds the first problem of lowered programs. Returns one line, or None.
 
@@ -141,7 +143,11 @@ def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) ->
 
 
 def _ready(
-    schedule: Schedule, action: Action, rank: int, done: set[Action], arrived: set[Action]
+    schedule: Schedule,
+    action: Action,
+    rank: int,
+    done: set[Action],
+    arrived: set[Action],
 ) -> bool:
     for source in schedule.needs(action):
         if schedule.stage_rank[source.stage] == rank:

@@ -13,7 +13,15 @@ from .actions import Action
 from .split_backward import postponed
 
 
-def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
+def order(
+    rank: int,
+    pp: int,
+    micro_batches: int,
+    vpp: int,
+) -> Iterator[Action]:
     return postponed(
-        stage=rank, micro_batches=micro_batches, ahead=2 * (pp - 1 - rank), behind=2 * rank
+        stage=rank,
+        micro_batches=micro_batches,
+        ahead=2 * (pp - 1 - rank),
+        behind=2 * rank,
     )

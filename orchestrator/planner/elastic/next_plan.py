@@ -27,7 +27,11 @@ def legal_size(sizes: Collection[int], nodes: int) -> int | None:
     return max((size for size in sizes if size <= nodes), default=None)
 
 
-def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]) -> Plan | None:
+def next_plan(
+    current: Plan,
+    sizes: Mapping[int, Plan],
+    healthy: Collection[str],
+) -> Plan | None:
     """Returns the plan of the next epoch on the `healthy` nodes.
 
     Returns `current` if nothing changes, and None if no size fits. `sizes` maps a node count to its
@@ -50,7 +54,8 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
         return replan(
             sizes[size],
             restrict(
-                full_plan, in_cluster_order(full_plan, _chosen(full_plan, surviving, healthy, size))
+                full_plan,
+                in_cluster_order(full_plan, _chosen(full_plan, surviving, healthy, size)),
             ),
         )
     if len(surviving) == len(used):
@@ -76,7 +81,13 @@ def larger_plan(current: Plan, sizes: Mapping[int, Plan], nodes: int) -> Plan | 
 
 
 def pays(
-    current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s: float, horizon_s: float
+    current: Plan,
+    larger: Plan,
+    *,
+    stable_s: float,
+    dwell_s: float,
+    cost_s: float,
+    horizon_s: float,
 ) -> bool:
     """Decides whether a healthy run should stop at a step boundary and continue with more nodes.
 
@@ -91,7 +102,12 @@ def pays(
     return stable_s >= dwell_s and saved > cost_s
 
 
-def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> float:
+def horizon_s(
+    left_s: float,
+    watched_s: float,
+    faults: int,
+    stable_s: float,
+) -> float:
     """Returns the seconds until the run ends or the next fault is expected.
 
     A fault is expected after the mean time between faults, or after `stable_s` if that is longer.
@@ -126,7 +142,12 @@ def restrict(cluster: Cluster, nodes: Sequence[str]) -> Cluster:
         levels.append(structs.replace(level, switches=sorted(switches)))
     levels[-1] = structs.replace(levels[-1], switches=[list(range(len(nodes)))])
     domains = sorted(cut(cluster.nvlink_domains) + [[node] for node in unknown])
-    return structs.replace(cluster, node_names=list(nodes), nvlink_domains=domains, levels=levels)
+    return structs.replace(
+        cluster,
+        node_names=list(nodes),
+        nvlink_domains=domains,
+        levels=levels,
+    )
 
 
 def in_cluster_order(cluster: Cluster, nodes: Collection[str]) -> list[str]:
@@ -136,14 +157,22 @@ def in_cluster_order(cluster: Cluster, nodes: Collection[str]) -> list[str]:
 
 
 def _chosen(
-    cluster: Cluster, surviving: Sequence[str], healthy: Collection[str], size: int
+    cluster: Cluster,
+    surviving: Sequence[str],
+    healthy: Collection[str],
+    size: int,
 ) -> list[str]:
     """Returns `size` healthy nodes: first those that hold ranks now, then those closest to them."""
     candidates = in_cluster_order(cluster, set(healthy) - set(surviving))
     chosen = list(surviving)
     # The node farthest from the others becomes a spare.
     while len(chosen) > size:
-        chosen.remove(max(reversed(chosen), key=lambda node: _apart(cluster, node, chosen)))
+        chosen.remove(
+            max(
+                reversed(chosen),
+                key=lambda node: _apart(cluster, node, chosen),
+            )
+        )
     while len(chosen) < size:
         chosen.append(min(candidates, key=lambda node: _apart(cluster, node, chosen)))
         candidates.remove(chosen[-1])

@@ -76,7 +76,10 @@ def _placed(
     coordinates = coords(parallel.order, degrees(parallel))
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
     accounts = memory.memory_by_pp_rank(
-        Workload(plan.model, parallel, plan.job.train), cluster, recipe, plan.job.matmul
+        Workload(plan.model, parallel, plan.job.train),
+        cluster,
+        recipe,
+        plan.job.matmul,
     )
     worst = max(accounts, key=lambda account: account.total)
     speed_up = plan.time.step_s / time.step_s

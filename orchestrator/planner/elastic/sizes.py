@@ -62,7 +62,10 @@ class _Site(NamedTuple):
 
 
 def plan_of(
-    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+    config: Config,
+    cluster: Cluster,
+    any_layout: bool = False,
+    profile: Profile | None = None,
 ) -> Plan:
     """Returns the plan that `build_plan` makes, from the cache if it was made before.
 
@@ -82,7 +85,10 @@ def plan_of(
 
 
 def _inputs(
-    config: Config, cluster: Cluster, any_layout: bool, profile: Profile | None
+    config: Config,
+    cluster: Cluster,
+    any_layout: bool,
+    profile: Profile | None,
 ) -> Iterator[bytes]:
     """Yields everything that a plan depends on: its arguments, the files behind them, and code."""
     yield msgspec.json.encode(config)
@@ -136,7 +142,8 @@ def plan_sizes(
 
         largest = _at(config, last)
         config = _with_layout(
-            config, settled(largest, resolve(largest.cluster), any_layout, profile)
+            config,
+            settled(largest, resolve(largest.cluster), any_layout, profile),
         )
     site = _Site(resolve, profile, any_memory)
     legal, refused = _data_parallel_sizes(config, site, first, last)
@@ -180,7 +187,10 @@ def _check_range(config: Config) -> None:
 
 
 def _data_parallel_sizes(
-    config: Config, site: _Site, first: int, last: int
+    config: Config,
+    site: _Site,
+    first: int,
+    last: int,
 ) -> tuple[dict[int, Size], dict[int, str]]:
     """Plans `first` to `last` nodes, which differ only in data parallelism and micro-batches.
 
@@ -269,7 +279,9 @@ def _at(config: Config, nodes: int) -> Config:
         for level in config.cluster.levels
     ]
     return structs.replace(
-        config, nodes=None, cluster=structs.replace(config.cluster, nodes=nodes, levels=levels)
+        config,
+        nodes=None,
+        cluster=structs.replace(config.cluster, nodes=nodes, levels=levels),
     )
 
 
@@ -286,7 +298,9 @@ def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
 def _with_layout(config: Config, settled_config: Config) -> Config:
     """Returns the configuration with the layout that the search settled on, and dp left open."""
     parallel = structs.replace(
-        settled_config.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size
+        settled_config.parallel,
+        dp=None,
+        micro_batch_size=config.parallel.micro_batch_size,
     )
     return structs.replace(config, parallel=parallel, train=settled_config.train)
 
@@ -300,7 +314,12 @@ def _check_has(config: Config, nodes: int) -> None:
         raise OrchError(message, Exit.CONFIG)
 
 
-def _replicas(config: Config, site: _Site, nodes: int, smaller: Size | None) -> Size:
+def _replicas(
+    config: Config,
+    site: _Site,
+    nodes: int,
+    smaller: Size | None,
+) -> Size:
     """Returns the size with equal replicas, or with unequal ones if the batch needs that.
 
     Raises OrchError if unequal replicas would be no faster than the next smaller size.
@@ -335,21 +354,34 @@ def _other_pipeline(config: Config, site: _Site, nodes: int) -> Size | None:
     par = config.parallel
     candidates = []
     gpus = nodes * config.cluster.gpus_per_node
-    stages, rest = divmod(gpus, prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep")))
+    stages, rest = divmod(
+        gpus,
+        prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep")),
+    )
     if rest or par.schedule_file is not None:
         return None
     for pp in range(1, min(stages, config.model.layers) + 1):
         if stages % pp or pp == (par.pp or 1):
             continue
         for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
-            parallel = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
+            parallel = structs.replace(
+                par,
+                pp=pp,
+                vpp=vpp,
+                schedule=schedule,
+                stage_layers=None,
+            )
             repiped = structs.replace(config, parallel=parallel)
             try:
                 candidates.append(_replicas(repiped, site, nodes, smaller=None))
             except OrchError:
                 continue
             break
-    return min(candidates, key=lambda size: (_over(size.plan), size.plan.time.step_s), default=None)
+    return min(
+        candidates,
+        key=lambda size: (_over(size.plan), size.plan.time.step_s),
+        default=None,
+    )
 
 
 def _size(config: Config, site: _Site, nodes: int) -> Size:
@@ -367,7 +399,11 @@ def _size(config: Config, site: _Site, nodes: int) -> Size:
     if _over(plan) and not (site.any_memory or config.run.allow_oom):
         usage = f"{plan.memory.total / 2**30:.1f} GiB of {plan.memory.capacity / 2**30:.1f} GiB"
         raise OrchError(f"rank {plan.memory.worst_rank} needs {usage}", Exit.CONFIG)
-    return Size(-(-plan.parallel.world_size // cluster.gpus_per_node), sized_config, plan)
+    return Size(
+        -(-plan.parallel.world_size // cluster.gpus_per_node),
+        sized_config,
+        plan,
+    )
 
 
 def _filled(config: Config, cluster: Cluster) -> int:

@@ -33,7 +33,11 @@ def choose(rest: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
 
     def height(candidate: Candidate) -> int:
         """Returns the sum over axes of the highest level that each crosses."""
-        rank = {SELF: 0, NVLINK: 1, **{name: index + 2 for index, name in enumerate(level_names)}}
+        rank = {
+            SELF: 0,
+            NVLINK: 1,
+            **{name: index + 2 for index, name in enumerate(level_names)},
+        }
         return sum(rank[candidate.worst_level(axis)] for axis in AXES)
 
     fastest = math.inf
@@ -72,7 +76,10 @@ def domain_parts(context: CostContext, parallel: Parallel) -> list[PathCache]:
     if context.nodes_are_chosen or slots >= len(context.cluster.node_names):
         return [context.path_cache]
     group = domains_of(context.cluster).inner_group(
-        parallel.tp, parallel.cp, parallel.ep, parallel.pp
+        parallel.tp,
+        parallel.cp,
+        parallel.ep,
+        parallel.pp,
     )
     caches = context.path_cache.parts
     if (group, slots) not in caches:
@@ -137,11 +144,19 @@ class Nestings:
         best = choose(self.candidates, self.context.level_names)
         parallel = structs.replace(self.parallel, order=list(best.order))
         outside = [axis for axis in AXES if best.outside_nvlink(axis)]
-        time = predict(best.cost, profile=self.context.profile.label, outside=outside)
+        time = predict(
+            best.cost,
+            profile=self.context.profile.label,
+            outside=outside,
+        )
         return Solution(parallel, best, self.traffic, time)
 
 
-def solve(context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None) -> Solution:
+def solve(
+    context: CostContext,
+    parallel: Parallel,
+    only: Sequence[Axis] | None = None,
+) -> Solution:
     """Returns `parallel` in its best nesting order, on the best part of the NVLink domains.
 
     `only` restricts the choice to one order.

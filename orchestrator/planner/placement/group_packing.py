@@ -77,7 +77,11 @@ def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
             for child, node in zip(inner, first_nodes, strict=True):
                 below[int(blocks[node])].append(shapes[tier - 1, int(child)])
         described = {
-            int(name): (int(size), int(fabric.gpus[tier][name]), tuple(sorted(below[int(name)])))
+            int(name): (
+                int(size),
+                int(fabric.gpus[tier][name]),
+                tuple(sorted(below[int(name)])),
+            )
             for name, size in zip(names, sizes, strict=True)
         }
         rank = {shape: index for index, shape in enumerate(sorted(set(described.values())))}
@@ -86,7 +90,10 @@ def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
 
 
 def packed_node_orders(
-    fabric: Fabric, orders: Sequence[Sequence[Axis]], sizes: Mapping[str, int], slots: int
+    fabric: Fabric,
+    orders: Sequence[Sequence[Axis]],
+    sizes: Mapping[str, int],
+    slots: int,
 ) -> Iterator[tuple[int, ...]]:
     """Yields node orders that keep whole groups of every nesting order under one switch.
 
@@ -127,7 +134,9 @@ def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int
     distinct_orders: dict[tuple[int, ...], None] = {}
     for unit in range(step, largest + 1, step):
         filled_domains = sorted(
-            (nodes[: len(nodes) // unit * unit] for nodes in domains), key=len, reverse=True
+            (nodes[: len(nodes) // unit * unit] for nodes in domains),
+            key=len,
+            reverse=True,
         )
         chosen = [node for nodes in filled_domains for node in nodes][:slots]
         if len(chosen) == slots:
@@ -136,7 +145,10 @@ def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int
 
 
 def _packed(
-    fabric: Fabric, shapes: Mapping[tuple[int, int], int], groups: Sequence[int], slots: int
+    fabric: Fabric,
+    shapes: Mapping[tuple[int, int], int],
+    groups: Sequence[int],
+    slots: int,
 ) -> tuple[int, ...]:
     """Returns nodes in an order that keeps groups of all sizes in `groups` together.
 
@@ -162,7 +174,11 @@ def _packed(
     return tuple(chosen[:slots])
 
 
-def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
+def _joined(
+    block: Ints,
+    runs: Sequence[tuple[int, ...]],
+    width: int,
+) -> list[tuple[int, ...]]:
     """Joins runs in sets of `width`: first inside a domain, then under a switch, tier by tier."""
     joined: list[tuple[int, ...]] = []
     rest = list(runs)

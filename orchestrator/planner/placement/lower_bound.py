@@ -28,7 +28,11 @@ from orchestrator.plan.ranks import degrees
 
 
 def placement_lower_bound(
-    fabric: Fabric, order: Sequence[Axis], parallel: Parallel, keys: Iterable[PathKey], work: Work
+    fabric: Fabric,
+    order: Sequence[Axis],
+    parallel: Parallel,
+    keys: Iterable[PathKey],
+    work: Work,
 ) -> float:
     """Returns a lower bound of the step in seconds, for this nesting order and any placement.
 
@@ -68,7 +72,11 @@ class _Groups(NamedTuple):
 
 
 def path_lower_bound(
-    fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool, ratio: float = 1.0
+    fabric: Fabric,
+    members: Ints,
+    pattern: Pattern,
+    wrap: bool,
+    ratio: float = 1.0,
 ) -> Path:
     """Returns a path that costs no more than `fabric.path` of the same groups under any placement.
 
@@ -92,7 +100,14 @@ def path_lower_bound(
     # Groups that share no nodes: two groups that share their first node share all nodes.
     count = int(np.count_nonzero(np.bincount(row[:, 0])))
     even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
-    groups = _Groups(size, nodes, even, wrap, source, crossing=source != target)
+    groups = _Groups(
+        size,
+        nodes,
+        even,
+        wrap,
+        source,
+        crossing=source != target,
+    )
     level = _least_level(fabric, nodes, count if even else 1)
     if level == 0:
         return _path_in_domain(fabric, groups, pattern, ratio)
@@ -111,7 +126,12 @@ def _alone_seconds(fabric: Fabric) -> float:
     return 1.0 / (float(fabric.rate[1:].max()) * _nics_of_sender(fabric))
 
 
-def _path_in_node(fabric: Fabric, size: int, pattern: Pattern, wrap: bool) -> Path:
+def _path_in_node(
+    fabric: Fabric,
+    size: int,
+    pattern: Pattern,
+    wrap: bool,
+) -> Path:
     """Returns the bound of groups of `size` members, some of which fit a node."""
     hop = float(fabric.latency.min())
     hops = size if wrap and pattern != "exchange" else size - 1
@@ -125,7 +145,12 @@ def _path_in_node(fabric: Fabric, size: int, pattern: Pattern, wrap: bool) -> Pa
     )
 
 
-def _path_in_domain(fabric: Fabric, groups: _Groups, pattern: Pattern, ratio: float) -> Path:
+def _path_in_domain(
+    fabric: Fabric,
+    groups: _Groups,
+    pattern: Pattern,
+    ratio: float,
+) -> Path:
     """Returns the bound of groups that may all lie inside one NVLink domain each.
 
     Such a group is inside one domain, or, if no two neighbours share a node, wholly outside. Then
@@ -170,7 +195,12 @@ def _exchange_across(fabric: Fabric, size: int, level: int) -> Path:
     )
 
 
-def _path_across(fabric: Fabric, groups: _Groups, pattern: Pattern, level: int) -> Path:
+def _path_across(
+    fabric: Fabric,
+    groups: _Groups,
+    pattern: Pattern,
+    level: int,
+) -> Path:
     """Returns the bound of rings or chains, one of which crosses `level`."""
     # Unless every message leaves its node, some two neighbours share a node.
     inside = 0.0 if groups.crossing.all() else 1.0 / float(fabric.rate[0])
@@ -200,7 +230,12 @@ def _hops_latency(fabric: Fabric, groups: _Groups, level: int) -> float:
     return latency
 
 
-def _network_seconds(fabric: Fabric, groups: _Groups, pattern: Pattern, level: int) -> float:
+def _network_seconds(
+    fabric: Fabric,
+    groups: _Groups,
+    pattern: Pattern,
+    level: int,
+) -> float:
     """Returns the least seconds per byte on the network of rings or chains that cross `level`."""
     size = groups.size
     nics = _nics_of_sender(fabric)

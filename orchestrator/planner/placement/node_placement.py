@@ -170,7 +170,11 @@ class PlacementCosts:
             for item in rank:
                 path = candidate.paths[item.key]
                 once = collective.seconds(
-                    item.operation, item.size, item.members, path, self.work.rate.ring
+                    item.operation,
+                    item.size,
+                    item.members,
+                    path,
+                    self.work.rate.ring,
                 )
                 total += item.count * value_of(once)
             busy = max(busy, total)
@@ -192,7 +196,13 @@ class PlacementCosts:
         """Returns a lower bound of the step in seconds, for any placement and nesting order."""
         keys = path_keys(self.traffic)
         return min(
-            placement_lower_bound(self.path_cache.fabric, order, self.parallel, keys, self.work)
+            placement_lower_bound(
+                self.path_cache.fabric,
+                order,
+                self.parallel,
+                keys,
+                self.work,
+            )
             for order in self.orders
         )
 
@@ -243,7 +253,12 @@ def _every_order(costs: PlacementCosts) -> list[tuple[int, ...]] | None:
 def _promising_orders(costs: PlacementCosts) -> Iterator[tuple[int, ...]]:
     """Yields the node orders that keep whole groups under one switch, or in one domain."""
     fabric = costs.path_cache.fabric
-    yield from packed_node_orders(fabric, costs.orders, degrees(costs.parallel), costs.slots)
+    yield from packed_node_orders(
+        fabric,
+        costs.orders,
+        degrees(costs.parallel),
+        costs.slots,
+    )
     if costs.slots != costs.total:
         yield from domain_node_orders(fabric, costs.parallel.tp, costs.slots)
 
@@ -261,7 +276,15 @@ def _improve_by_swaps(costs: PlacementCosts, best: ScoredPlacement) -> ScoredPla
         spare = [node for node in range(costs.total) if node not in set(nodes)]
         pairs = itertools.combinations(range(len(nodes)), 2)
         tries = [_swapped(nodes, i, j) for i, j in pairs]
-        tries += [(*nodes[:i], node, *nodes[i + 1 :]) for i in range(len(nodes)) for node in spare]
+        tries += [
+            (
+                *nodes[:i],
+                node,
+                *nodes[i + 1 :],
+            )
+            for i in range(len(nodes))
+            for node in spare
+        ]
         for swapped in tries:
             if tries_left == 0:
                 return best
@@ -325,7 +348,8 @@ def cluster_to_fill(config: Config, pool: Cluster) -> Cluster:
     if nodes >= len(pool.node_names):
         return pool
     usable = usable_nodes(
-        pool, domains_of(pool).inner_group(sizes["tp"], sizes["cp"], sizes["ep"], sizes["pp"])
+        pool,
+        domains_of(pool).inner_group(sizes["tp"], sizes["cp"], sizes["ep"], sizes["pp"]),
     )
     return cut(pool, usable[:nodes] if len(usable) >= nodes else range(nodes))
 
@@ -344,11 +368,20 @@ def make_context(
     matmul = config.train.matmul
     settings: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
     settings |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
-    return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **settings)
+    return CostContext(
+        cluster,
+        resolve(config.model),
+        make_train(config),
+        path_cache,
+        **settings,
+    )
 
 
 def place_job(
-    context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, move: bool = True
+    context: CostContext,
+    parallel: Parallel,
+    only: Sequence[Axis] | None = None,
+    move: bool = True,
 ) -> tuple[CostContext, Certificate]:
     """Places a job on its nodes.
 
@@ -363,7 +396,12 @@ def place_job(
             context = _moved(context, solve(context, parallel, only).best.nodes)
         costs = PlacementCosts(context.path_cache, parallel, traffic, work, only)
         bound = costs.bound()
-        return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
+        return context, Certificate(
+            bound_s=bound,
+            gap=0.0,
+            exact=False,
+            given_step_s=0.0,
+        )
     placement = place_nodes(context.path_cache, parallel, traffic, work, only)
     given_step_s = placement.given_score.step_s
     certificate = Certificate(
@@ -387,5 +425,8 @@ def certified(certificate: Certificate, step_s: float) -> Certificate:
     bound = min(certificate.bound_s, step_s)
     gap = 0.0 if certificate.exact else step_s / bound - 1
     return structs.replace(
-        certificate, bound_s=bound, gap=gap, given_step_s=certificate.given_step_s or step_s
+        certificate,
+        bound_s=bound,
+        gap=gap,
+        given_step_s=certificate.given_step_s or step_s,
     )

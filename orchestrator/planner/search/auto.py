@@ -68,12 +68,16 @@ def _with_interval(layout: CostedLayout, context: CostContext) -> CostedLayout:
     sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
     solution = layout.solution._replace(time=structs.replace(time, sd=sd))
     return layout._replace(
-        solution=solution, spine_bytes=bytes_at_the_top(layout, context.level_names[-1])
+        solution=solution,
+        spine_bytes=bytes_at_the_top(layout, context.level_names[-1]),
     )
 
 
 def resolve_auto(
-    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+    config: Config,
+    cluster: Cluster,
+    any_layout: bool = False,
+    profile: Profile | None = None,
 ) -> tuple[Config, CostContext | None]:
     """Returns (configuration with every degree filled in, cost context of the search).
 
@@ -86,7 +90,10 @@ def resolve_auto(
 
 
 def settled(
-    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+    config: Config,
+    cluster: Cluster,
+    any_layout: bool = False,
+    profile: Profile | None = None,
 ) -> Config:
     """Returns the configuration with every degree filled in."""
     return resolve_auto(config, cluster, any_layout, profile)[0]

@@ -26,7 +26,12 @@ from orchestrator.planner.placement.lower_bound import nvlink_over_fabric
 from .layout import Mesh
 
 
-def _path(nvlink_s: float, fabric_s: float, hop_s: float, ring_latency_s: float = 0.0) -> Path:
+def _path(
+    nvlink_s: float,
+    fabric_s: float,
+    hop_s: float,
+    ring_latency_s: float = 0.0,
+) -> Path:
     """Returns a path of which only the time matters, not the levels that it crosses."""
     return Path(
         nvlink_s=nvlink_s,
@@ -95,7 +100,8 @@ class BestPaths:
     def per_byte(self, path: Path) -> float:
         """Returns the seconds per byte of a ring."""
         return max(
-            path.nvlink_s / value_of(self.links.nvlink), path.fabric_s / value_of(self.links.nic)
+            path.nvlink_s / value_of(self.links.nvlink),
+            path.fabric_s / value_of(self.links.nic),
         )
 
     def members_in_block(self, tp: int, tier: int = 0) -> int:
@@ -153,7 +159,11 @@ class BestPaths:
         if members == 1:
             return NO_PATH
         if members > self.members_in_block(tp) or not near:
-            return _path(0.0, self.own_nic, max(self.latency[1], self._hop(members, tp)))
+            return _path(
+                0.0,
+                self.own_nic,
+                max(self.latency[1], self._hop(members, tp)),
+            )
         return _path(self._near(self.own_nic), 0.0, self.latency[0])
 
     def by_domain(self, members: int, etp: int, moe: Moe) -> list[Path]:
@@ -173,7 +183,10 @@ class BestPaths:
         if inside == members:
             return self._exchange(members, etp)
         far = (1 - near) * min(self.share, self.own_nic)
-        return structs.replace(_path(near * self.inside, far, hop), share={NVLINK: near})
+        return structs.replace(
+            _path(near * self.inside, far, hop),
+            share={NVLINK: near},
+        )
 
     def exchange(self, members: int, tp: int) -> Path:
         """Returns the best path of an all-to-all; bytes that leave the domain use its NICs.

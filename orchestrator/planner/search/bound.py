@@ -81,7 +81,13 @@ def least_of_column(meshes: Iterable[Mesh], layers: Layers) -> float:
 class MeshBound:
     """Bounds of one mesh in one or several variants."""
 
-    def __init__(self, mesh: Mesh, layers: Layers, shapes: PipelineShapes, best: BestPaths):
+    def __init__(
+        self,
+        mesh: Mesh,
+        layers: Layers,
+        shapes: PipelineShapes,
+        best: BestPaths,
+    ):
         """`mesh` has the first variant of `layers`."""
         self.mesh = mesh
         self.layers = layers
@@ -93,7 +99,12 @@ class MeshBound:
         context = cost.context
         # Some of the schedules that split backward are never idle.
         self.overlapped = context.software.overlapped_steps
-        self.gradients = cost.share((mesh.pp, mesh.micro_batches), gradient_shares, mesh, cost)
+        self.gradients = cost.share(
+            (mesh.pp, mesh.micro_batches),
+            gradient_shares,
+            mesh,
+            cost,
+        )
         self.transfers = [0.0 for _ in self.degrees.nestings]
         if mesh.pp > 1:
             job = cost.boundary, mesh.pp, context.rate
@@ -134,7 +145,10 @@ class MeshBound:
             chain = work.forwards + (0.5 if late.split else 1.0) * work.backwards
             chain *= not (late.split and self.overlapped)
             span = max(
-                average, chain, heaviest * m * work.layer, ahead + late.layers * m * work.layer
+                average,
+                chain,
+                heaviest * m * work.layer,
+                ahead + late.layers * m * work.layer,
             )
             # The gradients of an average rank take no longer than those of the slowest rank.
             rank_s = span + self.exposed(degrees.average_gradients_s, span / m)
@@ -153,7 +167,8 @@ class MeshBound:
             seconds = size * byte_s
             late = seconds - windows * micro_batch_s if windows else 0.0
             least = min(
-                least, shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds
+                least,
+                shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds,
             )
         return least
 
@@ -187,7 +202,11 @@ def gradient_shares(mesh: Mesh, cost: LayerCost) -> list[GradientShare]:
     weight, gradient = cost.widths
     shares = []
     for zero in (1, 2, 3):
-        par = structs.replace(cost.in_mesh(mesh), zero=zero, schedule="interleaved")
+        par = structs.replace(
+            cost.in_mesh(mesh),
+            zero=zero,
+            schedule="interleaved",
+        )
         rounds = reductions(par, context.software.reduces_by_round)
         size = rounds * gradient + weight
         if zero == 1:
@@ -216,7 +235,14 @@ class DegreesBound:
         self.nodes = -(-par.world_size // context.cluster.gpus_per_node)
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
         dense, experts = min(layer_cost.average_params(mesh.pp) for layer_cost in folds)
-        self.constant_s = value_of(constant_seconds(par, context.rate, dense + experts, self.nodes))
+        self.constant_s = value_of(
+            constant_seconds(
+                par,
+                context.rate,
+                dense + experts,
+                self.nodes,
+            )
+        )
         dense_s, experts_s = self._byte_seconds(best)
         experts_s *= len(folds) == 1  # the replicas of experts differ between folds
         self.byte_s = dense_s, experts_s
@@ -242,7 +268,9 @@ class DegreesBound:
             / member_count
             * min(best.per_byte(paths[replica_axes, "ring"]) for paths in self.nestings)
             for member_count, replica_axes in zip(
-                members, (DENSE_REPLICAS, of_experts), strict=True
+                members,
+                (DENSE_REPLICAS, of_experts),
+                strict=True,
             )
         )
         return dense_s, experts_s
@@ -350,7 +378,8 @@ class ZeroStage:
         for seconds, micro_batch in zip(sent, hiding, strict=True):
             late = seconds - micro_batch * windows if windows else 0.0
             longest = max(
-                longest, shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds
+                longest,
+                shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds,
             )
         return longest
 

@@ -90,7 +90,12 @@ class ExactCosts:
             fills=self.space.filled(case.tp, case.cp, case.ep, case.pp) == case.ranks,
         )
 
-    def _nestings(self, parallel: doc.Parallel, config: Config, train: doc.Train) -> list[Nestings]:
+    def _nestings(
+        self,
+        parallel: doc.Parallel,
+        config: Config,
+        train: doc.Train,
+    ) -> list[Nestings]:
         """Returns the nesting orders, once per open exchange of expert tokens.
 
         The list is empty if no order allows the exchange that is given.
@@ -107,7 +112,9 @@ class ExactCosts:
         return legal_nestings
 
     def of_placed(
-        self, placed: PlacedLayout, byte_limit: float = float("inf")
+        self,
+        placed: PlacedLayout,
+        byte_limit: float = float("inf"),
     ) -> CostedLayout | None:
         """Returns the cost of a placed layout, or None if it needs too much memory.
 
@@ -116,7 +123,10 @@ class ExactCosts:
         self.costed += 1
         workload = Workload(self.context.model, placed.parallel, placed.train)
         accounts = memory.memory_by_pp_rank(
-            workload, self.context.cluster, self.recipe, self.context.matmul
+            workload,
+            self.context.cluster,
+            self.recipe,
+            self.context.matmul,
         )
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > min(worst.capacity, byte_limit):

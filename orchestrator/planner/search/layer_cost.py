@@ -78,7 +78,11 @@ class Kept:
         self.cost = cost
         self.par = structs.replace(cost.par, schedule=schedule)
         self.kernels = kernels_of(
-            cost.recipe, cost.context.cluster, model, self.par, cost.context.matmul
+            cost.recipe,
+            cost.context.cluster,
+            model,
+            self.par,
+            cost.context.matmul,
         )
         workload = Workload(model, self.par, train)
         self.head = activations.head_bytes(workload, self.kernels)
@@ -126,7 +130,10 @@ class Kept:
         return self._one_stage[recompute]
 
     def stage_bytes(
-        self, recompute: str, stage: StageShape, deferred: DeferredGradients | None
+        self,
+        recompute: str,
+        stage: StageShape,
+        deferred: DeferredGradients | None,
     ) -> StageBytes:
         """Returns the bytes of one micro-batch in one of a rank's several stages."""
         layers = self.stage_layers(recompute, stage.dense, stage.moe)
@@ -159,7 +166,10 @@ class LeastWork(NamedTuple):
 
 
 def least_work(
-    costs: Sequence[LayerCost], recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
+    costs: Sequence[LayerCost],
+    recompute: str,
+    cp_methods: tuple[CpMethod, ...],
+    sp_open: bool,
 ) -> LeastWork:
     """Returns the least work over folds; `costs` has one entry per fold."""
 
@@ -171,7 +181,8 @@ def least_work(
         forward, backward, last = (
             [min(kind) for kind in zip(*kinds, strict=True)]
             for kinds in zip(
-                *((cost.forward, cost.backward, cost.last) for cost in every), strict=True
+                *((cost.forward, cost.backward, cost.last) for cost in every),
+                strict=True,
             )
         )
         both = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -246,20 +257,34 @@ class LayerCost:
         """Returns the `parallel` of an arbitrary layout of a mesh."""
         world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
         return structs.replace(
-            self.par, pp=mesh.pp, dp=mesh.dp, micro_batches=mesh.micro_batches, world_size=world
+            self.par,
+            pp=mesh.pp,
+            dp=mesh.dp,
+            micro_batches=mesh.micro_batches,
+            world_size=world,
         )
 
     def stage_seconds(
-        self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]
+        self,
+        recompute: str,
+        split: bool,
+        cp_methods: tuple[CpMethod, ...],
     ) -> StageSeconds:
         """Returns the seconds with the method that sends least; `split` if backward is split."""
         seconds: StageSeconds = self._once(
-            self._seconds, recompute, (split,), cp_methods, (self.par.sp,)
+            self._seconds,
+            recompute,
+            (split,),
+            cp_methods,
+            (self.par.sp,),
         )
         return seconds
 
     def least(
-        self, recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
+        self,
+        recompute: str,
+        cp_methods: tuple[CpMethod, ...],
+        sp_open: bool,
     ) -> StageSeconds:
         """Returns the least seconds, with backward split or not.
 
@@ -267,7 +292,11 @@ class LayerCost:
         """
         along = (True, False) if sp_open else (self.par.sp,)
         seconds: StageSeconds = self._once(
-            self._seconds, recompute, (False, True), cp_methods, along
+            self._seconds,
+            recompute,
+            (False, True),
+            cp_methods,
+            along,
         )
         return seconds
 
@@ -300,7 +329,10 @@ class LayerCost:
         )
 
     def _least_tensor(
-        self, recompute: str, splits: tuple[bool, ...], along: tuple[bool, ...]
+        self,
+        recompute: str,
+        splits: tuple[bool, ...],
+        along: tuple[bool, ...],
     ) -> list[float]:
         """Returns the least exposed seconds of tensor parallelism.
 
@@ -308,7 +340,13 @@ class LayerCost:
         """
         shards = self.par.tp, self.tokens, self.experts[:2]
         tensors = [
-            self.share((*shards, recompute, split, sp), self._tensor, recompute, split, sp)
+            self.share(
+                (*shards, recompute, split, sp),
+                self._tensor,
+                recompute,
+                split,
+                sp,
+            )
             for split in splits
             for sp in along
         ]
@@ -321,7 +359,12 @@ class LayerCost:
         # Zig-zag and contiguous rings send the same bytes.
         rings = {"ring" if method == "zigzag" else method for method in cp_methods}
         seconds: float = min(
-            self.share((*shards, recompute, method), self._context, recompute, method)
+            self.share(
+                (*shards, recompute, method),
+                self._context,
+                recompute,
+                method,
+            )
             for method in rings
         )
         return seconds
@@ -330,7 +373,13 @@ class LayerCost:
         """Returns the least exposed seconds of expert parallelism."""
         shards = self.par.tp, self.tokens, self.experts[:2]
         seconds: float = min(
-            self.share((*shards, recompute, sp), self._expert, recompute, sp) for sp in along
+            self.share(
+                (*shards, recompute, sp),
+                self._expert,
+                recompute,
+                sp,
+            )
+            for sp in along
         )
         return seconds
 
@@ -378,7 +427,9 @@ class LayerCost:
                 paths = self.best.by_domain(ep, etp, moe)
             for path in paths:
                 seconds = expert_seconds(
-                    context.workload(par, train), context.rate, {exchange_key: path}
+                    context.workload(par, train),
+                    context.rate,
+                    {exchange_key: path},
                 )
                 seconds_by_path.append(value_of(seconds))
         # infinite if no number of domains suits the exchange

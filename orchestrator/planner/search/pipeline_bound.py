@@ -106,7 +106,13 @@ class ActivationBound:
         """Returns the micro-batches in flight on a rank."""
         if self.kernels.fills_limit and self.schedule in LIMITS:
             return min(self.micro_batches, LIMITS[self.schedule] * self.pp)
-        return in_flight_on_rank(self.schedule, self.pp, self.vpp, self.micro_batches, rank)
+        return in_flight_on_rank(
+            self.schedule,
+            self.pp,
+            self.vpp,
+            self.micro_batches,
+            rank,
+        )
 
 
 class PipelineBound:
@@ -164,7 +170,9 @@ class PipelineBound:
         return max(
             self.branch.base.exposed(plain * dense_s + experts * experts_s, hiding)
             for (plain, experts), hiding in zip(
-                self.params, self._hiding(self.longest), strict=True
+                self.params,
+                self._hiding(self.longest),
+                strict=True,
             )
         )
 
@@ -210,7 +218,10 @@ class PipelineBound:
         keeps = self.branch.cost.kept("1f1b")
         fullest = 0.0
         for (plain, experts), rank_bytes, rank in zip(
-            self.params, activation_bytes, self.shape.ranks, strict=True
+            self.params,
+            activation_bytes,
+            self.shape.ranks,
+            strict=True,
         ):
             # Bytes of a layer's backward beyond those of the loss.
             later = max(0.0, keeps.backward - keeps.loss) if rank.head else 0.0
@@ -262,7 +273,8 @@ class PipelineBound:
         if not self.split or self.branch.base.overlapped:
             return self.seconds_of(sharded)
         (end, _), rank = max(
-            zip(self.ranks, self.shape.ranks, strict=True), key=lambda both: both[1].before
+            zip(self.ranks, self.shape.ranks, strict=True),
+            key=lambda both: both[1].before,
         )
         stages, dense, moe = rank.before
         of_dense, of_moe = self.one.backward
@@ -272,16 +284,26 @@ class PipelineBound:
             stage.dense * of_dense + stage.moe * of_moe + stage.last * self.one.last[1]
             for stage in rank.unlike
         )
-        deferred_weights = weights_at_end(schedule, mesh.pp, mesh.micro_batches, self.vpp, stages)
+        deferred_weights = weights_at_end(
+            schedule,
+            mesh.pp,
+            mesh.micro_batches,
+            self.vpp,
+            stages,
+        )
         return self._seconds_of(
-            sharded, max(self.longest, end + (back - deferred_weights * slowest_stage) / 2)
+            sharded,
+            max(self.longest, end + (back - deferred_weights * slowest_stage) / 2),
         )
 
     def _seconds_of(self, sharded: ZeroStage, longest: float) -> float:
         """Returns a lower bound of the step in seconds, for a pipeline of `longest` seconds."""
         base = self.branch.base
         # Seconds of gradients and weights by nesting.
-        sent = zip(*(sharded.sent(held, self.shape.copies) for held in self.params), strict=True)
+        sent = zip(
+            *(sharded.sent(held, self.shape.copies) for held in self.params),
+            strict=True,
+        )
         hiding = self._hiding(longest)
         least = min(  # gradients and weights as `StepCost` bounds them
             longest + sharded.exposed(sent_by_rank, hiding) + transfers

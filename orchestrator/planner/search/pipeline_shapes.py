@@ -84,7 +84,9 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
         same_shape = held_stages.count(0), *sorted(stage_shapes)
         first = rank_shapes.get(same_shape) or _rank_shape(rank, held_stages, stage_shapes, ahead)
         inner = max(
-            first.inner, rank, key=lambda candidate: min(candidate, len(held) - 1 - candidate)
+            first.inner,
+            rank,
+            key=lambda candidate: min(candidate, len(held) - 1 - candidate),
         )
         rank_shapes[same_shape] = first._replace(before=max(first.before, ahead), inner=inner)
     ranks = list(rank_shapes.values())
@@ -130,7 +132,12 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
         heaviest = min(heaviest, max(layers) / shape.copies)
         last = max(range(len(layers)), key=lambda index: shape.ranks[index].before)
         before = sum(shape.ranks[last].before[1:])
-        latest = LatestRank(before, layers[last] / shape.copies, shape.sends, split)
+        latest = LatestRank(
+            before,
+            layers[last] / shape.copies,
+            shape.sends,
+            split,
+        )
         key = split, shape.key[2].bit_length()
         known_latest = groups.get(key, latest)
         groups[key] = LatestRank(

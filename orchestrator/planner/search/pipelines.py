@@ -40,13 +40,23 @@ class PipelinesOfMeshes:
                     ).append(schedule)
         return self._alike[key]
 
-    def shape(self, placement: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
+    def shape(
+        self,
+        placement: str,
+        schedule: str,
+        pp: int,
+        vpp: int,
+    ) -> PipelineShape:
         """Returns the shape of a pipeline."""
         key = placement, pp, vpp
         if key not in self._shapes:
             layers = self.space.stage_layers(pp * vpp)
             piped = structs.replace(
-                self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers
+                self.par,
+                schedule=schedule,
+                pp=pp,
+                vpp=vpp,
+                stage_layers=layers,
             )
             self._shapes[key] = pipeline_shape(placement, self.space.context.model, piped)
         return self._shapes[key]

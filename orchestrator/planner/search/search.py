@@ -107,7 +107,12 @@ class Search:
         Raises OrchError (65) if the configuration contradicts itself.
         """
         heap: list[Node] = [
-            (least_of_column(column.meshes, column.layers), COLUMN, (number,), column)
+            (
+                least_of_column(column.meshes, column.layers),
+                COLUMN,
+                (number,),
+                column,
+            )
             for number, column in enumerate(self.columns())
         ]
         heapq.heapify(heap)
@@ -140,7 +145,9 @@ class Search:
                 heapq.heappush(heap, (seconds, child_kind, key or (serial,), child))
         chosen = preferred_first(equal, self.context.level_names[-1]) if equal else []
         return SearchResult(
-            front, SearchCounts(self.legal, self.exact_costs.costed, serial), chosen
+            front,
+            SearchCounts(self.legal, self.exact_costs.costed, serial),
+            chosen,
         )
 
     # -------------------------------------------------------------------------------------- bounds
@@ -176,7 +183,12 @@ class Search:
         """Returns the bound of a mesh with these layers."""
         etp, fold_cp = layers.fold
         sp, method = layers.variant
-        first = mesh._replace(sp=sp, cp_method=method, etp=etp, fold_cp=fold_cp)
+        first = mesh._replace(
+            sp=sp,
+            cp_method=method,
+            etp=etp,
+            fold_cp=fold_cp,
+        )
         return MeshBound(first, layers, self.shapes.summary(first), self.best)
 
     def _layers(self, mesh: Mesh, options: list[Option]) -> Layers:

@@ -52,10 +52,20 @@ def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None
     """
     control = connect(env, torch.device("cpu"))
     folder = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir)
-    target = Target(folder, Fence.of(env), plan, env.rank, control=control)
+    target = Target(
+        folder,
+        Fence.of(env),
+        plan,
+        env.rank,
+        control=control,
+    )
     store = open_replica_store(replica_dir(env.run_dir, env.node), reporter)
     step = save_newest_replica(
-        target, env.world_size, store, plan.job.checkpoint.keep_last, reporter
+        target,
+        env.world_size,
+        store,
+        plan.job.checkpoint.keep_last,
+        reporter,
     )
     if step is not None and env.rank == 0:
         with contextlib.suppress(OSError):  # the next start records the checkpoint
@@ -65,7 +75,11 @@ def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None
 
 
 def save_newest_replica(
-    target: Target, world: int, store: ReplicaStore | None, keep_last: int, reporter: Reporter
+    target: Target,
+    world: int,
+    store: ReplicaStore | None,
+    keep_last: int,
+    reporter: Reporter,
 ) -> int | None:
     """Saves the newest complete replica if it is newer than all checkpoints. Returns its step, or
     None if there was no need.
@@ -78,7 +92,13 @@ def save_newest_replica(
     start = time.perf_counter()
     acquire(target)
     nodes = {str(node): [node] for node in range(world)}
-    inventory = ReplicaInventory(nodes, target.rank, target.token.run_id, store, target.control)
+    inventory = ReplicaInventory(
+        nodes,
+        target.rank,
+        target.token.run_id,
+        store,
+        target.control,
+    )
     replica, incomplete = inventory.survey()
     on_disk = newest_committed(target.folder, target.rank, target.control)
     if replica is None or replica.version <= on_disk:
@@ -89,13 +109,21 @@ def save_newest_replica(
             store.remove()
         return None
     manifest = structs.replace(
-        inventory.manifest(replica), epoch=target.token.epoch, created=time.time()
+        inventory.manifest(replica),
+        epoch=target.token.epoch,
+        created=time.time(),
     )
     size = _commit_replica(target, store, replica, manifest, keep_last)
     if store is not None:
         store.remove()
     if target.rank == 0:
-        _report_saved(reporter, target, replica.step, size, time.perf_counter() - start)
+        _report_saved(
+            reporter,
+            target,
+            replica.step,
+            size,
+            time.perf_counter() - start,
+        )
     return replica.step
 
 
@@ -119,12 +147,24 @@ def _commit_replica(
 
     def commit() -> int:
         failed = next((outcome.error for outcome in outcomes if outcome.error), "")
-        return publish(target, manifest, failed, keep_last=keep_last, read_back=True)
+        return publish(
+            target,
+            manifest,
+            failed,
+            keep_last=keep_last,
+            read_back=True,
+        )
 
     return on_rank_zero(target, commit)
 
 
-def _report_saved(reporter: Reporter, target: Target, step: int, size: int, seconds: float) -> None:
+def _report_saved(
+    reporter: Reporter,
+    target: Target,
+    step: int,
+    size: int,
+    seconds: float,
+) -> None:
     reporter.event(
         "checkpoint_saved",
         step,

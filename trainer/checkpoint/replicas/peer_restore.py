@@ -182,7 +182,13 @@ class PeerRestore(ReplicaInventory):
         store: ReplicaStore | None,
         control: ControlPath = WORLD,
     ):
-        super().__init__(nodes_of(plan), rank, run_id, store, control)
+        super().__init__(
+            nodes_of(plan),
+            rank,
+            run_id,
+            store,
+            control,
+        )
         self.plan = plan
 
     def fetch(self, replica: Replica, pieces: Iterable[StatePiece]) -> VerifiedCheckpoint:

@@ -115,7 +115,13 @@ class InMemoryReplicas:
         copied_first = [piece for piece in pieces if _is_copied_first(piece)]
         copies = iter(self._snapshots.take(copied_first))
         stable_pieces = [next(copies) if _is_copied_first(piece) else piece for piece in pieces]
-        contents = Contents(step, samples, stable_pieces, dict(scalars), read_back=False)
+        contents = Contents(
+            step,
+            samples,
+            stable_pieces,
+            dict(scalars),
+            read_back=False,
+        )
         copied = self._thread.submit(self._snapshots.wait)
         written = self._thread.submit(self._write, contents)
         self._step = step
@@ -153,7 +159,9 @@ class InMemoryReplicas:
         try:
             if self.store.renew() and self.leader:
                 self.reporter.event(
-                    "replicas_deleted", contents.step, folder=str(self.store.folder)
+                    "replicas_deleted",
+                    contents.step,
+                    folder=str(self.store.folder),
                 )
             folder.mkdir(mode=0o700, exist_ok=True)
             (folder / rank_file(self.target.rank)).unlink(missing_ok=True)
@@ -205,7 +213,9 @@ class InMemoryReplicas:
         return "; ".join(problems)
 
     def _manifest(
-        self, own_outcome: RankOutcome, contents: Contents
+        self,
+        own_outcome: RankOutcome,
+        contents: Contents,
     ) -> tuple[Manifest | None, str]:
         """Returns (the manifest of all ranks' files, equal on each rank, "") or (None, problem)."""
         assert self._control is not None
@@ -230,7 +240,9 @@ class InMemoryReplicas:
             return None, str(error)
 
     def _transfers(
-        self, folder: Path, manifest: Manifest
+        self,
+        folder: Path,
+        manifest: Manifest,
     ) -> list[transfer.Sending | transfer.Receiving]:
         sizes = {record.file: record.bytes for record in manifest.files}
         own_rank = self.target.rank

@@ -23,7 +23,12 @@ class Sending:
         self.to = to
         self.problem = ""
         try:
-            self.data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+            self.data = torch.from_file(
+                str(path),
+                shared=False,
+                size=size,
+                dtype=torch.uint8,
+            )
         except (OSError, RuntimeError) as error:
             self.data = torch.zeros(size, dtype=torch.uint8)
             self.problem = f"{path.name}: {error}".splitlines()[0]
@@ -47,7 +52,10 @@ class Receiving:
                 # Without it, writing to the mapping would raise SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, size)
             self.data: Tensor = torch.from_file(
-                str(self._temporary), shared=True, size=size, dtype=torch.uint8
+                str(self._temporary),
+                shared=True,
+                size=size,
+                dtype=torch.uint8,
             )
         except (OSError, RuntimeError) as error:  # torch's if the file was deleted
             self._temporary.unlink(missing_ok=True)

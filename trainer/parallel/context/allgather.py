@@ -52,7 +52,12 @@ class AllGatherAttention:
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
-        joined = all_gather(local.contiguous()[None], self.group, "cp", self.counter)
+        joined = all_gather(
+            local.contiguous()[None],
+            self.group,
+            "cp",
+            self.counter,
+        )
         halves = [half for rank in joined.unbind(0) for half in rank.chunk(2, dim=dim)]
         return torch.cat([halves[position] for position in self._positions()], dim=dim)
 
@@ -60,7 +65,12 @@ class AllGatherAttention:
         """Returns the sum over the group of this rank's shard of `full`."""
         halves = full.chunk(2 * self.size, dim=dim)
         length = full.shape[dim] // self.size
-        sent = full.new_empty(self.size, *full.shape[:dim], length, *full.shape[dim + 1 :])
+        sent = full.new_empty(
+            self.size,
+            *full.shape[:dim],
+            length,
+            *full.shape[dim + 1 :],
+        )
         slots = [half for rank in sent.unbind(0) for half in rank.chunk(2, dim=dim)]
         for half, position in zip(halves, self._positions(), strict=True):
             slots[position].copy_(half)
@@ -89,7 +99,10 @@ class AllGatherAttention:
                 sight = block.Sight()
                 if labels is not None and all_labels is not None:
                     sight = block.between(
-                        labels[:, :, rows], all_labels[:, :, columns], q, self.drop
+                        labels[:, :, rows],
+                        all_labels[:, :, columns],
+                        q,
+                        self.drop,
                     )
                 elif documents is not None:
                     sight = block.inside(documents, (chunk,), (keys,))
@@ -99,7 +112,16 @@ class AllGatherAttention:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, labels, documents, scale, core: AllGatherAttention):
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        labels,
+        documents,
+        scale,
+        core: AllGatherAttention,
+    ):
         dtype = block.accumulation_dtype(q.dtype)
         out = torch.empty_like(q, dtype=dtype)
         lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
@@ -108,10 +130,19 @@ class _AllGather(torch.autograd.Function):
         joined = None
         for rows, keys, causal, sight in core.blocks(q, labels, all_labels, documents):
             partial = block.forward(
-                q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, sight=sight
+                q[:, :, rows],
+                all_k[:, :, keys],
+                all_v[:, :, keys],
+                scale,
+                causal,
+                sight=sight,
             )
             if joined is not None:
-                partial = block.join(joined[0].to(dtype), joined[1].to(dtype), *partial)
+                partial = block.join(
+                    joined[0].to(dtype),
+                    joined[1].to(dtype),
+                    *partial,
+                )
             joined = None if causal else partial
             if causal:  # the diagonal is a chunk's last block
                 out[:, :, rows], lse[:, :, rows] = partial

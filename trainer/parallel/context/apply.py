@@ -18,14 +18,22 @@ from .ring import RingAttention
 from .ulysses import UlyssesAttention
 
 
-def apply_context_parallel(stage: Stage, method: str, mesh: Mesh, counter: CommCounter) -> None:
+def apply_context_parallel(
+    stage: Stage,
+    method: str,
+    mesh: Mesh,
+    counter: CommCounter,
+) -> None:
     """Gives every block of a stage the attention core of `method` (a `CpMethod`)."""
     for block in stage.blocks.values():
         block.attn.core = attention_core(method, mesh, counter, block.attn.drop)
 
 
 def attention_core(
-    method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None
+    method: str,
+    mesh: Mesh,
+    counter: CommCounter,
+    drop: AttentionDropout | None = None,
 ) -> Core:
     """Returns the attention core of `method` for this rank."""
     group = mesh.required_group("cp")
@@ -35,10 +43,22 @@ def attention_core(
         return AllGatherAttention(group, size, index, counter, drop)
     if method == "ulysses":
         return UlyssesAttention(SDPA(True, drop), group, size, counter)
-    return RingAttention(method, group, mesh.ranks("cp"), index, counter=counter, drop=drop)
+    return RingAttention(
+        method,
+        group,
+        mesh.ranks("cp"),
+        index,
+        counter=counter,
+        drop=drop,
+    )
 
 
-def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroBatch:
+def shard_batch(
+    batch: MicroBatch,
+    method: str,
+    size: int,
+    index: int,
+) -> MicroBatch:
     """Returns the columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s /
     size] on the same device.
 

@@ -54,7 +54,12 @@ def forward(
     mask, factors, segments = sight
     if segments is not None:
         flat_out, flat_lse = compat.segments_forward(
-            _end_to_end(q), _end_to_end(k), _end_to_end(v), segments, causal, scale=scale
+            _end_to_end(q),
+            _end_to_end(k),
+            _end_to_end(v),
+            segments,
+            causal,
+            scale=scale,
         )
         batch = q.shape[0]
         out = flat_out.unflatten(0, (batch, -1)).transpose(1, 2)
@@ -84,10 +89,27 @@ def backward(
     mask, factors, segments = sight
     if segments is not None:
         return _segments_backward(
-            grad, q, k, v, out, lse=lse, segments=segments, causal=causal, scale=scale
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse=lse,
+            segments=segments,
+            causal=causal,
+            scale=scale,
         )
     if mask is None and factors is None and compat.has_flash(q):
-        return compat.flash_backward(grad, q, k, v, out, lse=lse, causal=causal, scale=scale)
+        return compat.flash_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse=lse,
+            causal=causal,
+            scale=scale,
+        )
     kv_heads = k.shape[1]
     weights = torch.exp(_scores(q, k, scale, causal, mask) - _finite(lse)[..., None])
     dropped = (weights if factors is None else weights * factors).to(grad.dtype)
@@ -128,7 +150,12 @@ def _segments_backward(
     return dq, dk, dv
 
 
-def join(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def join(
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor,
+    other_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Returns the attention over the keys of both sides. A side that saw no key has lse = -inf and
     the weight zero.
 
@@ -137,7 +164,11 @@ def join(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tupl
     """
     # nan: neither side saw a key, and both outputs are zero.
     weight = torch.sigmoid(other_lse - lse).nan_to_num(0.0)
-    joined = torch.lerp(out, other_out.to(out.dtype), weight[..., None].to(out.dtype))
+    joined = torch.lerp(
+        out,
+        other_out.to(out.dtype),
+        weight[..., None].to(out.dtype),
+    )
     return joined, torch.logaddexp(lse, other_lse)
 
 
@@ -158,7 +189,10 @@ def labels(
 
 
 def between(
-    queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None
+    queries: Tensor | None,
+    keys: Tensor | None,
+    q: Tensor,
+    drop: AttentionDropout | None,
 ) -> Sight:
     """Returns the visibility of a block of `q` from both sides' labels: a token never attends to
     another packed document."""
@@ -182,7 +216,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+) -> Tensor:
     dtype = accumulation_dtype(q.dtype)
     scores = grouped_product(q, k.transpose(-1, -2)).to(dtype) * scale
     if mask is not None:

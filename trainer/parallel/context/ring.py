@@ -66,7 +66,14 @@ class RingAttention:
         that waits for the received tensors."""
         to = self.ranks[(self.index + 1) % self.size]
         source = self.ranks[(self.index - 1) % self.size]
-        return start_rotate(tensors, to, source, self.group, axis="cp", counter=self.counter)
+        return start_rotate(
+            tensors,
+            to,
+            source,
+            self.group,
+            axis="cp",
+            counter=self.counter,
+        )
 
     def start_step(self, step: int, rotating: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Starts to rotate the keys and values for `step`; after the last step nothing rotates.
@@ -93,7 +100,12 @@ class RingAttention:
             return pairs, block.between(query_labels, key_labels, q, self.drop)
         if documents is None:
             return pairs, block.Sight()
-        query_ranges = chunks(self.method, local * self.size, self.size, self.index)
+        query_ranges = chunks(
+            self.method,
+            local * self.size,
+            self.size,
+            self.index,
+        )
         key_ranges = chunks(self.method, local * self.size, self.size, source)
         query_positions = part(query_ranges, pairs.queries)
         sight = block.inside(documents, query_positions, part(key_ranges, pairs.keys))
@@ -102,7 +114,16 @@ class RingAttention:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, labels, documents, scale, ring: RingAttention):
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        labels,
+        documents,
+        scale,
+        ring: RingAttention,
+    ):
         dtype = block.accumulation_dtype(q.dtype)
         rotating = _pack(k, v, labels)
         for step in range(ring.size):
@@ -112,7 +133,12 @@ class _Ring(torch.autograd.Function):
                 rows = visible_block.queries
                 keys, values = rotating[0][:, :, :, visible_block.keys]
                 partial = block.forward(
-                    q[:, :, rows], keys, values, scale, visible_block.causal, sight=sight
+                    q[:, :, rows],
+                    keys,
+                    values,
+                    scale,
+                    visible_block.causal,
+                    sight=sight,
                 )
                 if step == 0:  # the rank's own keys, which all its queries see
                     out = partial[0].to(dtype)
@@ -171,7 +197,11 @@ class _Ring(torch.autograd.Function):
 
 
 def _add_grads(
-    dq: Tensor, dkv: Tensor, visible_block: Visible, dq_block: Tensor, dkv_block: list[Tensor]
+    dq: Tensor,
+    dkv: Tensor,
+    visible_block: Visible,
+    dq_block: Tensor,
+    dkv_block: list[Tensor],
 ) -> None:
     """Adds the gradients of a block to those of all queries [b, h, s, d], and of all keys and
     values [2, b, h, s, d]."""

@@ -22,7 +22,13 @@ class UlyssesAttention:
     Inside, `core` sees whole sequences and 1 / cp of the heads.
     """
 
-    def __init__(self, core: SDPA, group: dist.ProcessGroup, size: int, counter: CommCounter):
+    def __init__(
+        self,
+        core: SDPA,
+        group: dist.ProcessGroup,
+        size: int,
+        counter: CommCounter,
+    ):
         self.core = core
         self.group = group
         self.size = size
@@ -51,7 +57,12 @@ class UlyssesAttention:
         token_index = None if token_index is None else self.gather(token_index)
         if documents is not None and not self.core.knows_documents(q):
             documents = documents.each(self.gather)  # for a mask of the whole sequence
-        return _Exchange.apply(self.core(q, k, v, token_index, documents), 1, 2, self)
+        return _Exchange.apply(
+            self.core(q, k, v, token_index, documents),
+            1,
+            2,
+            self,
+        )
 
     def gather(self, local: Tensor) -> Tensor:
         """[b, s / cp] -> [b, s]"""

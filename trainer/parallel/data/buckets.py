@@ -154,7 +154,11 @@ class GradBuckets(ParamGathers):
         self._uses: list[list[float]] | None = None
         bucket_numel = max(1, bucket_bytes // reduce_dtype.itemsize)
         for layout in make_layout(layout_items(params), self._shards_of, bucket_numel):
-            self._add_bucket(layout, [params[slot.index] for slot in layout.slots], reduce_dtype)
+            self._add_bucket(
+                layout,
+                [params[slot.index] for slot in layout.slots],
+                reduce_dtype,
+            )
 
     def _add_bucket(
         self,
@@ -255,7 +259,10 @@ class GradBuckets(ParamGathers):
         bucket = self.buckets[self.started]
         self.counter.subject = f"bucket {self.started}"
         for param, view, count in zip(
-            bucket.members, bucket.grad_views, self._received[self.started], strict=True
+            bucket.members,
+            bucket.grad_views,
+            self._received[self.started],
+            strict=True,
         ):
             param.grad = None
             if not count:  # not used in this step: zero, for the sum with ranks that use it
@@ -265,11 +272,18 @@ class GradBuckets(ParamGathers):
             group = self.mesh.group(groups.shard)
             out = None if group is None else bucket.grad_shard
             bucket.reduction = start_reduce_scatter(
-                bucket.whole_grads, group, "dp", self.counter, out=out
+                bucket.whole_grads,
+                group,
+                "dp",
+                self.counter,
+                out=out,
             )
         else:
             bucket.reduction = start_all_reduce(
-                bucket.whole_grads, self.mesh.group(groups.grad), "dp", self.counter
+                bucket.whole_grads,
+                self.mesh.group(groups.grad),
+                "dp",
+                self.counter,
             )
         self.counter.subject = ""
         self.started += 1
@@ -345,7 +359,10 @@ class GradBuckets(ParamGathers):
                 bucket.grad_shard.clone(), self._shard_group(bucket), "dp", uncounted
             ).wait()
             for info, slot, shape in zip(
-                bucket.infos, bucket.layout.slots, bucket.shapes, strict=True
+                bucket.infos,
+                bucket.layout.slots,
+                bucket.shapes,
+                strict=True,
             ):
                 grads[info.name] = full_grad[slot.start : slot.stop].view(shape).clone()
         return grads

@@ -137,7 +137,9 @@ class FullyShardedParameters:
                 for param in stage.parameters():
                     param.grad_dtype = recipe.reduce  # that of the shard, which is narrower
         self._policy = MixedPrecisionPolicy(
-            param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False
+            param_dtype=recipe.param,
+            reduce_dtype=recipe.reduce,
+            cast_forward_inputs=False,
         )
         self.modules: list[FSDPModule] = []  # the units that FSDP2 shards
         holders = list[list[nn.Module]]()  # the modules of each unit
@@ -157,7 +159,11 @@ class FullyShardedParameters:
                 bucket.host_grad = host.zeros(bucket.param_shard.numel(), recipe.reduce)
 
     def _shard_stage(
-        self, stage: Stage, groups_of: dict[int, GradGroups], *, reshard: bool
+        self,
+        stage: Stage,
+        groups_of: dict[int, GradGroups],
+        *,
+        reshard: bool,
     ) -> list[list[nn.Module]]:
         """Shards the units of a stage. Returns the modules of each unit."""
         holders = list[list[nn.Module]]()
@@ -187,7 +193,13 @@ class FullyShardedParameters:
             reshard_after_forward=reshard,
         )
 
-    def _set_collectives(self, module: FSDPModule, recipe: Recipe, *, reshard: bool) -> None:
+    def _set_collectives(
+        self,
+        module: FSDPModule,
+        recipe: Recipe,
+        *,
+        reshard: bool,
+    ) -> None:
         """Makes a unit use our collectives, and sums in place of means."""
         if self.host is not None:
             carry_grad_dtype(module, recipe.reduce)
@@ -353,12 +365,18 @@ class ReplicaSums:
             buckets = self._units[self._waiting.pop(0)]
             group = self.mesh.required_group(buckets[0].kind.groups.replica)
             sum_together(
-                [_local(bucket.param.grad) for bucket in buckets], group, "dp", self.counter
+                [_local(bucket.param.grad) for bucket in buckets],
+                group,
+                "dp",
+                self.counter,
             )
 
 
 def sum_together(
-    grads: list[Tensor], group: dist.ProcessGroup, axis: str, counter: CommCounter
+    grads: list[Tensor],
+    group: dist.ProcessGroup,
+    axis: str,
+    counter: CommCounter,
 ) -> None:
     """Sums each tensor over the group, all in one message."""
     total = all_reduce(torch.cat(grads), group, axis, counter)

@@ -17,7 +17,13 @@ class _Communication:
     def __init__(self, counter: CommCounter):
         self.counter = counter
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self,
+        size: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -31,7 +37,13 @@ class FsdpAllGather(_Communication):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        handle = start_all_gather(input_tensor, group, "dp", self.counter, out=output_tensor)
+        handle = start_all_gather(
+            input_tensor,
+            group,
+            "dp",
+            self.counter,
+            out=output_tensor,
+        )
         if async_op:
             return handle.work
         handle.wait()

@@ -67,7 +67,11 @@ class Bucket:
         own flat elements."""
         low, high = self.shard(index, shards)
         ranges = [
-            (slot, max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start)
+            (
+                slot,
+                max(low, slot.start) - slot.start,
+                min(high, slot.stop) - slot.start,
+            )
             for slot in self.slots
         ]
         return [(slot, start, stop) for slot, start, stop in ranges if start < stop]
@@ -78,7 +82,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def make_layout(
-    items: Sequence[Item], shards: int | Callable[[Hashable], int], bucket_numel: int
+    items: Sequence[Item],
+    shards: int | Callable[[Hashable], int],
+    bucket_numel: int,
 ) -> list[Bucket]:
     """Returns buckets of at least `bucket_numel` elements (the last of each kind may be smaller),
     in the order in which backward completes them when it visits `items` last to first. `shards`:
@@ -150,4 +156,8 @@ def _balanced(key: Hashable, slots: Sequence[Slot], shards: int) -> Bucket:
         filled[shard] = _round_up(filled[shard] + slot.numel, ALIGN)
     size = max(filled)
     moved = [Slot(slot.index, shard * size + start, slot.numel) for shard, start, slot in placed]
-    return Bucket(key, tuple(sorted(moved, key=lambda slot: slot.start)), shards * size)
+    return Bucket(
+        key,
+        tuple(sorted(moved, key=lambda slot: slot.start)),
+        shards * size,
+    )

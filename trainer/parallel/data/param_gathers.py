@@ -41,7 +41,11 @@ class ParamGathers:
         if group is not None:
             bucket.wait_gather()  # an earlier gather that no part has waited for
             bucket.gathering = start_all_gather(
-                bucket.param_shard, group, "dp", self.counter, out=bucket.params
+                bucket.param_shard,
+                group,
+                "dp",
+                self.counter,
+                out=bucket.params,
             )
 
     def gather_ahead(self, stages: Sequence[Stage]) -> None:
@@ -76,7 +80,10 @@ class ParamGathers:
         """Yields every parameter whole, as this rank holds it."""
         for bucket in self.buckets:
             for info, slot, shape in zip(
-                bucket.infos, bucket.layout.slots, bucket.shapes, strict=True
+                bucket.infos,
+                bucket.layout.slots,
+                bucket.shapes,
+                strict=True,
             ):
                 yield info, bucket.params[slot.start : slot.stop].view(shape)
 

@@ -21,7 +21,13 @@ from .tensor_parallel import GatheredTokens, ReplicatedTokens, SequenceCounts
 
 
 def apply_to_experts(
-    stage: Stage, mesh: Mesh, *, sp: bool, cp_method: str, terms: LossTerms, counter: CommCounter
+    stage: Stage,
+    mesh: Mesh,
+    *,
+    sp: bool,
+    cp_method: str,
+    terms: LossTerms,
+    counter: CommCounter,
 ) -> None:
     """Applies parallelism to the experts of a stage, whose blocks already have tensor
     parallelism."""
@@ -34,7 +40,11 @@ def apply_to_experts(
 
 
 def _place(
-    block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counter: CommCounter
+    block: Block,
+    mixture: MixtureOfExperts,
+    mesh: Mesh,
+    sp: bool,
+    counter: CommCounter,
 ) -> None:
     """Spreads experts over the ranks of "experts", and cuts each expert over those of "etp" (tp, if
     experts do not fold). If tokens go to other ranks, tp ranks with tokens of their own (SP) send
@@ -56,14 +66,29 @@ def _place(
         mixture.enter = kind(tensor, counter)
 
 
-def _dispatch(mesh: Mesh, slices: dist.ProcessGroup | None, counter: CommCounter) -> Dispatch:
+def _dispatch(
+    mesh: Mesh,
+    slices: dist.ProcessGroup | None,
+    counter: CommCounter,
+) -> Dispatch:
     """Returns the dispatch: straight to the ranks of the experts, or by their NVLink domains if the
     plan has groups for that."""
     if "experts_across" not in mesh.groups:
-        return ExpertDispatch(mesh.group("experts"), slices, counter, mesh.levels("experts"))
+        return ExpertDispatch(
+            mesh.group("experts"),
+            slices,
+            counter,
+            mesh.levels("experts"),
+        )
     inside = ExpertDispatch(
-        mesh.group("experts_inside"), slices, counter, mesh.levels("experts_inside")
+        mesh.group("experts_inside"),
+        slices,
+        counter,
+        mesh.levels("experts_inside"),
     )
     return HierarchicalDispatch(
-        mesh.required_group("experts_across"), inside, counter, list(mesh.levels("experts_across"))
+        mesh.required_group("experts_across"),
+        inside,
+        counter,
+        list(mesh.levels("experts_across")),
     )

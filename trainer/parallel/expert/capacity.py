@@ -24,7 +24,13 @@ class WholeSequences:
     """A `model.experts.OfSequences` for sequences whose parts are on the ranks of cp, and of tp
     with sequence parallelism."""
 
-    def __init__(self, mesh: Mesh, sp: bool, cp_method: str, counter: CommCounter):
+    def __init__(
+        self,
+        mesh: Mesh,
+        sp: bool,
+        cp_method: str,
+        counter: CommCounter,
+    ):
         self.mesh = mesh
         self.sp = sp
         self.method = cp_method
@@ -40,7 +46,12 @@ class WholeSequences:
             sequences = self._gather_over_cp(sequences, cp)
         outputs = function(sequences.to(rows.dtype))
         if cp is not None:
-            ranges = chunks(self.method, outputs.shape[1], cp.size(), self.mesh.index("cp"))
+            ranges = chunks(
+                self.method,
+                outputs.shape[1],
+                cp.size(),
+                self.mesh.index("cp"),
+            )
             columns = [outputs[:, positions.start : positions.stop] for positions in ranges]
             outputs = torch.cat(columns, dim=1)
         if tp is None:

@@ -34,7 +34,12 @@ def watch(stage: Stage, terms: LossTerms, observe: Observer) -> dict[int, Mixtur
     return mixtures
 
 
-def _around(layer: int, enter: Enter, terms: LossTerms, observe: Observer) -> Enter:
+def _around(
+    layer: int,
+    enter: Enter,
+    terms: LossTerms,
+    observe: Observer,
+) -> Enter:
     def watched(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         if terms.counts:
             observe(layer, routing)
@@ -43,7 +48,12 @@ def _around(layer: int, enter: Enter, terms: LossTerms, observe: Observer) -> En
     return watched
 
 
-def sum_over_ranks(rows: list[Tensor], mesh: Mesh, sp: bool, counter: CommCounter) -> Tensor:
+def sum_over_ranks(
+    rows: list[Tensor],
+    mesh: Mesh,
+    sp: bool,
+    counter: CommCounter,
+) -> Tensor:
     """One row per layer -> [layers, ...]: the sums over all ranks with these layers, which see
     different tokens. Collective among them."""
     table = torch.stack(rows)

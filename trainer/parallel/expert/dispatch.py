@@ -49,7 +49,9 @@ class Move(NamedTuple):
         return _Moved.apply(rows, self)
 
     def overlap(
-        self, meanwhile: Meanwhile, *sent: Tensor
+        self,
+        meanwhile: Meanwhile,
+        *sent: Tensor,
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Returns (the rows that arrive for each of `sent`, the result of `meanwhile`, which is
         computed during their transfer). Backward computes the gradient of `meanwhile` during the
@@ -102,7 +104,12 @@ class _Started(torch.autograd.Function):
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mark: Tensor, move: Move, transfers: _Transfers) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        mark: Tensor,
+        move: Move,
+        transfers: _Transfers,
+    ) -> tuple[Tensor, ...]:
         ctx.move = move
         ctx.transfers = transfers
         return transfers.wait()
@@ -125,10 +132,19 @@ def all_to_all_move(
 
     def start(rows: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
         return start_all_to_all_uneven(
-            rows, sent, received, group, axis=AXIS, counter=counter, levels=levels
+            rows,
+            sent,
+            received,
+            group,
+            axis=AXIS,
+            counter=counter,
+            levels=levels,
         )
 
-    return Move(lambda rows: start(rows, sent, received), lambda rows: start(rows, received, sent))
+    return Move(
+        lambda rows: start(rows, sent, received),
+        lambda rows: start(rows, received, sent),
+    )
 
 
 class ExpertDispatch:
@@ -158,7 +174,11 @@ class ExpertDispatch:
         return self.expert_group.size() if self.expert_group is not None else 1
 
     def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Experts,
+        meanwhile: Meanwhile,
     ) -> tuple[Tensor, Tensor | None]:
         copies = Copies.of(x, routing, self.ranks * experts.count)
         sent = [copies.rows]
@@ -231,7 +251,9 @@ class _Runs(NamedTuple):
 
 
 def _by_expert(
-    rows: Tensor, weights: Tensor, counts: Tensor
+    rows: Tensor,
+    weights: Tensor,
+    counts: Tensor,
 ) -> tuple[Tensor, Tensor, _Runs | None]:
     """Returns rows and weights sorted by expert, and the permutation, or None if they were sorted.
     `counts` [runs, experts of this rank]: the runs follow each other, each sorted by expert."""

@@ -43,7 +43,11 @@ class HierarchicalDispatch:
         self.levels = levels
 
     def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Experts,
+        meanwhile: Meanwhile,
     ) -> tuple[Tensor, Tensor | None]:
         domain_experts = experts.count * self.inside.ranks
         sent = _Sent.of(routing, domain_experts, self.across.size())
@@ -104,7 +108,12 @@ class _Sent(NamedTuple):
         domain = routing.experts // domain_experts  # [n, k]
         if routing.accepted is not None:  # dropped choices go behind the last domain
             domain = domain.masked_fill(~routing.accepted, domains)
-        goes = torch.zeros(len(domain), domains + 1, dtype=torch.bool, device=domain.device)
+        goes = torch.zeros(
+            len(domain),
+            domains + 1,
+            dtype=torch.bool,
+            device=domain.device,
+        )
         goes.scatter_(1, domain, True)
         number = goes.cumsum(0) - 1  # of a token's row among those to each domain
         choice = domain.flatten().argsort(stable=True)

@@ -71,7 +71,12 @@ class ExpertMeter:
             if len(tokens) > 1:
                 share = entropy / (max(token_count, 1.0) * log(len(tokens)))
             bias = (lowest, highest) if mixture.router.bias is not None else None
-            loads[str(layer)] = ExpertLoad(tokens, share, dropped / max(sum(tokens), 1), bias)
+            loads[str(layer)] = ExpertLoad(
+                tokens,
+                share,
+                dropped / max(sum(tokens), 1),
+                bias,
+            )
         return loads
 
     @torch.no_grad()
@@ -89,4 +94,8 @@ class ExpertMeter:
     @staticmethod
     def _empty(mixture: MixtureOfExperts) -> Tensor:
         weight = mixture.router.weight
-        return torch.zeros(len(weight) + STATISTICS, dtype=torch.float64, device=weight.device)
+        return torch.zeros(
+            len(weight) + STATISTICS,
+            dtype=torch.float64,
+            device=weight.device,
+        )

@@ -35,15 +35,25 @@ class GatheredTokens:
 
     def __call__(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         shape = *x.shape[:2], -1
-        experts = gather_sequence(routing.experts.view(shape), self.group, self.counter)
-        weights = Gather.apply(routing.weights.view(shape), self.group, self.counter)
+        experts = gather_sequence(
+            routing.experts.view(shape),
+            self.group,
+            self.counter,
+        )
+        weights = Gather.apply(
+            routing.weights.view(shape),
+            self.group,
+            self.counter,
+        )
         all_x = Gather.apply(x, self.group, self.counter)
         accepted = routing.accepted
         if accepted is not None:
             accepted = gather_sequence(accepted.view(shape), self.group, self.counter)
             accepted = accepted.flatten(0, 1)
         return all_x, routing._replace(
-            experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), accepted=accepted
+            experts=experts.flatten(0, 1),
+            weights=weights.flatten(0, 1),
+            accepted=accepted,
         )
 
 

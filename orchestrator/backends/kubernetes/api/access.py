@@ -52,7 +52,11 @@ class Unusable(Exception):
     """No cluster can be reached; the message is the reason."""
 
 
-def access(context: str | None, environ: Mapping[str, str], account: Path = _ACCOUNT) -> Access:
+def access(
+    context: str | None,
+    environ: Mapping[str, str],
+    account: Path = _ACCOUNT,
+) -> Access:
     """Returns access to the kubeconfig's context of that name, to its current one, or to the
     cluster that this pod runs in.
 
@@ -173,7 +177,9 @@ def _decode(raw: bytes) -> _Kubeconfig:
 
     try:
         document = bounded_yaml.load(
-            raw, bounded_yaml.MOST_VALUES, getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            raw,
+            bounded_yaml.MOST_VALUES,
+            getattr(yaml, "CSafeLoader", yaml.SafeLoader),
         )
     except OrchError as error:
         raise Unusable(f"the kubeconfig cannot be read: {error.message}") from None
@@ -186,7 +192,11 @@ def _named(entries: Sequence[T], name: str) -> T | None:
     return next((entry for entry in entries if entry.name == name), None)
 
 
-def _of_context(kubeconfig: _Merged, chosen: _NamedContext, environ: Mapping[str, str]) -> Access:
+def _of_context(
+    kubeconfig: _Merged,
+    chosen: _NamedContext,
+    environ: Mapping[str, str],
+) -> Access:
     context = chosen.context
     named = _named(kubeconfig.clusters, context.cluster)
     owner = _named(kubeconfig.users, context.user)
@@ -248,7 +258,10 @@ def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSL
             Path(temporary, "certificate"),
         )
         key = _credential_file(
-            folder, user.client_key_data, user.client_key, Path(temporary, "key")
+            folder,
+            user.client_key_data,
+            user.client_key,
+            Path(temporary, "key"),
         )
         if certificate is None:
             raise Unusable("a client key without its certificate")
@@ -256,7 +269,12 @@ def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSL
     return tls
 
 
-def _credential_file(folder: str, data: str, name: str, written: Path) -> Path | None:
+def _credential_file(
+    folder: str,
+    data: str,
+    name: str,
+    written: Path,
+) -> Path | None:
     """Returns the file of a certificate or key; inline data is first written to `written`."""
     if data:
         written.write_bytes(base64.b64decode(data))
@@ -313,7 +331,13 @@ def _by_package(context: str, namespace: str, environ: Mapping[str, str]) -> Acc
         return {auth["key"]: auth["value"] for auth in in_headers if auth.get("value")}
 
     transport = Transport(settings.host, client.ApiClient(settings).rest_client.pool_manager)
-    return Access(settings.host, namespace, transport, headers, lambda: settings)
+    return Access(
+        settings.host,
+        namespace,
+        transport,
+        headers,
+        lambda: settings,
+    )
 
 
 def _package_settings(context: str | None, environ: Mapping[str, str]) -> Any:

@@ -155,10 +155,20 @@ class Cluster:
 
     # ---------------------------------------------------------------------------------- objects
 
-    def apply(self, body: Body, manager: str, force: bool = False, dry_run: bool = False) -> dict:
+    def apply(
+        self,
+        body: Body,
+        manager: str,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> dict:
         """Applies the object on the server side. OrchError (65) if another manager owns a field
         with another value."""
-        query = {"fieldManager": manager, "force": str(force).lower(), "fieldValidation": "Strict"}
+        query = {
+            "fieldManager": manager,
+            "force": str(force).lower(),
+            "fieldValidation": "Strict",
+        }
         if dry_run:
             query["dryRun"] = "All"
         raw = msgspec.json.encode(body)

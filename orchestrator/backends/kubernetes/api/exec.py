@@ -41,7 +41,11 @@ class PodCommand:
         url = ws_client.get_websocket_url(f"{pod_url}/exec", query)
         try:
             self._socket = ws_client.WSClient(
-                settings, url, headers, capture_all=False, binary=True
+                settings,
+                url,
+                headers,
+                capture_all=False,
+                binary=True,
             )
         except WebSocketBadStatusException as error:
             body = (error.resp_body or b"").decode(errors="replace")

@@ -87,7 +87,11 @@ def connect(host: str, tls: ssl.SSLContext | None, server_name: str = "") -> Tra
     """Opens a transport. `server_name`: the name in the server's certificate if that is not the
     host."""
     named: dict[str, Any] = {"server_hostname": server_name} if server_name else {}
-    pool = urllib3.PoolManager(maxsize=_IDLE_CONNECTIONS, ssl_context=tls, **named)
+    pool = urllib3.PoolManager(
+        maxsize=_IDLE_CONNECTIONS,
+        ssl_context=tls,
+        **named,
+    )
     return Transport(host, pool)
 
 

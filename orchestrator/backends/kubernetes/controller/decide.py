@@ -238,7 +238,14 @@ def _tend(seen: Seen, allocation: Allocation) -> list[Step]:
             else:
                 lost.append(index)
         elif reason := _misplaced(pod, node, seen):
-            steps.append(Move(pod.metadata.name, index, pod.spec.node_name or node, reason))
+            steps.append(
+                Move(
+                    pod.metadata.name,
+                    index,
+                    pod.spec.node_name or node,
+                    reason,
+                )
+            )
     steps += _mark_bad(seen)
     if lost:
         steps.append(Replace(lost))

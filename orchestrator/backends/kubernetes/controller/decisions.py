@@ -47,7 +47,11 @@ class Decisions:
     that run; `bad_s`: how long a bad node is excluded."""
 
     def __init__(
-        self, ledger: Ledger, store: Store, dirty: Callable[[str], None], bad_s: float = 86400.0
+        self,
+        ledger: Ledger,
+        store: Store,
+        dirty: Callable[[str], None],
+        bad_s: float = 86400.0,
     ):
         self._ledger = ledger
         self._store = store
@@ -137,7 +141,11 @@ class Decisions:
                 case Release() if allocation is not None:
                     released.append(key)
                 case Yield() if allocation is not None and not allocation.ending:
-                    changed[key] = structs.replace(allocation, ending=ask.reason, wait=ask.wait)
+                    changed[key] = structs.replace(
+                        allocation,
+                        ending=ask.reason,
+                        wait=ask.wait,
+                    )
         self._ledger.write(changed, released, bad)
         for key in (*changed, *released):
             self._dirty(key)
@@ -161,7 +169,12 @@ class Decisions:
             allocation = allocations.get(key)
             if allocation is not None and not allocation.ending and key in requests:
                 moved = _replaced(
-                    allocation, replace, requests[key], room=room, now=now, grow=not waiting
+                    allocation,
+                    replace,
+                    requests[key],
+                    room=room,
+                    now=now,
+                    grow=not waiting,
                 )
                 if moved != allocation:
                     changed[key] = moved
@@ -249,4 +262,9 @@ def _replaced(
     for index, node in zip(empty_indices, new_nodes, strict=False):
         nodes[index] = node
     lost_at = 0.0 if all(nodes) else allocation.lost_at or now
-    return structs.replace(allocation, nodes=nodes, excluded=excluded, lost_at=lost_at)
+    return structs.replace(
+        allocation,
+        nodes=nodes,
+        excluded=excluded,
+        lost_at=lost_at,
+    )

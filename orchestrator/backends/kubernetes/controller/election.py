@@ -28,7 +28,11 @@ class Election:
     take over `lease_s` after the last renewal."""
 
     def __init__(
-        self, cluster: Cluster, identity: str, lease_s: float = 15.0, renew_s: float = 3.0
+        self,
+        cluster: Cluster,
+        identity: str,
+        lease_s: float = 15.0,
+        renew_s: float = 3.0,
     ):
         self._cluster = cluster
         self._identity = identity

@@ -106,7 +106,11 @@ class Ledger:
             allocations.pop(key, None)
         allocations |= changed
         next_number = max([self.book.next, *(added.number + 1 for added in changed.values())])
-        book = Book(next_number, allocations, self.book.bad if bad is None else dict(bad))
+        book = Book(
+            next_number,
+            allocations,
+            self.book.bad if bad is None else dict(bad),
+        )
         if book == self.book:
             return
         body = _body(self._cluster.namespace, book)

@@ -64,7 +64,12 @@ class Controller:
     """The leading controller. `run` returns the exit code of the process."""
 
     def __init__(
-        self, cluster: Cluster, election: Election, everywhere: bool, home: str, series: Series
+        self,
+        cluster: Cluster,
+        election: Election,
+        everywhere: bool,
+        home: str,
+        series: Series,
     ):
         self._election = election
         self._series = series
@@ -251,7 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         force=True,
     )
     os.umask(0o077)
-    Path(args.home).mkdir(mode=0o700, parents=True, exist_ok=True)
+    Path(args.home).mkdir(
+        mode=0o700,
+        parents=True,
+        exist_ok=True,
+    )
     for kind in DECODED:
         decoder(kind)
     cluster = Cluster(None, args.namespace)
@@ -273,7 +282,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, on_signal)
     try:
         election.wait()
-        controller = Controller(cluster, election, not args.one_namespace, args.home, series)
+        controller = Controller(
+            cluster,
+            election,
+            not args.one_namespace,
+            args.home,
+            series,
+        )
         controllers.append(controller)
         code = controller.run()
         if code == Exit.DONE:
@@ -293,16 +308,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the namespace of the controller's lease and ledger (default: the pod's)",
     )
     parser.add_argument(
-        "--one-namespace", action="store_true", help="only TrainRuns of that namespace"
+        "--one-namespace",
+        action="store_true",
+        help="only TrainRuns of that namespace",
     )
     parser.add_argument(
-        "--identity", default=f"{platform.node()}-{os.getpid()}", help="name of this replica"
+        "--identity",
+        default=f"{platform.node()}-{os.getpid()}",
+        help="name of this replica",
     )
     parser.add_argument(
-        "--metrics-port", type=int, default=9404, help="port of the metrics; 0: none"
+        "--metrics-port",
+        type=int,
+        default=9404,
+        help="port of the metrics; 0: none",
     )
     parser.add_argument("--home", default="/tmp/orch", help="folder of stored plans")
     parser.add_argument(
-        "--lease-s", type=float, default=15.0, help="seconds after which another replica takes over"
+        "--lease-s",
+        type=float,
+        default=15.0,
+        help="seconds after which another replica takes over",
     )
     return parser.parse_args(argv)

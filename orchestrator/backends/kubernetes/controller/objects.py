@@ -45,7 +45,11 @@ def manifest(
     return Manifest(
         request=request,
         plan=plan,
-        options=structs.replace(options, namespace=run.metadata.namespace, owner=None),
+        options=structs.replace(
+            options,
+            namespace=run.metadata.namespace,
+            owner=None,
+        ),
         config=bundle.config,
         namespace=run.metadata.namespace,
         key=key,
@@ -74,14 +78,23 @@ def make(cluster: Cluster, unsent: Manifest) -> None:
     cluster.create(job)
 
 
-def ungate(cluster: Cluster, pod: str, node: str, together: int) -> bool:
+def ungate(
+    cluster: Cluster,
+    pod: str,
+    node: str,
+    together: int,
+) -> bool:
     """Removes the scheduling gate from a pod, which then fits this node alone. Returns False if the
     pod is gone.
 
     For a node that is named so (matchFields) the scheduler looks at no other node, however many
     there are.
     """
-    this_node = {"key": "metadata.name", "operator": "In", "values": [node]}
+    this_node = {
+        "key": "metadata.name",
+        "operator": "In",
+        "values": [node],
+    }
     terms = {"nodeSelectorTerms": [{"matchFields": [this_node]}]}
     affinity = {"nodeAffinity": {REQUIRED: terms}}
     metadata = {"annotations": {TOGETHER: str(together)}}

@@ -100,7 +100,12 @@ class Planner:
             self._known.pop(uid, None)
             self._good.pop(uid, None)
 
-    def _keep(self, uid: str, inputs: str, outcome: Bundle | Unplannable) -> Bundle | Unplannable:
+    def _keep(
+        self,
+        uid: str,
+        inputs: str,
+        outcome: Bundle | Unplannable,
+    ) -> Bundle | Unplannable:
         with self._lock:
             self._known[uid] = inputs, outcome
             if isinstance(outcome, Bundle):
@@ -166,7 +171,12 @@ class Planner:
 
     def _store(self, run: TrainRun, inputs: str, planned: Planned) -> None:
         meta = run.metadata
-        owner = {"apiVersion": API_VERSION, "kind": KIND, "name": meta.name, "uid": meta.uid}
+        owner = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "name": meta.name,
+            "uid": meta.uid,
+        }
         config_map: JsonObject = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -177,7 +187,11 @@ class Planner:
             },
             "data": {"inputs": inputs, "planned": msgspec.json.encode(planned).decode()},
         }
-        self._cluster.within(meta.namespace).apply(config_map, "orch-controller", force=True)
+        self._cluster.within(meta.namespace).apply(
+            config_map,
+            "orch-controller",
+            force=True,
+        )
 
 
 def _name(run: TrainRun) -> str:

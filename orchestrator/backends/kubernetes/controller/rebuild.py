@@ -34,7 +34,12 @@ def _queued(pod: JsonObject) -> bool:
     return any(name.startswith(f"{KUEUE}/") for name in pod["metadata"].get("labels") or {})
 
 
-def _allocation(key: str, pods: list[JsonObject], number: int, store: Store) -> Allocation | None:
+def _allocation(
+    key: str,
+    pods: list[JsonObject],
+    number: int,
+    store: Store,
+) -> Allocation | None:
     run = store.runs.get(key)
     # a run without a controller, or the rest of a deleted one: its pods count like any others
     if run is None:

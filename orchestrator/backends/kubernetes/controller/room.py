@@ -101,7 +101,15 @@ class Fits:
         gpu = options.gpu_resource if cuda else ""
         by_claim = bool(gpu) and gpu not in request.needs.requests
         selector = sorted(options.node_selector.items())
-        network = repr((selector, options.levels, options.profile, gpu, by_claim))
+        network = repr(
+            (
+                selector,
+                options.levels,
+                options.profile,
+                gpu,
+                by_claim,
+            )
+        )
         claimed = cluster.gpus_per_node if request.claims else 0
         key = f"{network} {request.needs!r} {options.without} {claimed}"
         if key not in self._known:
@@ -121,7 +129,10 @@ class Fits:
         return self._known[key]
 
     def _obstacles(
-        self, nodes: Iterable[Node], request: NodeRequest, claimed: int
+        self,
+        nodes: Iterable[Node],
+        request: NodeRequest,
+        claimed: int,
     ) -> dict[str, str]:
         """Node -> why it does not fit even if it is empty. `claimed`: GPUs per pod by a
         ResourceClaim."""
@@ -201,12 +212,22 @@ class Room:
                 needs = {} if fit.exclusive else dict(request.needs.requests)
                 self.take(request.key, nodes, needs)
                 return Placed(size, nodes, needs)
-        shortage = self._shortage(min(size for size, _ in request.sizes), fit, free)
+        shortage = self._shortage(
+            min(size for size, _ in request.sizes),
+            fit,
+            free,
+        )
         if request.claims and self._fits.devices.by_node is None:
             return f"{shortage}; {_BY_LABELS}"
         return shortage
 
-    def _choose(self, fit: _Fit, free: Sequence[str], plan: Plan, size: int) -> list[str] | None:
+    def _choose(
+        self,
+        fit: _Fit,
+        free: Sequence[str],
+        plan: Plan,
+        size: int,
+    ) -> list[str] | None:
         if not fit.exclusive:
             return _spread(free, size)
         free_names = set(free)
@@ -240,7 +261,10 @@ class Room:
         free = self._free(fit, request)
         if request.elastic:
             steps = [size - len(near) for size, _ in request.sizes]
-            count = max((step for step in steps if 0 < step <= min(count, len(free))), default=0)
+            count = max(
+                (step for step in steps if 0 < step <= min(count, len(free))),
+                default=0,
+            )
         neighbours: Counter[str] = Counter()
         for tier in reversed(fit.topology.tiers):
             for members in tier.switches.values():
@@ -248,7 +272,11 @@ class Room:
                 for node in members if near_members else ():
                     neighbours[node] += near_members
         nearest = sorted(free, key=lambda node: -neighbours[node])[:count]
-        self.take(request.key, nearest, {} if fit.exclusive else request.needs.requests)
+        self.take(
+            request.key,
+            nearest,
+            {} if fit.exclusive else request.needs.requests,
+        )
         return nearest
 
     def _free(self, fit: _Fit, request: NodeRequest) -> list[str]:
@@ -360,5 +388,9 @@ def node_request(
     sizes = sorted((size for size in plans if nodes is None or size <= nodes), reverse=True)
     sizes = sizes if elastic or nodes is None else [nodes]
     return NodeRequest(
-        key, [(size, plans[size]) for size in sizes], options, needs, elastic=elastic
+        key,
+        [(size, plans[size]) for size in sizes],
+        options,
+        needs,
+        elastic=elastic,
     )

@@ -38,7 +38,13 @@ def size_under(bundle: Bundle, allocation: Allocation | None) -> int:
 class RunReader:
     """Reads runs. Several threads may use it."""
 
-    def __init__(self, cluster: Cluster, store: Store, ledger: Ledger, decisions: Decisions):
+    def __init__(
+        self,
+        cluster: Cluster,
+        store: Store,
+        ledger: Ledger,
+        decisions: Decisions,
+    ):
         self._cluster = cluster
         self._store = store
         self._ledger = ledger
@@ -62,7 +68,10 @@ class RunReader:
         self._quota.pop(key, None)
 
     def read(
-        self, run: TrainRun, bundle: Bundle | None, changed: bool
+        self,
+        run: TrainRun,
+        bundle: Bundle | None,
+        changed: bool,
     ) -> tuple[steps.Seen, KubernetesOptions | None]:
         """Reads the run. `changed`: the bundle was made from the current words, not from earlier
         ones. OrchError (65) for options that make no sense."""
@@ -121,7 +130,10 @@ class RunReader:
         return fitting(nodes, allocation.held, needs, options, excluded)
 
     def options(
-        self, run: TrainRun, bundle: Bundle, size: int
+        self,
+        run: TrainRun,
+        bundle: Bundle,
+        size: int,
     ) -> tuple[KubernetesOptions, PodNeeds]:
         """Returns the run's options and its pods' needs. OrchError (65) for options that a
         controller cannot serve."""

@@ -65,7 +65,12 @@ def run_state(status: Status) -> RunState | None:
         return None
 
 
-def next_status(seen: Seen, bundle: Bundle | None, report: Report, waits: str) -> Status:
+def next_status(
+    seen: Seen,
+    bundle: Bundle | None,
+    report: Report,
+    waits: str,
+) -> Status:
     """Returns the current status. `waits`: why the run has no nodes, if it has none."""
     run = seen.run
     status = run.status if run.is_over else begun(run)
@@ -77,7 +82,13 @@ def next_status(seen: Seen, bundle: Bundle | None, report: Report, waits: str) -
     if run.is_over:
         status = structs.replace(status, observed_generation=run.metadata.generation)
         return _counted(status, seen, report)
-    state = _judged(seen, status, coordinator_state, observe(seen), waits)
+    state = _judged(
+        seen,
+        status,
+        coordinator_state,
+        observe(seen),
+        waits,
+    )
     # a living run keeps the coordinator's own state, not the one derived from it here
     stored_state = state if state.is_final else coordinator_state
     ended_generation = status.ended_generation
@@ -138,7 +149,13 @@ def _judged(
     if run.spec.stopped:
         if alive or living:
             return _still(state, "stopping", "cancelled by the user: its pods save and leave")
-        return finish(state, "cancelled", Exit.RESTART, "cancelled by the user", at=seen.now)
+        return finish(
+            state,
+            "cancelled",
+            Exit.RESTART,
+            "cancelled by the user",
+            at=seen.now,
+        )
     if job_status is not None and job_status.over:
         return _dated(verdict(state, job_status, cancel_asked=False), seen.now)
     if allocation is not None and allocation.ending:
@@ -172,7 +189,13 @@ def _unplanned(run: TrainRun, now: float) -> RunState:
 
 
 def _still(state: RunState, phase: Phase, reason: str) -> RunState:
-    return structs.replace(state, state=phase, reason=reason, exit_code=None, ended_at=None)
+    return structs.replace(
+        state,
+        state=phase,
+        reason=reason,
+        exit_code=None,
+        ended_at=None,
+    )
 
 
 def _dated(state: RunState, now: float) -> RunState:
@@ -232,7 +255,12 @@ def _conditions(status: Status, seen: Seen) -> list[Any]:
         ("Ended", status.over, state, ended_message),
     ):
         conditions = with_condition(
-            conditions, kind, holds=holds, reason=reason, message=message, now=iso(seen.now)
+            conditions,
+            kind,
+            holds=holds,
+            reason=reason,
+            message=message,
+            now=iso(seen.now),
         )
     return conditions
 

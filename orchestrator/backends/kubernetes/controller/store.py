@@ -111,7 +111,12 @@ class Store:
 
     # ----------------------------------------------------------------------------- watching threads
 
-    def _run_changed(self, key: str, before: TrainRun | None, after: TrainRun | None) -> None:
+    def _run_changed(
+        self,
+        key: str,
+        before: TrainRun | None,
+        after: TrainRun | None,
+    ) -> None:
         self._dirty(key)
         if after is None or before is None:
             self._room("")

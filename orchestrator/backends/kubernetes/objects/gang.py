@@ -60,7 +60,10 @@ def resolved(options: KubernetesOptions, serves: Callable[[str, str], bool]) -> 
 
 
 def group_object(
-    options: KubernetesOptions, name: str, together: int, metadata: Body
+    options: KubernetesOptions,
+    name: str,
+    together: int,
+    metadata: Body,
 ) -> dict | None:
     """Returns the object that says how many pods belong together; None if none is needed."""
     group = APIS[options.gang][0] if options.gang in APIS else ""

@@ -142,7 +142,13 @@ def choose(
     whole_switches, rest = _whole(nodes, topology, labels)
     spare_nodes = _spares(nodes, fitting, topology)
     if not rest:
-        like_chosen = _spare_switches(whole_switches, fitting, topology, labels, len(nodes))
+        like_chosen = _spare_switches(
+            whole_switches,
+            fitting,
+            topology,
+            labels,
+            len(nodes),
+        )
         spare_nodes = like_chosen or spare_nodes
     spare_whole, spares = _whole(spare_nodes, topology, labels)
     return ChosenNodes(
@@ -154,7 +160,12 @@ def choose(
     )
 
 
-def _too_few(count: int, gpus: int, fitting: Sequence[str], topology: Topology) -> OrchError:
+def _too_few(
+    count: int,
+    gpus: int,
+    fitting: Sequence[str],
+    topology: Topology,
+) -> OrchError:
     """Builds the error for a plan that finds too few nodes, with the commonest reasons."""
     smaller = set(topology.free) - set(fitting)
     reasons = Counter(
@@ -188,7 +199,9 @@ def split_units(plan: Plan, chosen: Sequence[str], topology: Topology) -> tuple[
 
 
 def _whole(
-    nodes: Sequence[str], topology: Topology, labels: Mapping[str, str]
+    nodes: Sequence[str],
+    topology: Topology,
+    labels: Mapping[str, str],
 ) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], tuple[str, ...]]:
     """Returns the largest labelled switches whose every node is chosen, outermost first, and the
     nodes that are left.
@@ -210,7 +223,11 @@ def _whole(
     return tuple(whole_switches), tuple(node for node in nodes if node in remaining)
 
 
-def _spares(nodes: Sequence[str], fitting: Sequence[str], topology: Topology) -> tuple[str, ...]:
+def _spares(
+    nodes: Sequence[str],
+    fitting: Sequence[str],
+    topology: Topology,
+) -> tuple[str, ...]:
     """Returns a few of the other free nodes, those under the innermost switches of the chosen ones
     first."""
     chosen = set(nodes)
@@ -265,7 +282,9 @@ def in_whole_units(free: Sequence[str], topology: Topology, unit: int) -> list[s
 
 
 def _common(
-    nodes: Sequence[str], topology: Topology, labels: Mapping[str, str]
+    nodes: Sequence[str],
+    topology: Topology,
+    labels: Mapping[str, str],
 ) -> tuple[str, tuple[str, ...]]:
     """Returns (label, switches) of the innermost labelled tier on which one switch, of at most
     SCORED nodes, is above all of them."""
@@ -339,4 +358,8 @@ def _is_value(switch: str) -> bool:
 
 
 def _is(label: str, values: Sequence[str], operator: str = "In") -> JsonObject:
-    return {"key": label, "operator": operator, "values": list(values)}
+    return {
+        "key": label,
+        "operator": operator,
+        "values": list(values),
+    }

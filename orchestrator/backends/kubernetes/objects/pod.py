@@ -123,7 +123,11 @@ def tolerations(plan: Plan, options: KubernetesOptions) -> list[JsonObject]:
         for key in ("not-ready", "unreachable")
     ]
     if plan.cluster.device == "cuda":
-        gpu_taint = {"key": options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+        gpu_taint = {
+            "key": options.gpu_resource,
+            "operator": "Exists",
+            "effect": "NoSchedule",
+        }
         defaults.append(gpu_taint)
     return [*defaults, *map(_toleration, options.tolerations)]
 
@@ -153,7 +157,11 @@ def _container(plan: Plan, options: KubernetesOptions) -> JsonObject:
         mounts.insert(1, {"name": "runs", "mountPath": RUNS})
     for index, volume in enumerate(options.volumes):
         mounts.append(
-            {"name": f"data-{index}", "mountPath": volume.path, "readOnly": volume.read_only}
+            {
+                "name": f"data-{index}",
+                "mountPath": volume.path,
+                "readOnly": volume.read_only,
+            }
         )
     return {
         "name": CONTAINER,
@@ -258,7 +266,16 @@ def _container_security(options: KubernetesOptions) -> JsonObject:
 #: Exit codes of an agent whose run another start would not help. USER and INTERNAL are among them
 #: because the agents have retried themselves and count `backend.max_restarts`; CAPACITY, because
 #: pods exit with it only after `max_pod_returns`.
-FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL), int(Exit.CAPACITY)}))
+FINAL = tuple(
+    sorted(
+        {
+            *map(int, FATAL),
+            int(Exit.USER),
+            int(Exit.INTERNAL),
+            int(Exit.CAPACITY),
+        }
+    )
+)
 
 
 def pod_failure_policy() -> JsonObject:
@@ -282,7 +299,11 @@ def pod_failure_policy() -> JsonObject:
 
 
 def _codes(*values: int) -> JsonObject:
-    return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
+    return {
+        "containerName": CONTAINER,
+        "operator": "In",
+        "values": list(values),
+    }
 
 
 def pod_exit(code: int) -> int:

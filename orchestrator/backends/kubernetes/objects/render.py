@@ -54,7 +54,11 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return object_name(self.request.run_id, len(self.request.agents), self.options.kind)
+        return object_name(
+            self.request.run_id,
+            len(self.request.agents),
+            self.options.kind,
+        )
 
 
 def render(run: Manifest) -> list[JsonObject]:
@@ -80,16 +84,32 @@ def to_yaml(objects: list[JsonObject]) -> str:
     """Writes one document per object, keys in their order."""
     import yaml
 
-    return yaml.safe_dump_all(objects, sort_keys=False, width=120, explicit_start=True)
+    return yaml.safe_dump_all(
+        objects,
+        sort_keys=False,
+        width=120,
+        explicit_start=True,
+    )
 
 
-def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) -> LaunchRequest:
+def pod_request(
+    request: LaunchRequest,
+    plan: Plan,
+    options: KubernetesOptions,
+) -> LaunchRequest:
     """Returns the request as the pods read it: with their paths and their interpreter, without the
     submitter's folders."""
     run_dir = str(PurePosixPath(names.RUNS, request.run_id))
     worker = request.worker
     if worker.bundled:
-        argv = [options.python, "-P", "-m", "trainer", "--plan", f"{run_dir}/plan.json"]
+        argv = [
+            options.python,
+            "-P",
+            "-m",
+            "trainer",
+            "--plan",
+            f"{run_dir}/plan.json",
+        ]
         worker = structs.replace(worker, argv=argv, cwd=run_dir)
     elif request.code.kind != "none":
         message = (
@@ -98,10 +118,14 @@ def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) 
         )
         raise OrchError(message, Exit.CONFIG)
     environment = structs.replace(
-        request.environment, names=[], path_first=[], python_path_first=[]
+        request.environment,
+        names=[],
+        path_first=[],
+        python_path_first=[],
     )
     policy = structs.replace(
-        request.policy, grace_s=float(grace_seconds(plan, options, request.policy.grace_s))
+        request.policy,
+        grace_s=float(grace_seconds(plan, options, request.policy.grace_s)),
     )
     return structs.replace(
         request,
@@ -111,7 +135,12 @@ def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) 
         worker=worker,
         environment=environment,
         policy=policy,
-        code=structs.replace(request.code, kind="none", root="", holds_orch=False),
+        code=structs.replace(
+            request.code,
+            kind="none",
+            root="",
+            holds_orch=False,
+        ),
         files=[],
         # An elastic run needs a folder that its pods share. Without one a Job has one size, and
         # `orch resize` creates another Job.
@@ -166,7 +195,12 @@ def _secret(run: Manifest) -> JsonObject:
         "environment.json": msgspec.json.encode(run.environment, order="sorted").decode(),
     }
     _check_size("Secret", sum(map(len, values.values())))
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(run), "type": "Opaque"}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(run),
+        "type": "Opaque",
+    }
     if run.key == NO_KEY:
         return {**secret, "stringData": values}
     encoded = {name: base64.b64encode(value.encode()).decode() for name, value in values.items()}
@@ -181,7 +215,10 @@ def _config_map(run: Manifest) -> JsonObject:
     if run.topology is not None:
         binary["topology.bin"] = pack_topology(run.topology)
     texts = {"request.json": request, "config.yaml": run.config.decode()}
-    _check_size("ConfigMap", sum(map(len, texts.values())) + sum(map(len, binary.values())))
+    _check_size(
+        "ConfigMap",
+        sum(map(len, texts.values())) + sum(map(len, binary.values())),
+    )
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -309,7 +346,11 @@ def _main_metadata(run: Manifest) -> JsonObject:
     annotations = {names.PLAN: run.plan.hash, names.SUMMARY: summary}
     if run.chosen:
         annotations[names.NODES] = ",".join(run.chosen.nodes)
-    metadata = _metadata(run, **annotations, **job_annotations(run.options, together(run)))
+    metadata = _metadata(
+        run,
+        **annotations,
+        **job_annotations(run.options, together(run)),
+    )
     metadata["labels"] = (
         metadata["labels"] | {names.GENERATION: str(run.generation)} | kueue_labels(run.options)
     )
@@ -337,7 +378,11 @@ def _job(run: Manifest) -> JsonObject:
 
 
 def _job_set(run: Manifest) -> JsonObject:
-    replicated = {"name": names.JOB_OF_SET, "replicas": 1, "template": {"spec": _job_spec(run)}}
+    replicated = {
+        "name": names.JOB_OF_SET,
+        "replicas": 1,
+        "template": {"spec": _job_spec(run)},
+    }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",

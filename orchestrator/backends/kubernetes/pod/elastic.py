@@ -273,7 +273,10 @@ class ElasticMapping(Struct, frozen=True):
 
 
 def map_elastic(
-    planned: Mapping[int, Plan], members: Sequence[Join], topology: Topology | None, shared: bool
+    planned: Mapping[int, Plan],
+    members: Sequence[Join],
+    topology: Topology | None,
+    shared: bool,
 ) -> ElasticMapping:
     """Returns the plan of the largest size that these pods can hold, on the best of their nodes;
     the others are spares.

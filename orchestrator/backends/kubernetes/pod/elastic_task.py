@@ -33,7 +33,11 @@ def run_elastic(folder: RunFolder, pod: Pod, run_input: Input) -> tuple[int, str
     together = os.environ.get("ORCH_TOGETHER", "")
     count = int(together) if together.isdigit() else len(request.agents)
     this_pod = Waiting(
-        index=pod.index, node=pod.node, address=pod.address, pod=pod.name, together=count
+        index=pod.index,
+        node=pod.node,
+        address=pod.address,
+        pod=pod.name,
+        together=count,
     )
 
     def begin(members: list[Join]) -> str:
@@ -59,7 +63,12 @@ def run_elastic(folder: RunFolder, pod: Pod, run_input: Input) -> tuple[int, str
     )
 
 
-def _write_attempt(folder: RunFolder, run_input: Input, members: list[Join], shared: bool) -> str:
+def _write_attempt(
+    folder: RunFolder,
+    run_input: Input,
+    members: list[Join],
+    shared: bool,
+) -> str:
     """Writes what the agents of an attempt read, in the pod that begins it. Returns the hash of the
     plan."""
     topology = unpack_topology(run_input.topology) if run_input.topology else None
@@ -77,7 +86,10 @@ def _write_attempt(folder: RunFolder, run_input: Input, members: list[Join], sha
     write_private(folder.plan, to_json(plan, indent=1) + b"\n")
     agents = [AgentCommand(node=node, argv=[]) for node in elastic_mapping.names]
     request = structs.replace(
-        run_input.request, plan_hash=plan.hash, agents=agents, nodes=len(agents)
+        run_input.request,
+        plan_hash=plan.hash,
+        agents=agents,
+        nodes=len(agents),
     )
     write_private(folder.request, to_bytes(request))
     write_private(folder.config, run_input.config)

@@ -54,7 +54,11 @@ def map_ranks(
     return RankMapping(real, names, difference(planned, real))
 
 
-def pod_topology(topology: Topology, members: Sequence[Join], names: Sequence[str]) -> Topology:
+def pod_topology(
+    topology: Topology,
+    members: Sequence[Join],
+    names: Sequence[str],
+) -> Topology:
     """Returns the topology with each node replaced by the pods on it; pods on one node are
     closest."""
     by_node: dict[str, list[str]] = {}
@@ -77,4 +81,10 @@ def pod_topology(topology: Topology, members: Sequence[Join], names: Sequence[st
     kind = topology.kind
     if not topology.tiers:
         kind = "tree" if tiers else "flat"
-    return structs.replace(topology, kind=kind, tiers=tuple(tiers), domains=domains, machines={})
+    return structs.replace(
+        topology,
+        kind=kind,
+        tiers=tuple(tiers),
+        domains=domains,
+        machines={},
+    )

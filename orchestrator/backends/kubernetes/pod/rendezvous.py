@@ -49,19 +49,34 @@ class Leader:
     """The side of pod 0. `async with` opens the port; `members` waits for all pods; `release`
     answers them."""
 
-    def __init__(self, this_pod: Join, count: int, run: str, key: bytes, port: int):
+    def __init__(
+        self,
+        this_pod: Join,
+        count: int,
+        run: str,
+        key: bytes,
+        port: int,
+    ):
         self._own = this_pod
         self._count = count
         self._port = port
         self._admission = Admission(
-            run, key, Join, RefusalLog(_log_refusal), max(MAX_STRANGERS, count)
+            run,
+            key,
+            Join,
+            RefusalLog(_log_refusal),
+            max(MAX_STRANGERS, count),
         )
         self._members: dict[int, tuple[Join, Channel | None]] = {this_pod.index: (this_pod, None)}
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Leader:
         self._server = await asyncio.start_server(
-            self._connected, self._own.address, self._port, limit=READ_LIMIT, backlog=BACKLOG
+            self._connected,
+            self._own.address,
+            self._port,
+            limit=READ_LIMIT,
+            backlog=BACKLOG,
         )
         return self
 
@@ -145,7 +160,12 @@ async def rendezvous(
     try:
         if this_pod.index:
             return await _join(
-                this_pod, host=host, port=port, run=run, key=key, timeout_s=timeout_s
+                this_pod,
+                host=host,
+                port=port,
+                run=run,
+                key=key,
+                timeout_s=timeout_s,
             )
         async with Leader(this_pod, count, run, key, port) as leader:
             members = await leader.members(timeout_s)
@@ -157,7 +177,13 @@ async def rendezvous(
 
 
 async def _join(
-    this_pod: Join, *, host: str, port: int, run: str, key: bytes, timeout_s: float
+    this_pod: Join,
+    *,
+    host: str,
+    port: int,
+    run: str,
+    key: bytes,
+    timeout_s: float,
 ) -> Start:
     """The side of every other pod: connects to pod 0, and waits for its answer."""
     loop = asyncio.get_running_loop()
@@ -167,7 +193,12 @@ async def _join(
     while loop.time() < end:
         try:
             connecting = connect(
-                host, port, run, f"pod-{this_pod.index}", key=key, message_type=Start
+                host,
+                port,
+                run,
+                f"pod-{this_pod.index}",
+                key=key,
+                message_type=Start,
             )
             channel = await asyncio.wait_for(connecting, 15.0)
         except WrongKey as error:

@@ -74,7 +74,11 @@ class StatusLineWriter:
         self._step = b""
         self._step_at = 0.0
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="status-lines", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name="status-lines",
+            daemon=True,
+        )
         self._thread.start()
 
     def close(self) -> None:

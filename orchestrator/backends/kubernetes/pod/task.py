@@ -134,7 +134,8 @@ def _attempt(process_start: ProcessStart, pod: Pod, run_input: Input) -> tuple[i
             # without a claim no checkpoint outlives the loss of a pod: the replicas of this one
             # would not fit those of a new pod 0
             shutil.rmtree(
-                replica_dir(run_input.request.run_dir, pod.node).parent, ignore_errors=True
+                replica_dir(run_input.request.run_dir, pod.node).parent,
+                ignore_errors=True,
             )
             shutil.rmtree(run_input.request.run_dir, ignore_errors=True)
         process_start.restart(lost)
@@ -221,7 +222,8 @@ def read_input(run: Path) -> Input:
             topology=topology.read_bytes() if topology.exists() else b"",
             key=_key((run / "key").read_text()),
             environment=msgspec.json.decode(
-                (run / "environment.json").read_bytes(), type=dict[str, str]
+                (run / "environment.json").read_bytes(),
+                type=dict[str, str],
             ),
         )
     except (OSError, msgspec.MsgspecError, ValueError) as error:
@@ -280,7 +282,11 @@ def _make_folder(folder: RunFolder, run_input: Input) -> None:
     create it at once."""
     Path(run_input.planned.job.data.cache_dir or names.ROOT).mkdir(parents=True, exist_ok=True)
     for subfolder in ("logs", "events", "metrics", "checkpoints", "kubernetes"):
-        (folder.path / subfolder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder.path / subfolder).mkdir(
+            mode=0o700,
+            parents=True,
+            exist_ok=True,
+        )
 
 
 def _is_done(folder: RunFolder) -> bool:
@@ -291,7 +297,10 @@ def _is_done(folder: RunFolder) -> bool:
 
 
 def _same_mapping(
-    folder: RunFolder, run_input: Input, start: Start, topology: Topology | None
+    folder: RunFolder,
+    run_input: Input,
+    start: Start,
+    topology: Topology | None,
 ) -> RankMapping:
     """Recomputes the mapping that pod 0 made of the same members. OrchError (65) if this pod gets
     another one."""
@@ -306,7 +315,11 @@ def _same_mapping(
 
 
 def _agent(
-    folder: RunFolder, pod: Pod, run_input: Input, start: Start, mapping: RankMapping
+    folder: RunFolder,
+    pod: Pod,
+    run_input: Input,
+    start: Start,
+    mapping: RankMapping,
 ) -> tuple[int, str]:
     node = mapping.names[pod.index]
     plan = mapping.plan
@@ -347,7 +360,14 @@ def run_agent(
     os.chdir(folder.path)
     from orchestrator.agent.__main__ import main as agent_main
 
-    argv = ["--run-dir", str(folder.path), "--node", node, "--address", pod.address]
+    argv = [
+        "--run-dir",
+        str(folder.path),
+        "--node",
+        node,
+        "--address",
+        pod.address,
+    ]
     argv += [
         "--metrics-port",
         str(names.METRICS_PORT),
@@ -358,7 +378,13 @@ def run_agent(
     terminated = threading.Event()
     started = time.monotonic()
     try:
-        code = int(agent_main(argv, key=run_input.key, on_termination_signal=terminated.set))
+        code = int(
+            agent_main(
+                argv,
+                key=run_input.key,
+                on_termination_signal=terminated.set,
+            )
+        )
     finally:
         status_lines.close()
     reason = _reason(folder, status_lines.led, code)
@@ -384,7 +410,10 @@ def _write_plan(folder: RunFolder, run_input: Input, plan: Plan) -> None:
     same bytes, if any."""
     agents = [AgentCommand(node=node, argv=[]) for node in used_nodes(plan)]
     request = structs.replace(
-        run_input.request, plan_hash=plan.hash, agents=agents, nodes=len(agents)
+        run_input.request,
+        plan_hash=plan.hash,
+        agents=agents,
+        nodes=len(agents),
     )
     for path, content in (
         (folder.plan, to_json(plan, indent=1) + b"\n"),
@@ -395,7 +424,10 @@ def _write_plan(folder: RunFolder, run_input: Input, plan: Plan) -> None:
 
 
 def _write_attempt(
-    folder: RunFolder, run_input: Input, members: list[Join], mapping: RankMapping
+    folder: RunFolder,
+    run_input: Input,
+    members: list[Join],
+    mapping: RankMapping,
 ) -> None:
     """Writes, in pod 0 before it answers the others: plan, placement, and a state that the
     coordinator continues from."""
@@ -436,4 +468,8 @@ def fresh_state(folder: RunFolder, run_input: Input, mapping: RankMapping) -> Ru
         last_state = read_state(folder)
     except OrchError:
         last_state = accepted(run_input.request, run_input.request.backend)
-    return pending_again(last_state, reason=mapping.difference.text, plan_hash=mapping.plan.hash)
+    return pending_again(
+        last_state,
+        reason=mapping.difference.text,
+        plan_hash=mapping.plan.hash,
+    )

@@ -54,7 +54,8 @@ def read_assignment(folder: RunFolder) -> NodeAssignment | None:
     """The last attempt's assignment, None before the first."""
     try:
         return msgspec.json.decode(
-            Path(folder.path, "slurm", "placement.json").read_bytes(), type=NodeAssignment
+            Path(folder.path, "slurm", "placement.json").read_bytes(),
+            type=NodeAssignment,
         )
     except FileNotFoundError:
         return None
@@ -89,7 +90,11 @@ def _answers(output: str) -> list[list[str]]:
     ]
 
 
-def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> NodeAssignment:
+def assign_nodes(
+    folder: RunFolder,
+    probe: str,
+    environ: Mapping[str, str],
+) -> NodeAssignment:
     """Assigns the run's ranks to the nodes of this allocation, and writes the plan and request that
     agents read.
 
@@ -149,7 +154,9 @@ def _fit_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> dic
 
 
 def _check_nodes(
-    folder: RunFolder, addresses: Mapping[str, str], environ: Mapping[str, str]
+    folder: RunFolder,
+    addresses: Mapping[str, str],
+    environ: Mapping[str, str],
 ) -> None:
     """Raises OrchError (74) unless exactly the nodes that Slurm granted have answered.
 
@@ -198,7 +205,10 @@ def _submitted_plan(folder: RunFolder, sizes: Sequence[int], granted_nodes: int)
 
 
 def _elastic_request(
-    folder: RunFolder, request: LaunchRequest, full_plan: Plan, nodes: Sequence[str]
+    folder: RunFolder,
+    request: LaunchRequest,
+    full_plan: Plan,
+    nodes: Sequence[str],
 ) -> LaunchRequest:
     """The request for this attempt: the sizes that its nodes can hold, and an agent on every node,
     spares included.
@@ -213,15 +223,24 @@ def _elastic_request(
     write_private(folder.sized_plan(size), to_json(full_plan, indent=1) + b"\n")
     agents = on_nodes(request, nodes)
     return structs.replace(
-        request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size]
+        request,
+        agents=agents,
+        sizes=[legal for legal in request.sizes if legal <= size],
     )
 
 
 def _write_files(
-    folder: RunFolder, request: LaunchRequest, plan: Plan, assignment: NodeAssignment
+    folder: RunFolder,
+    request: LaunchRequest,
+    plan: Plan,
+    assignment: NodeAssignment,
 ) -> None:
     if request.sizes:
-        request = structs.replace(request, plan_hash=plan.hash, nodes=len(request.agents))
+        request = structs.replace(
+            request,
+            plan_hash=plan.hash,
+            nodes=len(request.agents),
+        )
     else:
         request = at_size(request, plan)
     folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
@@ -240,6 +259,10 @@ def _write_files(
     submitted = record.submitted_at if record else now
     write_record(
         folder,
-        SlurmRecord(job_id=assignment.job_id, submitted_at=submitted, attempt=assignment.attempt),
+        SlurmRecord(
+            job_id=assignment.job_id,
+            submitted_at=submitted,
+            attempt=assignment.attempt,
+        ),
     )
     write_state(folder, pending_again(read_state(folder), plan_hash=plan.hash))

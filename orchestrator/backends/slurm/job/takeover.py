@@ -81,7 +81,15 @@ class BatchStepTakeover:
         script_node = state.nodes.get(self._script_node)
         if state.writer != self._node or script_node is None or script_node.state != "lost":
             return state.is_final
-        output = self._slurm.run(["scontrol", "--oneliner", "show", "job", self._job])
+        output = self._slurm.run(
+            [
+                "scontrol",
+                "--oneliner",
+                "show",
+                "job",
+                self._job,
+            ]
+        )
         job = dict(field.split("=", 1) for field in output.split() if "=" in field)
         if job.get("JobState") != "RUNNING":
             return True
@@ -111,9 +119,17 @@ class BatchStepTakeover:
         """
         sys.stdout.flush()
         script = str(Path(self._folder.path, "slurm", "script"))
-        argv = [self._options.shell, script, "finish", str(state.exit_code or 0)]
+        argv = [
+            self._options.shell,
+            script,
+            "finish",
+            str(state.exit_code or 0),
+        ]
         completed = subprocess.run(
-            argv, env=dict(self._environ), stdin=subprocess.DEVNULL, check=False
+            argv,
+            env=dict(self._environ),
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
         if completed.returncode < 0:
             return False

@@ -65,10 +65,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         command_parser.add_argument("--run-dir", required=True, type=Path)
         if name == "place":
             command_parser.add_argument(
-                "--nodes", required=True, type=Path, help="output of the probe step"
+                "--nodes",
+                required=True,
+                type=Path,
+                help="output of the probe step",
             )
         if name == "outcome":
-            command_parser.add_argument("--code", required=True, type=int, help="srun's exit code")
+            command_parser.add_argument(
+                "--code",
+                required=True,
+                type=int,
+                help="srun's exit code",
+            )
     return parser.parse_args(argv)
 
 
@@ -148,13 +156,22 @@ def _redirect_output(path: Path) -> None:
     os.close(log)
 
 
-def _elastic_agent(folder: RunFolder, node: str, request: LaunchRequest, argv: list[str]) -> int:
+def _elastic_agent(
+    folder: RunFolder,
+    node: str,
+    request: LaunchRequest,
+    argv: list[str],
+) -> int:
     """Runs the agent in a child process that is restarted after a crash; returns its exit code."""
     from .agent_supervisor import supervise
 
     takeover = _start_takeover(folder, node, request)
     agent = [*start.command(AGENT), *argv, "--elastic", "--lifeline"]
-    code = supervise(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
+    code = supervise(
+        agent,
+        lambda: read_state(folder).is_final,
+        request.policy.max_restarts,
+    )
     if read_state(folder).is_final:
         # the script's watchdog ends the agents' step some time after this
         Path(folder.path, "slurm", "ended").touch(0o600)
@@ -164,7 +181,9 @@ def _elastic_agent(folder: RunFolder, node: str, request: LaunchRequest, argv: l
 
 
 def _start_takeover(
-    folder: RunFolder, node: str, request: LaunchRequest
+    folder: RunFolder,
+    node: str,
+    request: LaunchRequest,
 ) -> BatchStepTakeover | None:
     """Starts a takeover.
 
@@ -253,7 +272,10 @@ def _outcome(folder: RunFolder, code: int) -> int:
         return state.exit_code or 0
     if code == _TERMINATED:  # before the agents could handle it
         return _end_run(
-            folder, int(Exit.RESTART), "asked to end before the workers had started", code
+            folder,
+            int(Exit.RESTART),
+            "asked to end before the workers had started",
+            code,
         )
     reason = f"the coordinator is gone; srun ended with {meaning(code)}"
     agent_error = last_log_error(folder, "agent-*.log")  # e.g. of an agent that could not start
@@ -281,7 +303,12 @@ def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
     )
 
 
-def _end_run(folder: RunFolder, code: int, message: str, srun_code: int | None = None) -> int:
+def _end_run(
+    folder: RunFolder,
+    code: int,
+    message: str,
+    srun_code: int | None = None,
+) -> int:
     """Writes the run's final state where no coordinator can; returns its exit code.
 
     `srun_code`: srun's exit code.
@@ -293,11 +320,25 @@ def _end_run(folder: RunFolder, code: int, message: str, srun_code: int | None =
         code = int(Exit.RESTART)
         phase = "cancelled"
         reason = f"cancelled; {message}"
-    cause = Cause(kind="scheduler", text=message, epoch=state.epoch, code=srun_code)
+    cause = Cause(
+        kind="scheduler",
+        text=message,
+        epoch=state.epoch,
+        code=srun_code,
+    )
     from orchestrator.observe.report import write_final_state
 
     write_final_state(
-        folder, finish(state, phase, code, reason, cause, at=time.time(), writer="backend")
+        folder,
+        finish(
+            state,
+            phase,
+            code,
+            reason,
+            cause,
+            at=time.time(),
+            writer="backend",
+        ),
     )
     return code
 

@@ -71,7 +71,12 @@ def render(job: JobScript) -> str:
 def directives(job: JobScript) -> Flags:
     """The sbatch flags in the script's `#SBATCH` lines."""
     return job_flags(
-        job.plan, job.options, job.run_id, job.run_dir, job.export, elastic=bool(job.sizes)
+        job.plan,
+        job.options,
+        job.run_id,
+        job.run_dir,
+        job.export,
+        elastic=bool(job.sizes),
     )
 
 
@@ -210,7 +215,15 @@ def _assign_nodes(job: JobScript) -> list[str]:
         *_needs(job.options, job.python),
     ]
     limited_probe = f"{command(PROBE_LIMIT)} {_srun_on_all_nodes(probe, elastic)}"
-    place_command = command([*_single_step(job), *_task(job), "place", "--run-dir", job.run_dir])
+    place_command = command(
+        [
+            *_single_step(job),
+            *_task(job),
+            "place",
+            "--run-dir",
+            job.run_dir,
+        ]
+    )
     return [
         'attempt="$run/slurm/$job.$restarts"',
         f'(cd /; unset OLDPWD; {limited_probe}) > "$attempt.nodes"',
@@ -261,7 +274,15 @@ def _run_agents(job: JobScript) -> list[str]:
 
 def _end_attempt(job: JobScript) -> list[str]:
     """Replaces srun's exit code by the run's, and ends or requeues the job."""
-    outcome = command([*_single_step(job), *_task(job), "outcome", "--run-dir", job.run_dir])
+    outcome = command(
+        [
+            *_single_step(job),
+            *_task(job),
+            "outcome",
+            "--run-dir",
+            job.run_dir,
+        ]
+    )
     return [f'{outcome} --code "$code"', "finish $?"]
 
 
@@ -345,7 +366,14 @@ def _python(job: JobScript) -> list[str]:
         )
         unmounted = [path for path in job.bind if not path.startswith(mounted)]
         binds = [f"--bind={mount}" for mount in (*options.mounts, *unmounted)]
-        return ["ch-run", *binds, f"--cd={job.run_dir}", options.image, "--", options.python]
+        return [
+            "ch-run",
+            *binds,
+            f"--cd={job.run_dir}",
+            options.image,
+            "--",
+            options.python,
+        ]
     if options.runtime == "pyxis":
         # srun may look for the program on its own host before there is a container
         # (LaunchParameters=test_exec)
