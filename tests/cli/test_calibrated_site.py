@@ -33,13 +33,13 @@ def test_a_run_corrects_the_plans_that_follow(tmp_path, monkeypatch, capsys):
     )
     assert report["inside"] is (report["low"] <= report["measured"] <= report["high"])
     assert ("attribution" in report) is (abs(report["z"]) > 1)
-    calibration = said("calibrate", "--from", "measured")
-    assert calibration["measured_s"] == report["measured"] and calibration[
-        "before_s"
-    ] == pytest.approx(report["planned"])
+    fit = said("calibrate", "--from", "measured")
+    assert fit["measured_s"] == report["measured"] and fit["before_s"] == pytest.approx(
+        report["planned"]
+    )
     after = said("plan", *JOB)
-    assert after["time"]["step_s"] == pytest.approx(calibration["after_s"], rel=1e-3)
-    assert after["time"]["profile"] == calibration["profile"] and after["time"]["parameters"]
+    assert after["time"]["step_s"] == pytest.approx(fit["after_s"], rel=1e-3)
+    assert after["time"]["profile"] == fit["profile"] and after["time"]["parameters"]
     away = [abs(log(plan["time"]["step_s"] / report["measured"])) for plan in (before, after)]
     assert away[1] < 0.15 or away[1] < 0.3 * away[0]
     assert after["time"]["sd"] < before["time"]["sd"]
