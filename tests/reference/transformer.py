@@ -49,11 +49,10 @@ def attention(x, w, name, model, positions, documents, drop, cap=None):
     d = model.head_dim
     if model.mla is not None:
         return experts.latent_attention(x, w, name, model, positions, documents)
-    q, k, v = (project(x, w, f"{name}.{part}") for part in ("wq", "wk", "wv"))
+    q, k, v = (project(x, w, f"{name}.{matrix}") for matrix in ("wq", "wk", "wv"))
     if model.qk_norm:
-        q, k = (
-            head_norm(y, w[f"{name}.{part}_norm.weight"], model) for y, part in ((q, "q"), (k, "k"))
-        )
+        q = head_norm(q, w[f"{name}.q_norm.weight"], model)
+        k = head_norm(k, w[f"{name}.k_norm.weight"], model)
     allowed = torch.ones(b, s, s, dtype=torch.bool)
     for i in range(s):
         for j in range(s):
@@ -113,17 +112,17 @@ def dropped(x, name, model, drop):
 
 def block(x, w, name, layer, model, positions, documents, drop, terms):
     """The block `name`, of the kind of the layer number `layer`."""
-    own = norm(x, w, f"{name}.norm1", model)
-    own = attention(own, w, f"{name}.attn", model, positions, documents, drop)
-    x = x + dropped(own, f"{name}.drop_attn", model, drop)
-    own = norm(x, w, f"{name}.norm2", model)
+    half = norm(x, w, f"{name}.norm1", model)
+    half = attention(half, w, f"{name}.attn", model, positions, documents, drop)
+    x = x + dropped(half, f"{name}.drop_attn", model, drop)
+    half = norm(x, w, f"{name}.norm2", model)
     is_moe = model.moe is not None and layer >= model.moe.first_dense_layers
-    own = (
-        experts.mixture(own, w, f"{name}.mlp", model, terms)
+    half = (
+        experts.mixture(half, w, f"{name}.mlp", model, terms)
         if is_moe
-        else mlp(own, w, f"{name}.mlp", model)
+        else mlp(half, w, f"{name}.mlp", model)
     )
-    return x + dropped(own, f"{name}.drop_mlp", model, drop)
+    return x + dropped(half, f"{name}.drop_mlp", model, drop)
 
 
 #: The kinds of layers, as in `trainer.model.block.BLOCKS`.
