@@ -124,13 +124,7 @@ def victim(
     return candidates[min(int(injection.pick * len(candidates)), len(candidates) - 1)]
 
 
-def refusal(
-    fault: str,
-    *,
-    restarts_left: int,
-    elastic: bool,
-    spare_nodes: int,
-) -> str:
+def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) -> str:
     """Returns why the fault would end this run, "" if the run can survive it."""
     takes = KINDS[fault].takes
     if takes == "restart" and restarts_left < 1:

@@ -34,12 +34,7 @@ def taken_choices(moe: Moe, seq_len: int) -> float:
     return min(float(moe.top_k), capacity * moe.experts / seq_len)
 
 
-def mlp_width(
-    model: Model,
-    moe: Moe | None,
-    seq_len: int,
-    load: float = 1.0,
-) -> float:
+def mlp_width(model: Model, moe: Moe | None, seq_len: int, load: float = 1.0) -> float:
     """The number of inner features of a layer's MLPs that a token passes. `moe`: None for a dense
     layer; `load`: the load of the experts' rank over the mean."""
     if moe is None:

@@ -55,12 +55,7 @@ def remembered(step: int, optim: Optim, total_steps: int) -> dict[str, float]:
     return {RATE: learning_rate(step, optim, total_steps), STEPS: float(total_steps)}
 
 
-def jump(
-    saved: Mapping[str, float],
-    step: int,
-    optim: Optim,
-    total_steps: int,
-) -> str:
+def jump(saved: Mapping[str, float], step: int, optim: Optim, total_steps: int) -> str:
     """Reports in one line that the learning rate jumps, because this schedule gives another rate at
     the saved step than that step had. "" if the rate continues, if no step follows, or if the
     checkpoint has no record of its schedule."""

@@ -309,12 +309,7 @@ def _sharding(case: Case) -> str | None:
     )
 
 
-def sharding(
-    zero: int,
-    pp: int,
-    schedule: str,
-    copies: int,
-) -> str | None:
+def sharding(zero: int, pp: int, schedule: str, copies: int) -> str | None:
     """Checks a ZeRO stage against a schedule that holds `copies` of the model on one pipeline
     (dualpipe: 2)."""
     if zero == 3 and pp > 1 and schedule not in WHOLE_BACKWARD:

@@ -94,12 +94,7 @@ def _cuts(case: Case, tp: int) -> list[int | UnsetType]:
     return [*divisors(tp)]
 
 
-def _dividing(
-    gpus: int,
-    value: int,
-    largest: int,
-    start: bool,
-) -> list[int]:
+def _dividing(gpus: int, value: int, largest: int, start: bool) -> list[int]:
     """Returns all degrees that divide the GPUs. A degree of 1 stays so, unless it may `start`."""
     return (
         [1]

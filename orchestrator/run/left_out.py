@@ -58,12 +58,7 @@ def describe_left_out(code: Code) -> list[str]:
     return [f"{missing}: --in-place runs the program with them"]
 
 
-def explain(
-    code: Code,
-    copied: Path,
-    cwd: Path,
-    lines: Sequence[str],
-) -> str | None:
+def explain(code: Code, copied: Path, cwd: Path, lines: Sequence[str]) -> str | None:
     """Explains why a program did not find a file or module that its last `lines` mention, if the
     copy is the cause.
 

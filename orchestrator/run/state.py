@@ -200,11 +200,7 @@ def true_state(folder: RunFolder, alive: bool) -> RunState:
         )
     event = "every process of the run is gone (killed, or the machine went down)"
     reason = f"{event} while it was {state.state}"
-    cause = Cause(
-        kind="supervisor_lost",
-        text=reason,
-        epoch=state.epoch,
-    )
+    cause = Cause(kind="supervisor_lost", text=reason, epoch=state.epoch)
     return finish(state, "failed", Exit.CAPACITY, reason, cause)
 
 

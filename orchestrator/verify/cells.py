@@ -116,12 +116,7 @@ def cells_of_entries(
         )
 
 
-def make(
-    name: str,
-    config: Config,
-    note: str = "",
-    **settings: Any,
-) -> Cell | Verdict:
+def make(name: str, config: Config, note: str = "", **settings: Any) -> Cell | Verdict:
     """Returns the cell, or the planner's refusal. Raises OrchError for a model that is too large
     for one process."""
     from orchestrator.planner.build import build_plan

@@ -98,12 +98,7 @@ def _within(degree: int, room: int) -> int:
     return max(room - room % 2, 1)
 
 
-def scaled(
-    config: Config,
-    degrees: Degrees,
-    small: Degrees,
-    named: bool,
-) -> Config:
+def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Config:
     """Returns the job at small degrees, with a model and stages of the same ratios. `named`: the
     user chose the model, which stays unchanged if the layout does and it is not too large."""
     par = config.parallel

@@ -140,12 +140,7 @@ class StoredState:
         return reads
 
 
-def _copy(
-    file: TensorFile,
-    key: str,
-    data: Tensor,
-    shared: Overlap,
-) -> None:
+def _copy(file: TensorFile, key: str, data: Tensor, shared: Overlap) -> None:
     """Reads the rectangle `shared` of the file's tensor `key` (left) into `data` (right)."""
     shape = (shared.rows, shared.columns)
     step = (shared.right_step, 1)

@@ -310,12 +310,7 @@ def manifest_of(
     )
 
 
-def _rename(
-    target: Target,
-    staging: Path,
-    manifest: Manifest,
-    read_back: bool,
-) -> None:
+def _rename(target: Target, staging: Path, manifest: Manifest, read_back: bool) -> None:
     # This also makes the names of the ranks' files durable.
     write_atomic(staging / MANIFEST, encode(manifest))
     if read_back:

@@ -151,13 +151,7 @@ class _Stopwatch:
 
     begin: Any  # a CUDA event, or seconds of perf_counter
 
-    def __init__(
-        self,
-        counter: CommCounter,
-        axis: str,
-        cuda: bool,
-        operation: str,
-    ):
+    def __init__(self, counter: CommCounter, axis: str, cuda: bool, operation: str):
         self.counter = counter
         self.axis = axis
         self.cuda = cuda

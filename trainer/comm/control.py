@@ -43,21 +43,9 @@ class Group(Protocol):
         /,
     ) -> dist.Work: ...
 
-    def send(
-        self,
-        tensors: list[Tensor],
-        to: int,
-        tag: int,
-        /,
-    ) -> dist.Work: ...
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
 
-    def recv(
-        self,
-        tensors: list[Tensor],
-        source: int,
-        tag: int,
-        /,
-    ) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
 
 
 @dataclass(frozen=True)
@@ -79,12 +67,7 @@ class Level:
         return self.size * self.stride >= world
 
 
-def levels_of(
-    rank: int,
-    world: int,
-    node: int,
-    fan_out: int = FAN_OUT,
-) -> list[Level]:
+def levels_of(rank: int, world: int, node: int, fan_out: int = FAN_OUT) -> list[Level]:
     """Returns the levels that `rank` takes part in, lowest first; it leads all but the last. Empty
     for a world of one rank.
 

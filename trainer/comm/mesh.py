@@ -326,12 +326,7 @@ def _along(plan: Plan, over: tuple[str, ...], rank: int) -> tuple[int, ...]:
     return tuple(sorted(peers))
 
 
-def _hybrid(
-    ranks: tuple[int, ...],
-    size: int,
-    name: str,
-    rank: int,
-) -> tuple[int, ...]:
+def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:
     """Returns a hybrid-sharding group of `rank`. `ranks` are cut into runs of `size` neighbours (0:
     one run): a run is a "shard" group, and ranks with equal positions in their runs are "replica"
     groups."""

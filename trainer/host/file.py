@@ -151,12 +151,7 @@ class StateFile:
             os.close(fd)
 
 
-def _move(
-    transfer: Transfer,
-    fd: int,
-    view: memoryview,
-    offset: int,
-) -> None:
+def _move(transfer: Transfer, fd: int, view: memoryview, offset: int) -> None:
     while view:
         done = transfer(fd, [view], offset)
         if not done:

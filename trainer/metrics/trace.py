@@ -110,13 +110,7 @@ class StepTrace:
     # -------------------------------------------------------------------------------------------
     #     transfers
 
-    def transfer(
-        self,
-        name: str,
-        axis: str,
-        size: int,
-        ranks: Sequence[int],
-    ) -> None:
+    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
         """Records that a transfer starts now."""
         self._sent = Transfer(name, axis, size, self._now())
         self._transfers.append(self._sent)
@@ -263,12 +257,7 @@ def write_trace(path: Path, events: list[dict[str, Any]], about: dict[str, Any])
     path.chmod(0o600)
 
 
-def _named(
-    kind: str,
-    rank: int,
-    row: int,
-    name: str,
-) -> dict[str, Any]:
+def _named(kind: str, rank: int, row: int, name: str) -> dict[str, Any]:
     return {
         "ph": "M",
         "name": kind,

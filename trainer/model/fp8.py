@@ -251,12 +251,7 @@ def from_blocks(
     return rounded.codes.to(dtype) * _spread(rounded.unit, rounded.codes.shape, rows, columns)
 
 
-def _spread(
-    blocks: Tensor,
-    shape: torch.Size,
-    rows: int,
-    columns: int,
-) -> Tensor:
+def _spread(blocks: Tensor, shape: torch.Size, rows: int, columns: int) -> Tensor:
     """One value per block -> one per element, [m, n]."""
     m, n = shape
     by_row = blocks.repeat_interleave(rows, 0)[:m]

@@ -28,12 +28,7 @@ def rope_tables(positions: Tensor, model: Model, dtype: torch.dtype) -> Rope:
     return angles.cos(), angles.sin()
 
 
-def _stretch(
-    yarn: Yarn,
-    head_dim: int,
-    theta: float,
-    device: torch.device,
-) -> Tensor:
+def _stretch(yarn: Yarn, head_dim: int, theta: float, device: torch.device) -> Tensor:
     """Returns the factors by which YaRN multiplies the rotary frequencies, float64 [head_dim / 2]:
     from 1 (fast) to 1 / factor (slow). They are made on the device, since the host would wait for a
     copy."""
@@ -84,12 +79,7 @@ class _Rotate(torch.autograd.Function):
         return _turned(grad, cos, sin, -1.0), None, None
 
 
-def _turned(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sign: float,
-) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     # Each operation computes in the tables' dtype and rounds once to that of x.
     torch.mul(

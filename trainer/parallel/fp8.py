@@ -37,12 +37,7 @@ class _Over:
         return largest
 
 
-def apply_fp8(
-    stage: Stage,
-    plan: Plan,
-    mesh: Mesh,
-    counter: CommCounter,
-) -> None:
+def apply_fp8(stage: Stage, plan: Plan, mesh: Mesh, counter: CommCounter) -> None:
     """Makes the linears of a stage's blocks use the plan's `matmul`."""
     tp = _Over(mesh, counter, "tp")
     cp = _Over(mesh, counter, "cp")

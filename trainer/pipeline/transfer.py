@@ -43,13 +43,7 @@ class Transfers:
         self._outbox: dict[Action, Tensor] = {}
         self._sending: list[Handle] = []
 
-    def put(
-        self,
-        kind: Kind,
-        stage: int,
-        micro_batch: int,
-        tensor: Tensor,
-    ) -> None:
+    def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
         """Hands over a stage's output (SEND_F) or its input's gradient (SEND_B): to a stage on this
         rank at once and without a copy, to another rank when the program runs the SEND action.
 

@@ -138,21 +138,11 @@ def _all_to_all(
     out.copy_(torch.cat([pieces[group.rank()]] * group.size()))
 
 
-def _all_gather(
-    out: Tensor,
-    tensor: Tensor,
-    group: Any,
-    *_: Any,
-) -> None:
+def _all_gather(out: Tensor, tensor: Tensor, group: Any, *_: Any) -> None:
     out.copy_(torch.cat([tensor.flatten()] * dist.ProcessGroup.unbox(group).size()).view_as(out))
 
 
-def _broadcast(
-    tensors: Sequence[Tensor],
-    group: Any,
-    root: int,
-    *_: Any,
-) -> None:
+def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> None:
     """Copies each tensor to the position of rank `root` in the tensor with the pieces of all ranks,
     as gloo gathers (`trainer.comm.gloo`)."""
     for tensor in tensors:

@@ -134,13 +134,7 @@ class Recorder:
         self.kinds: dict[tuple[str, str, int, tuple[int, ...]], int] = {}
         self.sequence: list[int] = []
 
-    def transfer(
-        self,
-        name: str,
-        axis: str,
-        size: int,
-        ranks: Sequence[int],
-    ) -> None:
+    def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
         kind = name.partition(" ")[0], axis, size, tuple(ranks)
         self.sequence.append(self.kinds.setdefault(kind, len(self.kinds)))
 

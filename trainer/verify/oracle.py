@@ -156,12 +156,7 @@ def _initial_stage(plan: Plan, start: torch.dtype) -> Stage:
     return stage
 
 
-def _step_batch(
-    plan: Plan,
-    step: int,
-    packed: bool,
-    empty: bool,
-) -> MicroBatch:
+def _step_batch(plan: Plan, step: int, packed: bool, empty: bool) -> MicroBatch:
     """Returns all samples of step number `step`, from 1, as one batch."""
     size = plan.parallel.global_batch_samples
     batch = micro_batch(

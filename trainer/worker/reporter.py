@@ -42,13 +42,7 @@ class Reporter:
         if fd is not None:
             os.set_blocking(fd, False)
 
-    def event(
-        self,
-        name: str,
-        step: int | None = None,
-        /,
-        **fields: Scalar,
-    ) -> None:
+    def event(self, name: str, step: int | None = None, /, **fields: Scalar) -> None:
         """Reports an event."""
         self._send(
             EventReport(

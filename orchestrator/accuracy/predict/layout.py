@@ -321,12 +321,7 @@ def _usual_split(
     return (tp, pp) if gpu_limit % (tp * pp) == 0 else (1, 1)
 
 
-def _usual_replicas(
-    model: Model,
-    ranks: int,
-    memory: int,
-    per_node: int,
-) -> int:
+def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int:
     """Returns the number of replicas that hold the sharded states; at least one node."""
     ranks_needed = model.parameters * _STATE_BYTES / (memory * _FULL)
     replicas = max(1, per_node // ranks)
@@ -358,12 +353,7 @@ def _usual_zero(
     return zero
 
 
-def _zero_group(
-    row: Row,
-    zero: int,
-    ranks: int,
-    per_node: int,
-) -> int:
+def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
     """Returns the number of ranks that share one copy of what ZeRO-3 shards, if `notes` or
     `framework` state such a group; 0 for all ranks."""
     if zero < 3:
@@ -379,12 +369,7 @@ def _zero_group(
     return group if 1 < group < ranks and ranks % group == 0 else 0
 
 
-def _experts(
-    row: Row,
-    model: Model,
-    degrees: Degrees,
-    zero: int,
-) -> Experts:
+def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
     """Returns the row's degrees of expert parallelism.
 
     Tables count dp over all replicas of the dense weights, and ep on the experts' own mesh: over dp

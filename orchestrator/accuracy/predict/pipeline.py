@@ -49,12 +49,7 @@ def pipeline_of(
     return pipeline
 
 
-def _pipeline(
-    row: Row,
-    model: Model,
-    software: Software,
-    pp: int,
-) -> Pipeline:
+def _pipeline(row: Row, model: Model, software: Software, pp: int) -> Pipeline:
     vpp = row.degree("vpp")
     if pp == 1:
         return Pipeline("1f1b", 1)

@@ -85,12 +85,7 @@ def read_row(cells: Mapping[str, str]) -> Job:
     )
 
 
-def _software(
-    row: Row,
-    model: Model,
-    gpu: str,
-    precision: Precision,
-) -> Software:
+def _software(row: Row, model: Model, gpu: str, precision: Precision) -> Software:
     facts = Facts(
         framework=row.text("framework") or _framework_of(row),
         notes=row.text("notes"),

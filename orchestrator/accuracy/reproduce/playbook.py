@@ -250,12 +250,7 @@ def _three_b(plans: Plans) -> ModelSpec:
     )
 
 
-def _tp_plan(
-    plans: Plans,
-    tp: int,
-    sequences: int,
-    sp: bool = True,
-) -> Plan:
+def _tp_plan(plans: Plans, tp: int, sequences: int, sp: bool = True) -> Plan:
     return plans.plan(
         f"cluster=h100x64 cost.software=nanotron cluster.gpus_per_node={min(tp, 8)}",
         parallel={"tp": tp, "pp": 1, "dp": 1, "zero": 0, "sp": sp, "micro_batch_size": sequences}

@@ -201,11 +201,7 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
         return restart(end.resize, budget)
     if cause is None:  # only a lost node or a request can end an epoch like this
         reason = f"{end.world_size - len(end.ends)} workers are unaccounted for"
-        cause = Cause(
-            kind="internal",
-            text=reason,
-            epoch=end.epoch,
-        )
+        cause = Cause(kind="internal", text=reason, epoch=end.epoch)
         return _end_run("failed", Exit.INTERNAL, reason, budget, cause)
     code = 1 if end.fault or first_failure is None else first_failure.code
     return _after_failure(end, cause, code, budget, history)

@@ -224,9 +224,5 @@ class Coordinator:
             reason = f"{context.node}: its agent left before all nodes had come"
             context.put_event(
                 context.node,
-                TerminationSignal(
-                    reason=reason,
-                    signal="SIGTERM",
-                    force=False,
-                ),
+                TerminationSignal(reason=reason, signal="SIGTERM", force=False),
             )

@@ -345,11 +345,7 @@ class Epoch:
         context.record_event("epoch_stops", epoch=context.epoch, reason=reason)
         state = "stopping" if context.end_request else "restarting"
         context.state_writer.update(state=state, reason=reason)
-        stop = messages.Stop(
-            reason=reason,
-            signal=signal,
-            grace_s=grace_s,
-        )
+        stop = messages.Stop(reason=reason, signal=signal, grace_s=grace_s)
         for member in context.members.values():
             member.channel.send(context.epoch, stop)
 

@@ -74,13 +74,7 @@ class FixedCoordinator:
 
     moves = False
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        node: str,
-        key: bytes,
-        join_timeout_s: float,
-    ):
+    def __init__(self, folder: RunFolder, node: str, key: bytes, join_timeout_s: float):
         self._folder = folder
         self._node = node
         self._key = key

@@ -105,13 +105,7 @@ class Channel:
             return
         self._sent += 1
         raw = msgspec.Raw(msgspec.json.encode(message))
-        body = msgspec.json.encode(
-            _Body(
-                seq=self._sent,
-                epoch=epoch,
-                message=raw,
-            )
-        )
+        body = msgspec.json.encode(_Body(seq=self._sent, epoch=epoch, message=raw))
         mac = _mac(self._send_key, "line", body).hex().encode()
         self._writer.write(b'{"mac":"' + mac + b'","body":' + body + b"}\n")
         if self._writer.transport.get_write_buffer_size() > _MOST_UNSENT:
@@ -216,11 +210,7 @@ async def accept(
     nonce = secrets.token_hex(16)
     _write(
         writer,
-        _Hello(
-            protocol=PROTOCOL,
-            run=run,
-            nonce=nonce,
-        ),
+        _Hello(protocol=PROTOCOL, run=run, nonce=nonce),
     )
     proof: _Proof = await _read_greeting(reader, _Proof)
     transcript = _transcript(run, proof.node, nonce, proof.nonce)

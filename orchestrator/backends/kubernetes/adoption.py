@@ -65,12 +65,7 @@ def _first_state(run: TrainRun) -> RunState:
     )
 
 
-def adopt(
-    cluster: Cluster,
-    name: str,
-    home: Path,
-    backend: str,
-) -> RunFolder | None:
+def adopt(cluster: Cluster, name: str, home: Path, backend: str) -> RunFolder | None:
     """Gives the TrainRun `name`, or `namespace/name`, a run folder here. Returns None if no cluster
     is configured or the cluster has no such TrainRun.
 

@@ -73,12 +73,7 @@ def follow_logs(
         end.set()
 
 
-def _append(
-    folder: RunFolder,
-    cluster: Cluster,
-    pod: dict,
-    node: str,
-) -> None:
+def _append(folder: RunFolder, cluster: Cluster, pod: dict, node: str) -> None:
     with contextlib.suppress(OrchError, OSError):
         for rank, line in _by_writer(cluster.log(pod["metadata"]["name"], follow=True)):
             with _path(folder, node, rank).open("a", encoding="utf-8", errors="replace") as log:

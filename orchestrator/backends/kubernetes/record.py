@@ -86,12 +86,7 @@ def _ended(
     return _final(state, phase, exit, status.reason)
 
 
-def _final(
-    state: RunState,
-    phase: FinalPhase,
-    exit: Exit,
-    reason: str,
-) -> RunState:
+def _final(state: RunState, phase: FinalPhase, exit: Exit, reason: str) -> RunState:
     if exit == Exit.DONE or phase == "cancelled":
         return finish(state, phase, exit, reason, None)
     from_cluster = Cause(

@@ -266,12 +266,7 @@ def _delete_sent(cluster: Cluster, tried: Sequence[Body], submission: str) -> No
                 return
 
 
-def _apply(
-    cluster: Cluster,
-    body: Body,
-    run_id: str,
-    submission: str,
-) -> JsonObject:
+def _apply(cluster: Cluster, body: Body, run_id: str, submission: str) -> JsonObject:
     try:
         return cluster.apply(body, _manager(submission))
     except OrchError as error:

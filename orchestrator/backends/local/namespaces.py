@@ -271,12 +271,7 @@ def _limit_line(interface: str, rate: float) -> str:
     return f"qdisc add dev {interface} root tbf rate {bits}bit burst {burst} limit {_QUEUE}"
 
 
-def _set_port(
-    holders: Iterable[int],
-    switches: int,
-    index: int,
-    state: str,
-) -> None:
+def _set_port(holders: Iterable[int], switches: int, index: int, state: str) -> None:
     for pid in holders:
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{switches}", os.O_RDONLY | os.O_CLOEXEC)

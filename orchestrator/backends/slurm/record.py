@@ -175,11 +175,7 @@ def combined_state(
         if not submitted:
             return _replace(state, reason="its script was rendered; Slurm has not seen it yet")
         reason = f"Slurm does not know the job any more; it was last {state.state}"
-        cause = Cause(
-            kind="supervisor_lost",
-            text=reason,
-            epoch=state.epoch,
-        )
+        cause = Cause(kind="supervisor_lost", text=reason, epoch=state.epoch)
         return finish(state, "failed", Exit.CAPACITY, reason, cause)
     job_status = job_state(job.state)
     if job_status.ended:

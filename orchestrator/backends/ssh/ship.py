@@ -33,12 +33,7 @@ def pack(code: Code, conf: Path | None) -> tuple[bytes, int, int]:
     return out.getvalue(), len(files), size
 
 
-def _add(
-    tar: tarfile.TarFile,
-    prefix: str,
-    root: Path,
-    names: Iterable[str],
-) -> None:
+def _add(tar: tarfile.TarFile, prefix: str, root: Path, names: Iterable[str]) -> None:
     for name in names:
         info = tar.gettarinfo(str(root / name), f"{prefix}/{name}")
         info.uid = info.gid = 0

@@ -88,12 +88,7 @@ class _Progress:
             print(line, file=self._out, flush=True)
 
 
-def page(
-    plan: Plan,
-    record: Record,
-    record_file: str | None,
-    look: Style,
-) -> str:
+def page(plan: Plan, record: Record, record_file: str | None, look: Style) -> str:
     """Returns the page of a measurement: measured and assumed rates, and seconds by message
     size."""
     from orchestrator.style import seconds, si

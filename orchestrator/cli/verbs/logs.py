@@ -59,12 +59,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     return Exit.DONE
 
 
-def _print_line(
-    name: str,
-    line: str,
-    alone: bool,
-    as_json: bool,
-) -> None:
+def _print_line(name: str, line: str, alone: bool, as_json: bool) -> None:
     if as_json:
         import json
 

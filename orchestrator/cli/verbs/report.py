@@ -145,12 +145,7 @@ def _print_json(report: dict, plan: Plan, timeline: Timeline | None) -> None:
     print_json(document)
 
 
-def _plot(
-    path: Path,
-    run_id: str,
-    plan: Plan,
-    timeline: Timeline,
-) -> None:
+def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
     from orchestrator.observe.plots.memory_picture import figure
     from orchestrator.observe.plots.plan_picture import write
 
@@ -161,12 +156,7 @@ def _plot(
     write(figure(timeline, title), path, title, notes)
 
 
-def _plot_experts(
-    path: Path,
-    run_id: str,
-    plan: Plan,
-    loads: Loads,
-) -> None:
+def _plot_experts(path: Path, run_id: str, plan: Plan, loads: Loads) -> None:
     from orchestrator.observe.plots.expert_picture import figure
     from orchestrator.observe.plots.plan_picture import write
 

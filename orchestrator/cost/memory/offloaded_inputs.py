@@ -28,12 +28,7 @@ def input_bytes(workload: Workload) -> float:
     return workload.boundary_bytes / (parallel.tp if workload.shares_inputs else 1)
 
 
-def inputs_of(
-    model: Model,
-    layer: int,
-    train: Train,
-    mode: str,
-) -> int:
+def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
     """Returns the number of offloaded inputs of a layer.
 
     A recomputed layer has one, and selective recomputation one per half. Experts keep all of their

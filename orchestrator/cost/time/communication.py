@@ -81,13 +81,7 @@ def tensor_seconds(
 class _TensorCosts:
     """The exposed seconds of tensor-parallel operations. Equal operations are computed once."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        rate: Rates,
-        compute: Compute,
-        path: Path,
-    ):
+    def __init__(self, workload: Workload, rate: Rates, compute: Compute, path: Path):
         self.in_pieces = workload.software.tp_overlap
         self.shown = rate.tp_exposed
         self.overlap_s = compute.overlap_s

@@ -179,13 +179,7 @@ class Fabric:
             count //= 2
         return 1
 
-    def _neighbours(
-        self,
-        node: Ints,
-        pattern: Pattern,
-        wrap: bool,
-        alike: int,
-    ) -> Path:
+    def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool, alike: int) -> Path:
         """Returns the path of a ring or chain. Each row of `node` represents `alike` groups."""
         level = self._hop_levels(node, wrap)
         hops = self.latency[level]
@@ -228,13 +222,7 @@ class Fabric:
             level[together] = tier
         return level
 
-    def _slowest_hop(
-        self,
-        node: Ints,
-        level: Ints,
-        nics: Floats,
-        alike: int,
-    ) -> float:
+    def _slowest_hop(self, node: Ints, level: Ints, nics: Floats, alike: int) -> float:
         """Returns the seconds per byte on the network of the slowest hop outside a domain.
 
         A hop over some `nics` waits for these, or for the most loaded shared link.

@@ -305,12 +305,7 @@ def _node_row(name: str, state: RunState, live: Live) -> tuple[str, ...]:
     return name, node.state, ranks, step, memory, metrics
 
 
-def _cause(
-    title: str,
-    cause: Cause,
-    style: Style,
-    tail: int,
-) -> list[str]:
+def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
     lines = [style.title(title), style.paint(cause.text, RED)]
     if cause.stack:
         lines.append(style.paint(f"stack: {cause.stack}", GRAY))

@@ -137,12 +137,7 @@ def memory(ax: Axes, plan: Plan) -> None:
     ax.tick_params(length=0)
 
 
-def _memory_totals(
-    ax: Axes,
-    totals: list[float],
-    capacity: float,
-    x: float,
-) -> None:
+def _memory_totals(ax: Axes, totals: list[float], capacity: float, x: float) -> None:
     """Writes each total to the right of the capacity's line, so that the line strikes none."""
     for row, total in enumerate(totals):
         ax.text(
@@ -257,12 +252,7 @@ def pipeline(ax: Axes, plan: Plan) -> None:
     ax.tick_params(length=0)
 
 
-def _actions(
-    ax: Axes,
-    plan: Plan,
-    timeline: Timeline,
-    scale: float,
-) -> list[Patch]:
+def _actions(ax: Axes, plan: Plan, timeline: Timeline, scale: float) -> list[Patch]:
     """Draws all actions. Returns the handles for the legend."""
     pp = plan.parallel.pp
     boxes: dict[str, list[Any]] = {name: [] for name in ACTION}

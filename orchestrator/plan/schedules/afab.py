@@ -12,12 +12,7 @@ from collections.abc import Iterator
 from .actions import Action, Kind
 
 
-def order(
-    rank: int,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> Iterator[Action]:
+def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
     stages = [chunk * pp + rank for chunk in range(vpp)]
     for stage in stages:
         yield from (Action(Kind.F, stage, index) for index in range(micro_batches))

@@ -18,12 +18,7 @@ from .counting import count
 from .dual import script
 
 
-def order(
-    rank: int,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> Iterator[Action]:
+def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
     per_direction = micro_batches // 2  # a direction
     stages = (rank, 2 * pp - 1 - rank)
     firsts = (0, per_direction)

@@ -14,12 +14,7 @@ from .counting import count
 from .dual import script
 
 
-def order(
-    rank: int,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> Iterator[Action]:
+def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
     stages = (rank, 2 * pp - 1 - rank)
     return count(
         script(rank, pp, max(micro_batches, 2 * pp)),

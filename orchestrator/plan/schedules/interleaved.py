@@ -14,12 +14,7 @@ from collections.abc import Iterator
 from .actions import Action, Kind
 
 
-def order(
-    rank: int,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> Iterator[Action]:
+def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
     # The last group counts as full; `at` leaves out micro-batches that do not exist.
     groups = -(-micro_batches // pp)
     total = groups * pp * vpp

@@ -13,12 +13,7 @@ from collections.abc import Iterator
 from .actions import Action, Kind
 
 
-def order(
-    rank: int,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> Iterator[Action]:
+def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
     ahead = min(pp - 1 - rank, micro_batches)
     yield from (Action(Kind.F, rank, index) for index in range(ahead))
     for index in range(micro_batches):

@@ -39,12 +39,7 @@ SCHEDULES: dict[str, Entry] = {
 }
 
 
-def illegal(
-    name: str,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> str | None:
+def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
     """Checks the numbers of a schedule. Returns one line with the illegal number and the nearest
     legal one, or None."""
     entry = SCHEDULES.get(name)
@@ -79,12 +74,7 @@ def illegal(
     return None
 
 
-def build(
-    name: str,
-    pp: int,
-    micro_batches: int,
-    vpp: int = 1,
-) -> Schedule:
+def build(name: str, pp: int, micro_batches: int, vpp: int = 1) -> Schedule:
     """Builds the named schedule for `pp` ranks of `vpp` stages each. Raises ScheduleError with the
     line of `illegal`.
 

@@ -13,12 +13,7 @@ from .actions import Action
 from .split_backward import postponed
 
 
-def order(
-    rank: int,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> Iterator[Action]:
+def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
     return postponed(
         stage=rank,
         micro_batches=micro_batches,

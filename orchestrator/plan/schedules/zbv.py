@@ -18,12 +18,7 @@ I = Kind.I
 W = Kind.W
 
 
-def order(
-    rank: int,
-    pp: int,
-    micro_batches: int,
-    vpp: int,
-) -> Iterator[Action]:
+def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
     stages = (rank, 2 * pp - 1 - rank)
     return count(
         _script(rank, pp, max(micro_batches, 2 * pp - 1)),

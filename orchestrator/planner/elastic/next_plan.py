@@ -102,12 +102,7 @@ def pays(
     return stable_s >= dwell_s and saved > cost_s
 
 
-def horizon_s(
-    left_s: float,
-    watched_s: float,
-    faults: int,
-    stable_s: float,
-) -> float:
+def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> float:
     """Returns the seconds until the run ends or the next fault is expected.
 
     A fault is expected after the mean time between faults, or after `stable_s` if that is longer.

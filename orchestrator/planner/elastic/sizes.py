@@ -314,12 +314,7 @@ def _check_has(config: Config, nodes: int) -> None:
         raise OrchError(message, Exit.CONFIG)
 
 
-def _replicas(
-    config: Config,
-    site: _Site,
-    nodes: int,
-    smaller: Size | None,
-) -> Size:
+def _replicas(config: Config, site: _Site, nodes: int, smaller: Size | None) -> Size:
     """Returns the size with equal replicas, or with unequal ones if the batch needs that.
 
     Raises OrchError if unequal replicas would be no faster than the next smaller size.

@@ -126,12 +126,7 @@ def _alone_seconds(fabric: Fabric) -> float:
     return 1.0 / (float(fabric.rate[1:].max()) * _nics_of_sender(fabric))
 
 
-def _path_in_node(
-    fabric: Fabric,
-    size: int,
-    pattern: Pattern,
-    wrap: bool,
-) -> Path:
+def _path_in_node(fabric: Fabric, size: int, pattern: Pattern, wrap: bool) -> Path:
     """Returns the bound of groups of `size` members, some of which fit a node."""
     hop = float(fabric.latency.min())
     hops = size if wrap and pattern != "exchange" else size - 1
@@ -195,12 +190,7 @@ def _exchange_across(fabric: Fabric, size: int, level: int) -> Path:
     )
 
 
-def _path_across(
-    fabric: Fabric,
-    groups: _Groups,
-    pattern: Pattern,
-    level: int,
-) -> Path:
+def _path_across(fabric: Fabric, groups: _Groups, pattern: Pattern, level: int) -> Path:
     """Returns the bound of rings or chains, one of which crosses `level`."""
     # Unless every message leaves its node, some two neighbours share a node.
     inside = 0.0 if groups.crossing.all() else 1.0 / float(fabric.rate[0])

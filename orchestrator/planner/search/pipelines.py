@@ -40,13 +40,7 @@ class PipelinesOfMeshes:
                     ).append(schedule)
         return self._alike[key]
 
-    def shape(
-        self,
-        placement: str,
-        schedule: str,
-        pp: int,
-        vpp: int,
-    ) -> PipelineShape:
+    def shape(self, placement: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
         """Returns the shape of a pipeline."""
         key = placement, pp, vpp
         if key not in self._shapes:

@@ -53,12 +53,7 @@ def attention_core(
     )
 
 
-def shard_batch(
-    batch: MicroBatch,
-    method: str,
-    size: int,
-    index: int,
-) -> MicroBatch:
+def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroBatch:
     """Returns the columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s /
     size] on the same device.
 

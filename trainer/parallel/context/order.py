@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from orchestrator.plan.supported import BALANCED
 
 
-def chunks(
-    method: str,
-    seq_len: int,
-    size: int,
-    index: int,
-) -> list[range]:
+def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:
     """Returns the global positions of rank `index` of `size`, as ascending ranges of equal length.
 
     Raises ValueError if the sequence cannot be cut evenly.
@@ -36,12 +31,7 @@ def chunks(
     return [range(number * length, (number + 1) * length) for number in numbers]
 
 
-def positions(
-    method: str,
-    seq_len: int,
-    size: int,
-    index: int,
-) -> list[int]:
+def positions(method: str, seq_len: int, size: int, index: int) -> list[int]:
     """Returns the global positions of rank `index` of `size`, ascending."""
     return [position for chunk in chunks(method, seq_len, size, index) for position in chunk]
 
@@ -79,12 +69,7 @@ class Visible:
 ALL = slice(None)
 
 
-def visible(
-    method: str,
-    local_len: int,
-    index: int,
-    source: int,
-) -> Visible | None:
+def visible(method: str, local_len: int, index: int, source: int) -> Visible | None:
     """Returns the part of rank `source`'s keys that rank `index` attends to under a causal mask, or
     None.
 

@@ -24,13 +24,7 @@ class WholeSequences:
     """A `model.experts.OfSequences` for sequences whose parts are on the ranks of cp, and of tp
     with sequence parallelism."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        sp: bool,
-        cp_method: str,
-        counter: CommCounter,
-    ):
+    def __init__(self, mesh: Mesh, sp: bool, cp_method: str, counter: CommCounter):
         self.mesh = mesh
         self.sp = sp
         self.method = cp_method

@@ -41,13 +41,7 @@ class ChoiceStates:
         """Begins a step."""
         self._chosen.clear()
 
-    def apply(
-        self,
-        finite: Tensor,
-        mesh: Mesh,
-        sp: bool,
-        counter: CommCounter,
-    ) -> None:
+    def apply(self, finite: Tensor, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
         """Updates biases and loads by the step's choices, unless the step is skipped (`finite` is
         False, 0-d bool). Collective among ranks with the same layers."""
         if not self.mixtures:

@@ -34,12 +34,7 @@ def watch(stage: Stage, terms: LossTerms, observe: Observer) -> dict[int, Mixtur
     return mixtures
 
 
-def _around(
-    layer: int,
-    enter: Enter,
-    terms: LossTerms,
-    observe: Observer,
-) -> Enter:
+def _around(layer: int, enter: Enter, terms: LossTerms, observe: Observer) -> Enter:
     def watched(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         if terms.counts:
             observe(layer, routing)

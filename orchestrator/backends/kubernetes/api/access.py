@@ -269,12 +269,7 @@ def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSL
     return tls
 
 
-def _credential_file(
-    folder: str,
-    data: str,
-    name: str,
-    written: Path,
-) -> Path | None:
+def _credential_file(folder: str, data: str, name: str, written: Path) -> Path | None:
     """Returns the file of a certificate or key; inline data is first written to `written`."""
     if data:
         written.write_bytes(base64.b64decode(data))

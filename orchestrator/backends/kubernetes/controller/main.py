@@ -256,11 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         force=True,
     )
     os.umask(0o077)
-    Path(args.home).mkdir(
-        mode=0o700,
-        parents=True,
-        exist_ok=True,
-    )
+    Path(args.home).mkdir(mode=0o700, parents=True, exist_ok=True)
     for kind in DECODED:
         decoder(kind)
     cluster = Cluster(None, args.namespace)

@@ -78,12 +78,7 @@ def make(cluster: Cluster, unsent: Manifest) -> None:
     cluster.create(job)
 
 
-def ungate(
-    cluster: Cluster,
-    pod: str,
-    node: str,
-    together: int,
-) -> bool:
+def ungate(cluster: Cluster, pod: str, node: str, together: int) -> bool:
     """Removes the scheduling gate from a pod, which then fits this node alone. Returns False if the
     pod is gone.
 

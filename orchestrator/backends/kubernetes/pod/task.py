@@ -282,11 +282,7 @@ def _make_folder(folder: RunFolder, run_input: Input) -> None:
     create it at once."""
     Path(run_input.planned.job.data.cache_dir or names.ROOT).mkdir(parents=True, exist_ok=True)
     for subfolder in ("logs", "events", "metrics", "checkpoints", "kubernetes"):
-        (folder.path / subfolder).mkdir(
-            mode=0o700,
-            parents=True,
-            exist_ok=True,
-        )
+        (folder.path / subfolder).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _is_done(folder: RunFolder) -> bool:

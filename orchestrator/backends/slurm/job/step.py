@@ -24,13 +24,7 @@ _END_S = 30.0  # time for the step to end
 class JobStep:
     """A running step, which ends by itself or when `close` closes its standard input."""
 
-    def __init__(
-        self,
-        slurm: Slurm,
-        job_id: str,
-        node: str,
-        argv: Sequence[str],
-    ):
+    def __init__(self, slurm: Slurm, job_id: str, node: str, argv: Sequence[str]):
         self._slurm = slurm
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the step
         step_flags = [

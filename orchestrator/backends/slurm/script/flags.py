@@ -122,12 +122,7 @@ def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flag
     return _merge(flags, options.srun, RESERVED_SRUN, "srun")
 
 
-def _merge(
-    flags: Flags,
-    user_flags: Flags,
-    reserved: Set[str],
-    command: str,
-) -> Flags:
+def _merge(flags: Flags, user_flags: Flags, reserved: Set[str], command: str) -> Flags:
     """Adds the user's flags, where False removes a flag. OrchError (65) for one in `reserved`."""
     for name in user_flags:
         if name in reserved:
