@@ -68,14 +68,18 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
         (predicted(row, 1.0, 0.0) / row.seconds, predicted(row, 0.0, 1.0) / row.seconds)
         for row in rows
     ]
-    aa, ab, bb = (sum(x[i] * x[j] for x in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(x[i] for x in pairs) for i in (0, 1))
+    aa = sum(x * x for x, _ in pairs)
+    ab = sum(x * y for x, y in pairs)
+    bb = sum(y * y for _, y in pairs)
+    a = sum(x for x, _ in pairs)
+    b = sum(y for _, y in pairs)
     det = aa * bb - ab * ab
-    latency, cost = (
-        ((a * bb - b * ab) / det, (b * aa - a * ab) / det)
-        if det > 1e-9 * aa * bb
-        else (0.0, b / bb)
-    )
+    if det > 1e-9 * aa * bb:
+        latency = (a * bb - b * ab) / det
+        cost = (b * aa - a * ab) / det
+    else:
+        latency = 0.0
+        cost = b / bb
     if latency <= 0:
         return 0.0, b / bb
     return (latency, cost) if cost > 0 else (a / aa, 1e-15)

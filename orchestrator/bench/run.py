@@ -65,10 +65,11 @@ def watch(
     while True:
         # The state is read before the events, so the events of a final state are complete.
         state = backend.state(folder)
-        events = (
-            event for event in last_events(path, _EVENTS_BYTES) if event.name.startswith("bench_")
-        )
-        reports: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
+        reports: list[dict[str, Any]] = [
+            {"name": event.name, **event.fields}
+            for event in last_events(path, _EVENTS_BYTES)
+            if event.name.startswith("bench_")
+        ]
         total = next(
             (int(event["total"]) for event in reports if event["name"] == "bench_total"),
             0,

@@ -89,7 +89,8 @@ def _moved(
     shared = Counter((old[node], new[node]) for node in both if node in old and node in new)
     successor: dict[str, str] = {}
     matched_switches: set[str] = set()
-    for (old_name, new_name), _ in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
+    most_shared_first = sorted(shared, key=lambda pair: (-shared[pair], pair))
+    for old_name, new_name in most_shared_first:
         if old_name not in successor and new_name not in matched_switches:
             successor[old_name] = new_name
             matched_switches.add(new_name)

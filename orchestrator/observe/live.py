@@ -118,7 +118,9 @@ def _last(lines: list[StepLine], name: str) -> float | None:
 def _saved(events: list[Event], now: float) -> Saved | None:
     saved = [event for event in events if event.name == "checkpoint_saved"]
     last = max(saved, key=lambda event: event.at, default=None)
-    return Saved(step=last.step, at=last.at, age_s=max(0.0, now - last.at)) if last else None
+    if last is None:
+        return None
+    return Saved(step=last.step, at=last.at, age_s=max(0.0, now - last.at))
 
 
 def _doing(events: list[Event], epoch: int) -> str | None:

@@ -74,7 +74,8 @@ def make_report(
 
 
 def _count_lines(lines: list[StepLine]) -> _StepLines:
-    last_epoch_of = {line.step: line.epoch for line in sorted(lines, key=lambda line: line.epoch)}
+    by_epoch = sorted(lines, key=lambda line: line.epoch)
+    last_epoch_of = {line.step: line.epoch for line in by_epoch}
     final = [line for line in lines if last_epoch_of[line.step] == line.epoch]
     first_rank = min((line.rank for line in final), default=0)
     lead = [line for line in final if line.rank == first_rank]

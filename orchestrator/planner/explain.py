@@ -296,7 +296,10 @@ def _folds(plan: Plan, settings: dict[str, Any]) -> Iterator[tuple[list[str], La
     current_fold = (tensor_ranks(par), folds_cp(par), par.ep)
     for etp, fold_cp in product(divisors(par.tp), {False, par.cp > 1}):
         inner = par.tp // etp * (par.cp if fold_cp else 1)
-        for ep in sorted({par.ep, *([total // inner] if total % inner == 0 else [])}):
+        ep_degrees = {par.ep}
+        if total % inner == 0:
+            ep_degrees.add(total // inner)
+        for ep in sorted(ep_degrees):
             if (etp, fold_cp, ep) == current_fold:
                 continue
             overrides = []

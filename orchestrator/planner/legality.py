@@ -63,7 +63,8 @@ def _around(case: Case, near: Near) -> Iterator[Case]:
             near(case.cp, case.gpus, case.fold_cp is True),
             near(case.ep, experts, False),
         ):
-            dp = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // (tp * pp * cp * ep)
+            ranks_per_replica = tp * pp * cp * ep
+            dp = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // ranks_per_replica
             if not dp:
                 continue
             for vpp, etp in product(near(case.vpp, case.model.layers, False), _cuts(case, tp)):
@@ -115,10 +116,10 @@ def _near(value: int, largest: int, start: bool) -> list[int]:
     span = range(low, high + 1)
     # A wide span is thinned to powers of two and the value's own divisors and small multiples.
     if len(span) > 24:
-        kept_degrees = {2**k for k in range(low.bit_length() - 1, high.bit_length() + 1)}
-        kept_degrees |= {value // d for d in (1, 2, 3, 4) if value % d == 0} | {
-            value * d for d in (1, 2, 3, 4)
-        }
+        exponents = range(low.bit_length() - 1, high.bit_length() + 1)
+        kept_degrees = {2**exponent for exponent in exponents}
+        kept_degrees |= {value // d for d in (1, 2, 3, 4) if value % d == 0}
+        kept_degrees |= {value * d for d in (1, 2, 3, 4)}
         return sorted(v for v in kept_degrees | {largest} if 1 <= v <= high)
     return list(span)
 
@@ -134,4 +135,5 @@ def _distance(case: Case, candidate: Case) -> tuple[int, float, float, str]:
     if isinstance(case.etp, int):
         factors.append(abs(math.log2(tensor_ranks(candidate) / case.etp)))
     changed = sum(factor > 0 for factor in factors)
-    return changed, sum(factors), abs(math.log2(candidate.dp / max(1, case.dp))), candidate.spec
+    dp_factor = abs(math.log2(candidate.dp / max(1, case.dp)))
+    return changed, sum(factors), dp_factor, candidate.spec

@@ -186,7 +186,8 @@ class DiskOptimizer:
         if free is not None:
             free.result()
         chunk = self.chunks[number]
-        buffer = self._grad_buffers[number % GRADIENTS].view(self.dtype)[: chunk.stop - chunk.start]
+        elements = chunk.stop - chunk.start
+        buffer = self._grad_buffers[number % GRADIENTS].view(self.dtype)[:elements]
         with torch.no_grad():  # each thread has its own grad mode
             self.host.read(
                 self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop],

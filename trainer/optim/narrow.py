@@ -45,7 +45,9 @@ def codebook(signed: bool) -> Tensor:
     for zeros in range(7):
         count = 2 ** (bits - zeros)
         middles = [(0.1 + 0.9 * (index + 0.5) / count) * 10.0**-zeros for index in range(count)]
-        numbers += [sign * middle for middle in middles for sign in ((1, -1) if signed else (1,))]
+        numbers += middles
+        if signed:
+            numbers += [-middle for middle in middles]
     return torch.tensor(sorted(numbers), dtype=torch.float64)
 
 

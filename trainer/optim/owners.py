@@ -80,9 +80,8 @@ def cuts_of(
         size = info.global_shape[cut.dim]
         copies = len(info.replicas)
         length = size * copies // tp.size()
-        ranges = tuple(
-            (rank // copies * length, (rank // copies + 1) * length) for rank in range(tp.size())
-        )
+        shard_of_rank = (rank // copies for rank in range(tp.size()))
+        ranges = tuple((shard * length, (shard + 1) * length) for shard in shard_of_rank)
         height, width = info.global_shape
         cuts.append(Cut(tp, "tp", (height, width), cut.dim, ranges))
     return tuple(cuts)

@@ -104,12 +104,13 @@ class _Reference:
         self._update(learning_rate(number, job.optim, job.train.steps))
         for router in self.routers:
             router.move()
+        weights = {name: param.detach().clone() for name, param in self.params.items()}
         stored = states(self.stage)
         return Outcome(
             loss=loss.item(),
             norm=norm.item(),
             grads=grads,
-            weights={name: param.detach().clone() for name, param in self.params.items()},
+            weights=weights,
             terms=self._term_sums(terms),
             states={name: getattr(module, key).clone() for name, module, key, _ in stored},
         )

@@ -56,9 +56,9 @@ def micro_batch(
     if not packed:
         return with_serials(MicroBatch(tokens, targets, positions, None), indices)
     length = tokens.shape[1]
-    cuts = torch.tensor(
-        [sorted((1 + index % (length - 1), 1 + 5 * index % (length - 1))) for index in indices]
-    )
+    inner = length - 1
+    cuts_of_rows = [sorted((1 + index % inner, 1 + 5 * index % inner)) for index in indices]
+    cuts = torch.tensor(cuts_of_rows)
     documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
     starts = torch.where(
         documents == 0,

@@ -78,7 +78,8 @@ def parse_ibnetdiscover(content: str) -> Topology:
                     + ("" if device else " of a switch or adapter"),
                 )
             speed = _SPEED.search(match[2] or "")
-            links[device].append((match[1], int(speed[1]) * _LANE[speed[2]] if speed else 0.0))
+            bandwidth = int(speed[1]) * _LANE[speed[2]] if speed else 0.0
+            links[device].append((match[1], bandwidth))
         elif not line.strip():
             device = system = ""
     for name, ends in links.items():
@@ -291,7 +292,9 @@ def _named(
     result = {}
     for root, nodes in groups.items():
         name = short.get(root, nodes[0])
-        result[name if count[name] == 1 else first.get(root, nodes[0])] = tuple(nodes)
+        if count[name] != 1:
+            name = first.get(root, nodes[0])
+        result[name] = tuple(nodes)
     return result
 
 

@@ -248,7 +248,8 @@ def _paths(
             if path[depth] and path[depth + 1]:
                 above.setdefault(path[depth + 1], set()).add(path[depth])
         for path in label_values.values():
-            if not path[depth] and len(candidates := above.get(path[depth + 1], set())) == 1:
+            candidates = above.get(path[depth + 1], set())
+            if not path[depth] and len(candidates) == 1:
                 path[depth] = next(iter(candidates))
     return {
         name: tuple(

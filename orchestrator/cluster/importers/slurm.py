@@ -97,9 +97,11 @@ def parse_yaml(content: str, name: str | None = None) -> Topology:
     named = {str(entry.get("topology", index)): entry for index, entry in enumerate(entries)}
     if name is not None and name not in named:
         raise _bad(f"it has no topology {name!r}, only {', '.join(named)}")
-    chosen = (
-        named[name] if name else next((e for e in entries if e.get("cluster_default")), entries[0])
-    )
+    if name:
+        chosen = named[name]
+    else:
+        defaults = (entry for entry in entries if entry.get("cluster_default"))
+        chosen = next(defaults, entries[0])
     if "tree" in chosen:
         rows = _rows(chosen["tree"], "switches", "switch")
         return tree(

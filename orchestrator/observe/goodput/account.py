@@ -240,7 +240,8 @@ def _fault(
 ) -> Fault:
     cause = span.cause
     epoch_steps = steps.get(span.epoch)
-    next_step = next((steps[epoch][0] for epoch in sorted(steps) if epoch > span.epoch), None)
+    later_epochs = (epoch for epoch in sorted(steps) if epoch > span.epoch)
+    next_step = next((steps[epoch][0] for epoch in later_epochs), None)
     detected_s = max(0.0, end - start) if end is not None and cause else None
     recovery_s = None
     if next_step and end is not None:

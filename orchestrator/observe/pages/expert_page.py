@@ -58,8 +58,11 @@ def _picture(steps: list[tuple[int, ExpertLoad]], style: Style) -> list[str]:
     """Draws a line per step with a character per expert, or per group of neighbouring experts if
     the line is too short."""
     count = min(_STEPS, len(steps))
-    shown = [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
+    last_step = len(steps) - 1
+    last_line = max(1, count - 1)
+    shown = [steps[round(index * last_step / last_line)] for index in range(count)]
     ramp = _HEIGHTS if style.unicode else _LETTERS
+    highest = len(ramp) - 1
     lines = []
     for step, load in shown:
         experts_per_cell = -(-len(load.tokens) // max(8, style.width - 24))
@@ -70,8 +73,7 @@ def _picture(steps: list[tuple[int, ExpertLoad]], style: Style) -> list[str]:
         mean = sum(load.tokens) / len(load.tokens) or 1.0
         cells = (min(1.0, sum(run) / len(run) / mean / 2) for run in runs)
         drawn = "".join(
-            ramp[min(len(ramp) - 1, -(-round(cell * 1000) * (len(ramp) - 1) // 1000))]
-            for cell in cells
+            ramp[min(highest, -(-round(cell * 1000) * highest // 1000))] for cell in cells
         )
         lines.append(f"step {step:<8} |{drawn}| {three(load.ratio)}x")
     return lines

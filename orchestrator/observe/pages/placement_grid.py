@@ -82,7 +82,8 @@ class _Grid:
 
     def _node_lines(self, node: str) -> list[str]:
         """One node, whose GPUs wrap on a narrow terminal."""
-        columns = max(1, (self._style.width - len(node) - 3) // (self._cell_width + 1))
+        room = self._style.width - len(node) - 3
+        columns = max(1, room // (self._cell_width + 1))
         coords = self._coords[node]
         lines = []
         for start in range(0, len(coords), columns):

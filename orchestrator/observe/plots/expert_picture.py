@@ -49,7 +49,9 @@ def figure(loads: Loads, title: str) -> Figure:
                 interpolation="nearest",
             )
             ax.set_title(f"layer {layer}")
-            ax.set_xticks([0, len(steps) - 1], [str(steps[0][0]), str(steps[-1][0])])
+            first_step = steps[0][0]
+            last_step = steps[-1][0]
+            ax.set_xticks([0, len(steps) - 1], [str(first_step), str(last_step)])
             ax.set_xlabel("step", color=MUTED)
             ax.set_ylabel("expert", color=MUTED)
         assert drawn is not None

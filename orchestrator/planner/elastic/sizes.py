@@ -325,7 +325,8 @@ def _replicas(config: Config, site: _Site, nodes: int, smaller: Size | None) -> 
     _check_has(config, nodes)
     par = config.parallel
     gpus = _filled(config, site.resolve(_at(config, nodes).cluster))
-    replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
+    ranks_per_replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp"))
+    replicas = max(1, gpus // ranks_per_replica)
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
         return _size(config, site, nodes)
     uneven = structs.replace(config, parallel=structs.replace(par, uneven=True))

@@ -99,7 +99,10 @@ def path_lower_bound(
         target = slot[:, 1:]
     # Groups that share no nodes: two groups that share their first node share all nodes.
     count = int(np.count_nonzero(np.bincount(row[:, 0])))
-    even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
+    even = bool((spans == nodes).all())
+    if even:
+        span_of_all = int(row.max()) + 1 - int(row.min())
+        even = count * nodes == span_of_all
     groups = _Groups(
         size,
         nodes,

@@ -299,7 +299,9 @@ def _improve_by_swaps(costs: PlacementCosts, best: ScoredPlacement) -> ScoredPla
 
 def _is_worth_swapping(new: PlacementScore, old: PlacementScore) -> bool:
     """Reports whether a swap gains enough."""
-    return new[:3] < old[:3] or (new[:3] == old[:3] and new.step_s < old.step_s * (1 - SWAP_GAIN))
+    if new[:3] != old[:3]:
+        return new[:3] < old[:3]
+    return new.step_s < old.step_s * (1 - SWAP_GAIN)
 
 
 def _swapped(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:

@@ -82,7 +82,8 @@ def whole_unit(plan: Plan, block: int) -> int:
     # Ranks fill the first nodes.
     busy = [sum(node < nodes for node in domain) for domain in plan.cluster.nvlink_domains]
     domain_part = max(busy)
-    equal = {*busy} <= {0, domain_part} and domain_part < max(map(len, plan.cluster.nvlink_domains))
+    largest_domain = max(map(len, plan.cluster.nvlink_domains))
+    equal = {*busy} <= {0, domain_part} and domain_part < largest_domain
     return domain_part if equal and domain_part <= block and domain_part % best == 0 else best
 
 

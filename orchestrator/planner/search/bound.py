@@ -69,7 +69,8 @@ def least_of_column(meshes: Iterable[Mesh], layers: Layers) -> float:
     context = layers.costs[0].context
     factors = dict[int, float]()
     for mesh in meshes:
-        nodes = -(-mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp // context.cluster.gpus_per_node)
+        gpus = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
+        nodes = -(-gpus // context.cluster.gpus_per_node)
         least = mesh.micro_batches / mesh.pp
         factors[nodes] = min(least, factors.get(nodes, least))
     share = min(

@@ -176,7 +176,9 @@ def least_work(
     def least() -> LeastWork:
         """Computes the least work."""
         every = [cost.least(recompute, cp_methods, sp_open) for cost in costs]
-        layer_counts = (costs[0].dense, costs[0].moe)
+        dense = costs[0].dense
+        moe = costs[0].moe
+        layer_counts = (dense, moe)
         first = min(cost.first for cost in every)
         forward, backward, last = (
             [min(kind) for kind in zip(*kinds, strict=True)]
@@ -187,8 +189,8 @@ def least_work(
         )
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         return LeastWork(
-            forwards=layer_counts[0] * forward[0] + layer_counts[1] * forward[1] + first + last[0],
-            backwards=layer_counts[0] * backward[0] + layer_counts[1] * backward[1] + last[1],
+            forwards=dense * forward[0] + moe * forward[1] + first + last[0],
+            backwards=dense * backward[0] + moe * backward[1] + last[1],
             layer=min(
                 seconds for seconds, layers in zip(both, layer_counts, strict=True) if layers
             ),
