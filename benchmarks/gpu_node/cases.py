@@ -136,11 +136,8 @@ def _all(n: int) -> Iterator[Case | None]:
         )
     yield Case("experts", EXPERTS, (f"parallel=ep{n}_zero1", "model.layers=12"))
     yield Case("experts + TP", EXPERTS, (f"parallel=tp2_ep{half}_zero1", "model.layers=12"))
-    yield (
-        Case("TP + PP + ZeRO-1", LARGE, (f"parallel=tp2_pp2_dp{quarter}_zero1",))
-        if n >= 8
-        else None
-    )
+    three_axes = (f"parallel=tp2_pp2_dp{quarter}_zero1",)
+    yield Case("TP + PP + ZeRO-1", LARGE, three_axes) if n >= 8 else None
     yield Case("TP + CP + PP", LARGE, (f"parallel=tp2_cp2_pp{quarter}", *long)) if n >= 8 else None
     yield Case("full recomputation", LARGE, (f"parallel=dp{n}_zero3", "train.recompute=full"), both)
     yield Case("packed documents", SMALL, (f"parallel=dp{n}_zero1", "data.isolate_documents=true"))
