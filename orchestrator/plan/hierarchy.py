@@ -43,12 +43,7 @@ def expert_groups(plan: Plan) -> list[list[int]]:
         cp = 0 if "cp" in expert_axes else coord.cp
         tp = coord.tp % etp if "tp" in expert_axes else coord.tp
         ranks_by_key.setdefault(
-            (
-                coord.pp,
-                coord.dp,
-                cp,
-                tp,
-            ),
+            (coord.pp, coord.dp, cp, tp),
             [],
         ).append(rank.rank)
     return list(ranks_by_key.values())

@@ -9,7 +9,7 @@ of `conf/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -194,7 +194,7 @@ def layer_operations(model: Model, layer: int) -> tuple[Operation, ...]:
 @lru_cache(maxsize=256)
 def operations_of(shape: LayerShape) -> tuple[Operation, ...]:
     """The operations of every layer with this shape."""
-    return KINDS[shape.kind](shape)
+    return tuple(KINDS[shape.kind](shape))
 
 
 def pre_norm(shape: LayerShape) -> tuple[Operation, ...]:
@@ -202,9 +202,9 @@ def pre_norm(shape: LayerShape) -> tuple[Operation, ...]:
     attention = _attention(shape) if shape.mla is None else _latent_attention(shape, shape.mla)
     mlp = _dense(shape) if shape.moe is None else _experts(shape, shape.moe)
     return (
-        _norm(shape, "norm1", "attention"),
+        hidden_norm(shape, "norm1", "attention"),
         *attention,
-        _norm(shape, "norm2", "mlp"),
+        hidden_norm(shape, "norm2", "mlp"),
         *mlp,
     )
 
@@ -212,7 +212,7 @@ def pre_norm(shape: LayerShape) -> tuple[Operation, ...]:
 #: The kind of layers of a model that names none.
 PRE_NORM = "pre_norm"
 #: The kinds of layers that a model can name (`model.block`).
-KINDS: dict[str, Callable[[LayerShape], tuple[Operation, ...]]] = {PRE_NORM: pre_norm}
+KINDS: dict[str, Callable[[LayerShape], Iterable[Operation]]] = {PRE_NORM: pre_norm}
 
 
 def layer_kind(model: Model) -> str:
@@ -220,8 +220,13 @@ def layer_kind(model: Model) -> str:
     return model.block or PRE_NORM
 
 
-def _norm(shape: LayerShape, name: str, half: Half) -> Operation:
-    """The norm with which a half begins."""
+def hidden_norm(
+    shape: LayerShape,
+    name: str,
+    half: Half,
+    normed: Writer = "residual",
+) -> Operation:
+    """The norm of a hidden state; `normed`: what wrote that state. A half begins with one."""
     return Operation(
         name,
         half,
@@ -230,7 +235,7 @@ def _norm(shape: LayerShape, name: str, half: Half) -> Operation:
         outputs=shape.hidden,
         cut="whole",
         bias=shape.norm == "layer",
-        saves=(SavedTensor(f"input of {name}", shape.hidden, "sequence", "residual"),),
+        saves=(SavedTensor(f"input of {name}", shape.hidden, "sequence", normed),),
     )
 
 

@@ -164,14 +164,7 @@ def drop_others(admitted: list[Network], version: int) -> bytes:
             tests,
             strict=True,
         ):
-            program.append(
-                (
-                    _LOAD,
-                    0,
-                    0,
-                    _NETWORK_HEADER + _SOURCE[version] + offset,
-                )
-            )
+            program.append((_LOAD, 0, 0, _NETWORK_HEADER + _SOURCE[version] + offset))
             program.append((_AND, 0, 0, mask))
             program.append(
                 (_JUMP_EQUAL, 0, 3 * remaining + 1, address_word)

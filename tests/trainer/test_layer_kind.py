@@ -17,7 +17,7 @@ from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.plan import layer as layers
 from orchestrator.plan.document import Model, Mtp
-from orchestrator.plan.layer import LayerShape, Operation, SavedTensor, pre_norm
+from orchestrator.plan.layer import LayerShape, Operation, SavedTensor, hidden_norm, pre_norm
 from orchestrator.plan.trained import problems
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import transformer
@@ -40,24 +40,9 @@ CAP = 5.0  # Gemma 2 has 50; small models have small scores
 def gemma2_layer(shape: LayerShape) -> Iterator[Operation]:
     for operation in pre_norm(shape):
         if operation.name == "norm2":
-            yield norm_behind(shape, "attention")
+            yield hidden_norm(shape, "attention_norm", "attention", normed="output")
         yield capped(operation, shape) if operation.kind == "core" else operation
-    yield norm_behind(shape, "mlp")
-
-
-def norm_behind(shape: LayerShape, half: layers.Half) -> Operation:
-    """The norm of what a half adds to the residual stream."""
-    name = f"{half}_norm"
-    return Operation(
-        name,
-        half,
-        "norm",
-        inputs=1,
-        outputs=shape.hidden,
-        cut="whole",
-        bias=shape.norm == "layer",
-        saves=(SavedTensor(f"input of {name}", shape.hidden, "sequence", "output"),),
-    )
+    yield hidden_norm(shape, "mlp_norm", "mlp", normed="output")
 
 
 def capped(core: Operation, shape: LayerShape) -> Operation:
@@ -74,37 +59,31 @@ def capped(core: Operation, shape: LayerShape) -> Operation:
 # The module of the trainer.
 
 
-class CappedAttention:
-    """Attention whose scores a tanh keeps between -CAP and CAP."""
-
-    def __init__(self, causal: bool):
-        self.causal = causal
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        token_index: Tensor | None,
-        documents: Documents | None,
-    ) -> Tensor:
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        scores = grouped_product(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-        scores = CAP * torch.tanh(scores / CAP)
-        # Backward of a sum reads neither term: the mask is not kept.
-        mask = torch.full(scores.shape[-2:], -math.inf, dtype=q.dtype, device=q.device).triu(1)
-        if documents is not None:
-            numbers = documents.numbers[:, None]
-            is_other = numbers[..., :, None] != numbers[..., None, :]
-            mask = mask.where(~is_other, -math.inf)
-        return grouped_product((scores + mask).softmax(-1), v).transpose(1, 2)
+def capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token_index: Tensor | None,
+    documents: Documents | None,
+) -> Tensor:
+    """Causal attention whose scores a tanh keeps between -CAP and CAP."""
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+    scores = grouped_product(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    scores = CAP * torch.tanh(scores / CAP)
+    # Backward of a sum reads neither term: the mask is not kept.
+    mask = torch.full(scores.shape[-2:], -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    if documents is not None:
+        numbers = documents.numbers[:, None]
+        is_other = numbers[..., :, None] != numbers[..., None, :]
+        mask = mask.masked_fill(is_other, -math.inf)
+    return grouped_product((scores + mask).softmax(-1), v).transpose(1, 2)
 
 
 class Gemma2Block(Block):
     def __init__(self, model: Model, layer: int):
         super().__init__(model, layer)
         assert isinstance(self.attn, Attention)
-        self.attn.core = CappedAttention(model.causal)
+        self.attn.core = capped_attention
         self.attention_norm = make_norm(model)
         self.mlp_norm = make_norm(model)
 
@@ -129,7 +108,7 @@ def gemma2_twin(x, w, name, layer, model, positions, documents, drop, terms):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch) -> None:
-    monkeypatch.setitem(layers.KINDS, KIND, lambda shape: tuple(gemma2_layer(shape)))
+    monkeypatch.setitem(layers.KINDS, KIND, gemma2_layer)
     monkeypatch.setitem(blocks.BLOCKS, KIND, Gemma2Block)
     monkeypatch.setitem(transformer.KINDS, KIND, gemma2_twin)
 

@@ -146,17 +146,7 @@ def _table(record: Record) -> str:
     for level, operation, ranks in dict.fromkeys(
         (row.level, row.operation, row.ranks) for row in record.rows
     ):
-        durations = (
-            cells.get(
-                (
-                    level,
-                    operation,
-                    ranks,
-                    size,
-                )
-            )
-            for size in sizes
-        )
+        durations = (cells.get((level, operation, ranks, size)) for size in sizes)
         columns = "".join(
             f"{seconds(duration) if duration is not None else '-':>10}" for duration in durations
         )

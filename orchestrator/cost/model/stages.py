@@ -72,12 +72,7 @@ def _balance(
         counts[stage] += 1
         heapreplace(
             least,
-            (
-                counts[stage] + 1 + extra[stage],
-                first,
-                last,
-                stage,
-            ),
+            (counts[stage] + 1 + extra[stage], first, last, stage),
         )
     slowest = max(
         count + outside_layers for count, outside_layers in zip(counts, extra, strict=True)

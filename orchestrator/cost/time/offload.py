@@ -79,12 +79,7 @@ def offload_seconds(
     if offload.weights and ranks * parameters * (wide + gradient) > host.memory_bytes:
         moved += parameters * PAGED * (wide + gradient)
     return max(
-        (
-            update,
-            up,
-            down,
-            moved * ranks / host.disk_bytes_per_s,
-        ),
+        (update, up, down, moved * ranks / host.disk_bytes_per_s),
         key=value_of,
     )
 

@@ -101,15 +101,7 @@ class Fits:
         gpu = options.gpu_resource if cuda else ""
         by_claim = bool(gpu) and gpu not in request.needs.requests
         selector = sorted(options.node_selector.items())
-        network = repr(
-            (
-                selector,
-                options.levels,
-                options.profile,
-                gpu,
-                by_claim,
-            )
-        )
+        network = repr((selector, options.levels, options.profile, gpu, by_claim))
         claimed = cluster.gpus_per_node if request.claims else 0
         key = f"{network} {request.needs!r} {options.without} {claimed}"
         if key not in self._known:
