@@ -29,8 +29,7 @@ def test_lost_nodes_are_replaced(orch: Orch):
     orch.cluster.kill_node(first)
     for run in (second_node_run, first_node_run):
         run.requeued()
-    down = ("sinfo", "-h", "-p", "main", "-t", "down", "-o", "%D")
-    second_node_run.until("Slurm notices", lambda: orch.cluster.run(*down).strip() == "2")
+    second_node_run.until("Slurm notices", lambda: nodes_down(orch) == 2)
     for run, node in ((second_node_run, lost), (first_node_run, first)):
         assert run.finish().exit_code == 0 and node not in run.assignment["nodes"]
     assert second_node_run.start_of(1) > 0, "the workers that were left had saved"
@@ -57,6 +56,8 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     orch("cancel", cancelled.id, code=None)
     assert cancelled.wait("cancelled").exit_code == Exit.RESTART and min(cancelled.saved()[:2]) > 0
     assert done.wait("done").exit_code == 0
+    # Before, Slurm would still give the run a node that is lost, or only one.
+    requeued.until("Slurm notices", lambda: nodes_down(orch) == 3)
     assert (
         requeued.finish().exit_code == 0
         and len(requeued.assignment["nodes"]) == 2
@@ -64,6 +65,11 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     )
     over = ("squeue", "-h", "-o", "%i")
     done.until("no job is left", lambda: not orch.cluster.run(*over).strip())
+
+
+def nodes_down(orch: Orch) -> int:
+    counts = orch.cluster.run("sinfo", "-h", "-p", "main", "-t", "down", "-o", "%D")
+    return sum(map(int, counts.split()))
 
 
 def alone(run: Run) -> bool:
