@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,15 +56,21 @@ def matches(lines: list[str], shown: list[str]) -> bool:
     return re.fullmatch(pattern, lines[0].rstrip()) is not None and matches(lines[1:], shown[1:])
 
 
-def play(page: str, folder: Path, environ: Mapping[str, str], limit_s: float = 600) -> None:
+def play(
+    page: str,
+    folder: Path,
+    environ: Mapping[str, str],
+    limit_s: float = 600,
+    enter: Sequence[str] = (),
+) -> None:
     """Everything that the page shows, in a folder. AssertionError with what was printed in place of
-    what is shown."""
+    what is shown. `enter`: the words before a command that runs it on another machine."""
     for step in steps(page):
         if isinstance(step, File):
             (folder / step.name).write_text(step.text)
             continue
         done = subprocess.run(
-            ["bash", "-c", step.line], cwd=folder, env=dict(environ), text=True, timeout=limit_s,
+            [*enter, "bash", "-c", step.line], cwd=folder, env=dict(environ), text=True, timeout=limit_s,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         lines = done.stdout.rstrip("\n").split("\n") if done.stdout.strip() else []

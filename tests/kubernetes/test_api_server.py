@@ -8,8 +8,10 @@ import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import yaml
 
 from orchestrator.plan import Exit
 from tests.beds.base import ROOT
@@ -79,6 +81,16 @@ def test_a_refused_job_leaves_nothing(api):
     answer = ask(api, "refused")
     assert "backoffLimit" in answer["said"]
     assert answer["left"] == []
+
+
+def test_a_draft_that_cannot_become_a_run_is_told_and_goes(api):
+    api.apply(yaml.safe_load(Path(ROOT, "charts/orch-controller/files/trainruns.yaml").read_text()))
+    api.kubectl("wait", "--for=condition=Established", "crd/trainruns.orch.dev")
+    answer = ask(api, "drafts")
+    assert answer["left"] == {"kept": False}
+    assert answer["said"]["kept"] == ""
+    assert "No Name" in answer["said"]["refused"]
+    assert answer["said"]["discarded"].startswith("the controller has discarded TrainRun discarded")
 
 
 def test_the_placement_lease_is_of_whoever_has_made_it(api):

@@ -60,7 +60,7 @@ def submit(
     which becomes a run once their Secret exists.
 
     OrchError: 65 if a TrainRun of that name belongs to something else, 76 if it is unknown whether
-    it was created.
+    it was created, and as `complete_draft`.
     """
     request = bundle.request
     options = read_options(request.backend_options)
@@ -68,16 +68,29 @@ def submit(
     body, secret = _bodies(bundle, plans, environ, cluster.namespace, submission)
     train_run = _create(cluster, body, submission)
     if secret:
-        owner = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "name": request.run_id,
-            "uid": train_run["metadata"]["uid"],
-        }
-        secret["metadata"]["ownerReferences"] = [owner]
-        cluster.create(secret)
-        cluster.change("TrainRun", request.run_id, {"spec": {"draft": None}})
+        complete_draft(cluster, train_run, secret)
     return record(request, options, cluster.namespace, submission)
+
+
+def complete_draft(cluster: Cluster, train_run: JsonObject, secret: JsonObject) -> None:
+    """Stores the private variables of a draft and makes the draft a run.
+
+    OrchError: that of a Secret which is refused, and then the draft is deleted; 76 if the
+    controller has discarded the draft because its submission took too long.
+    """
+    metadata = train_run["metadata"]
+    name = metadata["name"]
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": name, "uid": metadata["uid"]}
+    secret["metadata"]["ownerReferences"] = [owner]
+    try:
+        cluster.create(secret)
+    except OrchError:
+        with contextlib.suppress(OrchError):
+            cluster.delete("TrainRun", name)
+        raise
+    if cluster.change("TrainRun", name, {"spec": {"draft": None}}) is None:
+        message = f"the controller has discarded TrainRun {name}, sent too slowly: submit again"
+        raise OrchError(message, Exit.CAPACITY)
 
 
 def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) -> JsonObject:

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from msgspec import structs
@@ -20,6 +21,8 @@ from orchestrator.backends.kubernetes.objects.render import render
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.backends.kubernetes.placement_lock import NAME, placement_lock
 from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
+from orchestrator.backends.kubernetes.train_run import Spec, TrainRun, body_of
+from orchestrator.backends.kubernetes.train_run_client import complete_draft
 from orchestrator.errors import OrchError
 from tests.kubernetes.test_render import CASES, manifest, request_of
 
@@ -146,6 +149,28 @@ def lease() -> dict[str, object]:
     return {"said": error_text, "late": late, "kept": kinds, "left": cluster.get("Lease", NAME)}
 
 
+def drafts() -> dict[str, object]:
+    """Drafts of TrainRuns: one becomes a run, one has a Secret that is refused, one is discarded
+    meanwhile."""
+    cluster = Cluster()
+    complaints = {}
+    spec = Spec(words=["cluster=local"], draft=True)
+    for name in ("kept", "refused", "discarded"):
+        draft = cluster.create(body_of(name, cluster.namespace, spec, {}, {}))
+        if name == "discarded":
+            cluster.delete("TrainRun", name)
+        secret_name = "No Name" if name == "refused" else f"{name}-env"
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": secret_name, "namespace": cluster.namespace},
+        }
+        complete = partial(complete_draft, cluster, draft, secret)
+        complaints[name] = complaint(complete)
+    left = {run.metadata.name: run.spec.draft for run in cluster.read("TrainRun", TrainRun)}
+    return {"said": complaints, "left": left}
+
+
 STEPS: dict[str, Callable[[], object]] = {
     "dry-run": dry_run,
     "twice": twice,
@@ -153,6 +178,7 @@ STEPS: dict[str, Callable[[], object]] = {
     "nodes": nodes,
     "look": look,
     "lease": lease,
+    "drafts": drafts,
 }
 
 if __name__ == "__main__":
