@@ -35,4 +35,5 @@ def test_a_newcomer_s_hour(tmp_path):
             work = CLONE.parent / page.replace("/", "-")
             outside = machine.root / work.relative_to("/")
             outside.mkdir()
+            login["ORCH_HOME"] = str(work / "home")  # pages list their own runs alone
             play((ROOT / page).read_text(), outside, login, enter=machine.enter(work, login))
