@@ -28,8 +28,8 @@ import time
 
 import psutil
 
-import orchestrator
 from benchmarks.vs_torch.harness import ROOT, conditions
+from orchestrator import api as orch
 
 RESULT = ROOT / "benchmarks" / "results" / "experts_learn.json"
 ALONE = ("cluster.nodes=1", "cluster.gpus_per_node=1", "parallel=ddp")
@@ -39,7 +39,7 @@ CPU = (
 SPREAD = ("nodes=1..2", "parallel=ep2_tp2_pp2_zero1", "checkpoint.memory_every_steps=1")
 
 
-def losses(run: orchestrator.Run) -> dict[int, float]:
+def losses(run: orch.Run) -> dict[int, float]:
     """Of every step, as its last epoch told it."""
     return {
         line.step: line.loss
@@ -48,14 +48,14 @@ def losses(run: orchestrator.Run) -> dict[int, float]:
     }
 
 
-def ended(run: orchestrator.Run) -> dict[int, float]:
+def ended(run: orch.Run) -> dict[int, float]:
     state = run.wait()
     if state.state != "done":
         raise SystemExit(f"run {run.id} is {state.state}: {state.reason}")
     return losses(run)
 
 
-def kill_a_node(run: orchestrator.Run, at_step: int) -> str:
+def kill_a_node(run: orch.Run, at_step: int) -> str:
     """Everything on a node that does not coordinate, once the run has made so many steps; the
     node's name."""
     while max(losses(run), default=0) < at_step:
@@ -85,9 +85,9 @@ def main() -> None:
         os.environ["ORCH_HOME"] = home
         words = ("cluster=local", f"train.steps={steps}", *CPU, f"train.precision={args.precision}")
         words += (f"train.grad_dtype={args.precision}",)
-        dense = ended(orchestrator.submit_job(*words, "model=tiny", *ALONE))
-        mixture = ended(orchestrator.submit_job(*words, "model=tiny_moe", *ALONE))
-        spread = orchestrator.submit_job(*words, "model=tiny_moe", *SPREAD)
+        dense = ended(orch.submit(*words, "model=tiny", *ALONE))
+        mixture = ended(orch.submit(*words, "model=tiny_moe", *ALONE))
+        spread = orch.submit(*words, "model=tiny_moe", *SPREAD)
         kill_a_node(spread, steps // 2)
         broken = ended(spread)
         parallel = spread.plan().parallel

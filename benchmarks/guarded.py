@@ -173,11 +173,9 @@ def of_steps(model: str, rounds: int) -> list[Turn]:
     import torch
 
     from benchmarks.vs_torch.common import Batches, Ours
-    from orchestrator import api
+    from orchestrator import api as orch
 
-    plan = api.plan_job(
-        f"model={model}", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel=ddp"
-    )
+    plan = orch.plan(f"model={model}", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel=ddp")
     step = Ours(plan, 0, Batches(plan, 0))
     step()
     tokens = torch.randn(512, plan.model.hidden)

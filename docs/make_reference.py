@@ -226,10 +226,11 @@ def python() -> str:
     from orchestrator import api
     from orchestrator.errors import OrchError
 
-    parts = [NOTE, "# Python", "", "## orchestrator", "", _described(inspect.getdoc(api) or ""), ""]
-    for name in ("plan_job", "submit_job"):
-        parts += _function(f"orchestrator.{name}", getattr(api, name), "###")
-    parts += ["### `orchestrator.Run`", "", _described(inspect.getdoc(api.Run) or ""), ""]
+    parts = [NOTE, "# Python", "", "## orchestrator.api", "", _described(inspect.getdoc(api) or "")]
+    parts += [""]
+    for name in ("plan", "submit"):
+        parts += _function(f"orch.{name}", getattr(api, name), "###")
+    parts += ["### `orch.Run`", "", _described(inspect.getdoc(api.Run) or ""), ""]
     for name, value in vars(api.Run).items():
         if name.startswith("_"):
             continue
@@ -238,7 +239,13 @@ def python() -> str:
         else:
             function = value.__func__ if isinstance(value, classmethod) else value
             parts += _function(f"Run.{name}", function, "####")
-    parts += ["### `orchestrator.OrchError`", "", _described(inspect.getdoc(OrchError) or ""), ""]
+    for name in ("StateUpdate", "StepUpdate", "FaultUpdate", "EndUpdate"):
+        about, attributes = fields("orchestrator.observe.updates", name)
+        parts += [f"### `orch.{name}`", "", about, "", "| attribute | type | |", "|---|---|---|"]
+        for field in attributes:
+            parts.append(f"| `{field.name}` | `{_cell(field.type)}` | {_text(field.about)} |")
+        parts.append("")
+    parts += ["### `orch.OrchError`", "", _described(inspect.getdoc(OrchError) or ""), ""]
     parts += ["## orch_report", "", _described(inspect.getdoc(orch_report) or ""), ""]
     for name, value in vars(orch_report).items():
         if (

@@ -4,6 +4,7 @@ which every verb calls."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from orchestrator.errors import OrchError
 
 from .groups import Library, folders
 from .schema import Config
+
+#: Hydra keeps its state in the process, so one thread at a time composes.
+_HYDRA_LOCK = threading.Lock()
 
 
 def load(
@@ -27,15 +31,15 @@ def load(
     `config_dir` is searched before the shipped files; without it `./conf` is, if it exists.
     `ranges`: the caller accepts a range of sizes (`nodes=4..8`); most callers do not. A
     configuration of the same words and files is read from the cache, without importing Hydra (a
-    third of a second). Do not call this from several threads at once: Hydra keeps its state in
-    the process.
+    third of a second).
     """
     library = Library(folders(config_dir))
 
     def compose() -> Config:
-        from . import hydra_compose
+        with _HYDRA_LOCK:
+            from . import hydra_compose
 
-        return hydra_compose.compose(overrides, library)
+            return hydra_compose.compose(overrides, library)
 
     inputs = _inputs(library, overrides)
     config = cached(

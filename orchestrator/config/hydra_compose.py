@@ -7,6 +7,8 @@ value. `overrides` reads the words before Hydra, `content` keeps code and secret
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -169,6 +171,7 @@ def _call_hydra(
     from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
+    folder = str(library.folders[0])
     # Hydra raises these for malformed files, assertions and built-in errors among them.
     refusals = (
         HydraException,
@@ -180,7 +183,7 @@ def _call_hydra(
         RecursionError,
     )
     try:
-        with initialize_config_dir(str(library.folders[0]), version_base="1.3"):
+        with _hydra_of_caller_kept(), initialize_config_dir(folder, version_base="1.3"):
             tree = compose(primary, overrides=hydra_overrides, return_hydra_config=True)
     except refusals as error:
         raise refuse(error, library, hydra_overrides) from None
@@ -192,6 +195,25 @@ def _call_hydra(
     with open_dict(tree):
         del tree["hydra"]
     return tree, chosen
+
+
+@contextmanager
+def _hydra_of_caller_kept() -> Iterator[None]:
+    """Gives back the state that Hydra keeps in the process: whoever calls the Python API may use
+    Hydra, too."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.version import VersionBase
+
+    global_hydra = GlobalHydra.instance()
+    hydra_of_caller = global_hydra.hydra
+    version_of_caller = VersionBase.instance().version_base
+    global_hydra.clear()
+    try:
+        yield
+    finally:
+        global_hydra.hydra = hydra_of_caller
+        GlobalHydra.set_instance(global_hydra)
+        VersionBase.instance().version_base = version_of_caller
 
 
 def _typed(tree: Any, origin: Origin) -> Config:

@@ -175,6 +175,44 @@ def lead_steps(lines: Iterable[_AnyStepLine]) -> list[Step]:
     ]
 
 
+class _NewLines:
+    """The lines that were added to each node's metrics file since the last `read`."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._offsets: dict[str, tuple[int, int]] = {}  # node -> inode of its file, bytes read
+
+    def read(self, node: str) -> list[bytes]:
+        path = self._folder.metrics(node)
+        try:
+            with open_regular(path) as file:
+                inode = os.fstat(file.fileno()).st_ino
+                last_inode, offset = self._offsets.get(node, (inode, 0))
+                if last_inode != inode:  # on Kubernetes a newer copy replaces the file
+                    offset = 0
+                file.seek(offset)
+                chunk = file.read()
+        except OSError:
+            return []
+        whole_lines = chunk[: chunk.rfind(b"\n") + 1]
+        self._offsets[node] = inode, offset + len(whole_lines)
+        return whole_lines.splitlines()
+
+
+class StepLines:
+    """Follows the step reports of an active run: each `read` returns the new ones of all nodes."""
+
+    def __init__(self, folder: RunFolder):
+        self._new_lines = _NewLines(folder)
+
+    def read(self, nodes: Iterable[str]) -> list[StepLine]:
+        return [
+            step
+            for node in sorted(nodes)
+            for step in _decoded(_step_line, self._new_lines.read(node))
+        ]
+
+
 class StepFollower:
     """Follows the lead steps of an active run: each `read` reads the new lines of each node's file.
 
@@ -182,28 +220,14 @@ class StepFollower:
     """
 
     def __init__(self, folder: RunFolder):
-        self._folder = folder
-        self._offsets: dict[str, tuple[int, int]] = {}  # node -> inode of its file, bytes read
+        self._new_lines = _NewLines(folder)
         self._lead_lines: dict[tuple[int, int], _LeadLine] = {}
 
     def read(self, nodes: Iterable[str]) -> list[Step]:
         for index, node in enumerate(sorted(nodes)):
-            path = self._folder.metrics(node)
-            try:
-                with open_regular(path) as file:
-                    inode = os.fstat(file.fileno()).st_ino
-                    last_inode, offset = self._offsets.get(node, (inode, 0))
-                    if last_inode != inode:  # on Kubernetes a newer copy replaces the file
-                        offset = 0
-                    file.seek(offset)
-                    chunk = file.read()
-            except OSError:
-                continue
-            whole_lines = chunk[: chunk.rfind(b"\n") + 1]
-            self._offsets[node] = inode, offset + len(whole_lines)
             lines = [
                 line
-                for line in whole_lines.splitlines()
+                for line in self._new_lines.read(node)
                 if index < _READ_WHOLE or _RANK_0.search(line)
             ]
             for step in _decoded(_lead_line, lines):

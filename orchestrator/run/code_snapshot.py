@@ -16,7 +16,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.style import binary
 
-from .folder import RunFolder, write_private
+from .folder import RunFolder, make_private_folder, write_private
 from .request import Code
 
 MOST_BYTES = 256 << 20
@@ -65,17 +65,13 @@ def copy(code: Code, folder: RunFolder) -> None:
     for name in files:
         source = root / name
         target = folder.code / name
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(target.parent)
         if source.is_symlink():
             target.symlink_to(os.readlink(source))
         else:
             shutil.copyfile(source, target)
             target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
-    Path(folder.code, code.subfolder).mkdir(
-        parents=True,
-        exist_ok=True,
-        mode=0o700,
-    )
+    make_private_folder(Path(folder.code, code.subfolder))
     changed = "" if code.held_at or code.kind != "git" else _git(root, *_CHANGED)
     listing = {
         **msgspec.to_builtins(code),

@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -31,6 +31,9 @@ from orchestrator.plan.exits import Exit, is_of_the_machine
 RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 Document = TypeVar("Document", bound=Struct)
 Result = TypeVar("Result")
+#: For processes that a submission starts. The umask of this process is its user's, and belongs to
+#: all its threads.
+PRIVATE_UMASK = 0o077
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 
 #: What reading or writing a record of a run raises. A failing disk may recover, so the processes
@@ -74,17 +77,6 @@ def file_name(node: str) -> str:
         digest = hashlib.sha256(node.encode(errors="surrogatepass")).hexdigest()[:16]
         name = f"{name[:_LONGEST_NAME]}%{digest}"
     return name or "%"
-
-
-@contextlib.contextmanager
-def private_umask() -> Iterator[None]:
-    """Makes files that are written inside, also by processes started there, readable by their
-    user alone. The umask belongs to the whole process; the caller's one is restored afterwards."""
-    previous = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(previous)
 
 
 def make_private_folder(path: Path) -> None:

@@ -22,7 +22,7 @@ from orchestrator.config.validate import default_name
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run import registry
-from orchestrator.run.folder import RunFolder, new_run_id, private_umask
+from orchestrator.run.folder import RunFolder, new_run_id
 
 from .cluster import ClusterResolver, with_backend_options, with_token_folder
 
@@ -353,14 +353,14 @@ def check(submission: Submission, options: SubmitOptions) -> None:
 def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> str:
     """Starts the run and returns its handle. From now on `orch list` finds it."""
     folder = backend.folder_of(bundle.request, options.home)
-    with private_umask(), registered([folder], options.home):
+    with registered([folder], options.home):
         return backend.submit(bundle, options.environ)
 
 
 def render(bundle: SubmissionBundle, backend: Rendering, options: SubmitOptions) -> str:
     """Writes the folder of the run, and returns the document for its scheduler."""
     folder = RunFolder(Path(bundle.request.run_dir))
-    with private_umask(), registered([folder], options.home):
+    with registered([folder], options.home):
         return backend.render(bundle)
 
 

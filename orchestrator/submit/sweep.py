@@ -13,7 +13,7 @@ from msgspec import structs
 from orchestrator.backends.base import ArraySubmission, Backend
 from orchestrator.config.sweep import hint
 from orchestrator.errors import OrchError
-from orchestrator.run.folder import RunFolder, new_run_id, private_umask
+from orchestrator.run.folder import RunFolder, new_run_id
 
 from .submission import (
     SizeCandidate,
@@ -114,7 +114,7 @@ def send_sweep(
     returns their handles."""
     bundles = [run.bundle for run in runs]
     folders = [RunFolder(Path(bundle.request.run_dir)) for bundle in bundles]
-    with private_umask(), registered(folders, options.home):
+    with registered(folders, options.home):
         if isinstance(backend, ArraySubmission):
             return backend.submit_all(bundles, options.environ)
         return [backend.submit(bundle, options.environ) for bundle in bundles]

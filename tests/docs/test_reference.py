@@ -49,7 +49,7 @@ def test_the_reference_names_every_verb_key_and_option():
         assert f"| `{key}` |" in generated["configuration.md"], key
     for option in ("partition", "ssh", "queue", "rdma"):
         assert f"| `{option}` |" in generated["options.md"], option
-    for name in ("orchestrator.plan_job", "Run.logs", "orch_report.report"):
+    for name in ("orch.plan", "Run.logs", "orch.StepUpdate", "orch_report.report"):
         assert f"`{name}`" in generated["python.md"], name
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from orchestrator import api as orch
 from orchestrator.accuracy.calibrate.accuracy import accuracy
 from orchestrator.accuracy.calibrate.drift import attribution_of, drift
 from orchestrator.accuracy.calibrate.fit import fit, leave_one_source_out, linearised
@@ -25,7 +26,6 @@ from orchestrator.accuracy.calibrate.update import (
     update_with_step,
 )
 from orchestrator.accuracy.predict.predict import COLUMNS, predict
-from orchestrator.api import plan_job
 from orchestrator.cli.main import main
 from orchestrator.cluster.measured import Fit, Record, site_profile_path
 from orchestrator.cluster.resolve import resolve
@@ -246,7 +246,7 @@ def test_a_fast_machine_is_taken_over_as_a_slow_one_is(far, tmp_path, monkeypatc
     """Whole rounds ran away from a step that took much less than planned: its miss was 0.7 after
     five of them."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
-    plan = plan_job("+cluster=local", "cluster.gpus_per_node=1", "cluster.nodes=1")
+    plan = orch.plan("+cluster=local", "cluster.gpus_per_node=1", "cluster.nodes=1")
     measured = plan.time.step_s * float(np.exp(far))
     change, _ = update_with_step(shipped(), step_of(plan), measured)
     after = float(step_of(plan)(change.values(shipped())))  # type: ignore[arg-type]

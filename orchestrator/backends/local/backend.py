@@ -24,7 +24,7 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.attempt import begin_attempt, check_newest
 from orchestrator.run.create import check_program, create_run_folder
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import PRIVATE_UMASK, RunFolder
 from orchestrator.run.intent import END, END_BY_FORCE, Intent, ask
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
 from orchestrator.run.request import (
@@ -304,6 +304,7 @@ class LocalBackend(Backend, Resizing):
                     stderr=output,
                     pass_fds=[lock],
                     start_new_session=True,
+                    umask=PRIVATE_UMASK,
                 )
             supervisor = identity(process.pid)
             if supervisor:

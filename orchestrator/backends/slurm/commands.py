@@ -18,6 +18,7 @@ from typing import IO
 
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
+from orchestrator.run.folder import PRIVATE_UMASK
 
 from .queue import Job, merge, parse_sacct, parse_squeue, sacct_argv, squeue_argv
 from .states import job_state
@@ -177,6 +178,7 @@ class Slurm:
                 stdout=pipe,
                 stderr=errors,
                 start_new_session=alone,
+                umask=PRIVATE_UMASK,
             )
         except FileNotFoundError:
             raise _not_installed(argv[0]) from None

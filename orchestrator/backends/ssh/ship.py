@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.code_snapshot import listed
+from orchestrator.run.folder import make_private_folder
 from orchestrator.run.request import Code
 
 CODE = "code"
@@ -55,7 +56,7 @@ def unpack(payload: bytes, into: Path) -> None:
             if not is_inside or top_folder not in ((CODE,), (CONF,)):
                 raise OrchError(f"the shipped code holds {member.name!r}", Exit.SECURITY)
             target = into / path
-            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(target.parent)
             # an earlier link could lead outside
             if not target.parent.resolve().is_relative_to(into.resolve()):
                 raise OrchError(f"the shipped code holds {member.name!r}", Exit.SECURITY)

@@ -71,18 +71,16 @@ def _print_line(name: str, line: str, alone: bool, as_json: bool) -> None:
 def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Path]]:
     """Returns (name, file) of every requested log. Raises OrchError (64) for a rank or a node that
     the run does not have."""
+    from orchestrator.api.run import nodes_of_ranks, rank_logs
     from orchestrator.errors import did_you_mean
     from orchestrator.run.state import read_state
 
-    ranks = _nodes_of_ranks(folder)
-    nodes = list(dict.fromkeys(ranks.values()))
+    nodes = list(dict.fromkeys(nodes_of_ranks(folder).values()))
     if args.node is not None and args.node not in nodes:
         raise OrchError(
             f"run {folder.run_id} has no node {args.node!r}; {did_you_mean(args.node, nodes)}"
         )
-    for rank in args.rank or ():
-        if not 0 <= rank < len(ranks):
-            raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(ranks) - 1}")
+    logs = rank_logs(folder, args.rank or (), args.node or "")
     if args.agents:
         agent_logs = [
             (f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)
@@ -91,30 +89,11 @@ def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Pat
         if not args.node and local.exists():
             return [("supervisor", local), *agent_logs]
         return agent_logs
-    if not args.rank and not any(folder.rank_log(rank).exists() for rank in ranks):
+    if not args.rank and not any(path.exists() for path in rank_logs(folder).values()):
         # No worker has started: the log of the job has the reason.
         jobs = sorted(
             path for path in folder.logs.glob("*.log") if not path.name.startswith("agent-")
         )
         if jobs and read_state(folder).state in ("pending", "failed"):
             return [(path.stem, path) for path in jobs]
-    shown_ranks = [
-        r
-        for r, node in ranks.items()
-        if args.node in (None, node) and (not args.rank or r in args.rank)
-    ]
-    width = len(str(len(ranks) - 1))
-    return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in shown_ranks]
-
-
-def _nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
-    """Maps ranks to nodes: those of the running workers, and of the plan before workers have
-    started."""
-    from orchestrator.cli.session import plan_of_run
-    from orchestrator.run.state import read_state
-
-    nodes = read_state(folder).nodes
-    actual = {rank: name for name, node in nodes.items() for rank in node.ranks}
-    if actual:
-        return dict(sorted(actual.items()))
-    return {rank.rank: rank.node for rank in plan_of_run(folder).ranks}
+    return list(logs.items())

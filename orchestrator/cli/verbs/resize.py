@@ -22,7 +22,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.backends.base import Resizing
     from orchestrator.cli.session import open_run, request_of_run
-    from orchestrator.run.folder import private_umask
 
     folder, backend = open_run(args.run)
     if not isinstance(backend, Resizing):
@@ -42,8 +41,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(
             f"run {folder.run_id} cannot have {args.nodes} nodes: {reason}", Exit.CONFIG
         )
-    with private_umask():
-        handle = backend.resize(folder, request, args.nodes, os.environ)
+    handle = backend.resize(folder, request, args.nodes, os.environ)
     if args.json:
         import json
 

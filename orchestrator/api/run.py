@@ -1,25 +1,14 @@
-"""The Python API: `plan_job`, `submit_job` and `Run`, importable from `orchestrator`. The command
-line uses the same.
-
-    import orchestrator
-
-    plan = orchestrator.plan_job("cluster=h100x64", "parallel=tp8_pp4_zero1")
-    run = orchestrator.submit_job("nproc=2", command=["python", "train.py"])
-    print(run.wait().state, run.report()["steps"])
-
-Overrides (`key=value`) are those of the command line. Refusals raise OrchError with `message` and
-`exit`. The functions are not thread-safe, as `orchestrator.config.compose.load` is not.
-"""
+"""A run that was submitted: watches, ends, resumes and reports it."""
 
 from __future__ import annotations
 
 import os
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -29,13 +18,11 @@ if TYPE_CHECKING:
     from orchestrator.observe.goodput.account import Account
     from orchestrator.observe.live import Live
     from orchestrator.observe.timeline import StepFollower, StepLine
+    from orchestrator.observe.updates import Update
     from orchestrator.plan import Plan
-    from orchestrator.planner.elastic.sizes import Sizes
     from orchestrator.run.folder import RunFolder
     from orchestrator.run.request import LaunchRequest
     from orchestrator.run.state import RunState
-    from orchestrator.submit.cluster import ClusterResolver
-    from orchestrator.submit.submission import SizeCandidate, SubmitOptions
 
 _POLL_S = 0.1
 #: Seconds for agents, pods or a job to end, beyond the grace period of the workers.
@@ -49,165 +36,6 @@ def home() -> Path:
     from orchestrator.run.folder import home_folder
 
     return home_folder(os.environ)
-
-
-# ---------------------------------------------------------------------------- planning, submitting
-
-
-def plan_job(
-    *overrides: str,
-    config_dir: str | Path | None = None,
-    any_layout: bool = False,
-) -> Plan:
-    """Returns the plan of a job of the bundled trainer, as `orch plan` shows it; for `nodes=A..B`
-    the plan of the largest size.
-
-    any_layout: for a program of one's own, so that `parallel=auto` may also choose layouts that the
-    trainer does not run. Raises OrchError: 64 for a wrong override, 65 when nothing can be planned,
-    76 and 78 for errors of the cluster.
-    """
-    sizes, _ = plan_all_sizes(list(overrides), config_dir, any_layout)
-    return sizes.legal[0].plan
-
-
-def plan_all_sizes(
-    overrides: list[str],
-    config_dir: str | Path | None,
-    any_layout: bool,
-    settle: bool = False,
-) -> tuple[Sizes, ClusterResolver]:
-    """Returns the plans of all sizes, the largest first. settle: replaces `parallel=auto` by the
-    layout that it chooses, so that the layout can be explained."""
-    from orchestrator.config.compose import load
-    from orchestrator.planner.elastic.sizes import plan_sizes
-    from orchestrator.submit.cluster import ClusterResolver, with_token_folder
-
-    resolve = ClusterResolver(home())
-    config = with_token_folder(load(overrides, config_dir, ranges=True), home())
-    profile = resolve.profile(config)
-    if settle and config.parallel.auto and config.nodes is None:
-        from orchestrator.planner.search.auto import settled
-
-        config = settled(config, resolve(config.cluster), any_layout, profile)
-    sizes = plan_sizes(
-        config,
-        resolve,
-        any_memory=True,
-        any_layout=any_layout,
-        profile=profile,
-    )
-    return sizes, resolve
-
-
-class PreparedJob(NamedTuple):
-    """A job that is ready to be sent: nothing has been started or written."""
-
-    backend: Backend
-    candidate: SizeCandidate
-    messages: list[str]  # what the user should know about the job
-
-    def send(self, options: SubmitOptions) -> Run:
-        """Starts the job."""
-        from orchestrator.submit.submission import send
-
-        bundle = self.candidate.bundle
-        send(bundle, self.backend, options)
-        return Run(self.backend.folder_of(bundle.request, options.home), self.backend)
-
-
-def prepare_job(
-    overrides: list[str],
-    options: SubmitOptions,
-    config_dir: str | Path | None = None,
-) -> PreparedJob:
-    """Plans and checks a job, at the size that its scheduler would start. Raises OrchError as
-    `submit_job` does."""
-    from orchestrator.submit.submission import (
-        check,
-        choose,
-        dropped_variable_messages,
-        prepare,
-        rate_messages,
-        simulation_messages,
-    )
-    from orchestrator.submit.this_machine import interpreter, load_job
-
-    config = load_job(overrides, options, config_dir)
-    if config.backend.options.get("ssh") and options.code is None:
-        from orchestrator.submit.over_ssh import prepare_on_host
-
-        return PreparedJob(*prepare_on_host(config, overrides, options, config_dir))
-    submission = prepare(config, options)
-    check(submission, options)
-    candidate, scheduler_messages = choose(submission, options)
-    request = candidate.bundle.request
-    backend = submission.backend
-    messages = [*scheduler_messages]
-    messages += simulation_messages(request, backend)
-    messages += dropped_variable_messages(request, options)
-    messages += rate_messages(candidate.plan, request, backend)
-    if backend.shares_folders and options.code is None:
-        messages += interpreter(request, options)
-    return PreparedJob(backend, candidate, messages)
-
-
-def submit_job(
-    *overrides: str,
-    command: Sequence[str] = (),
-    config_dir: str | Path | None = None,
-    env: Sequence[str] = (),
-    in_place: bool | None = None,
-    run_id: str | None = None,
-    after: Sequence[str] = (),
-) -> Run:
-    """Plans a job and starts it, as `orch submit` does. `command`: a program of one's own; empty:
-    the bundled trainer.
-
-    env: names of further variables to pass to the program. in_place: run the program in the current
-    folder and not in a copy (None: in the folder if nodes share folders). after: ids of runs to
-    wait for, if the backend has a queue. The messages of the command line, for example about
-    variables that are not passed on, become UserWarnings. Raises OrchError: 64 for wrong overrides
-    and options, 65 for a job that cannot run, 76 and 78 for errors of the cluster.
-    """
-    import warnings
-
-    from orchestrator.run.left_out import describe_left_out
-    from orchestrator.submit.submission import names_model
-
-    settings: dict[str, Any] = {
-        "command": tuple(command),
-        "env": tuple(env),
-        "in_place": in_place,
-        "run_id": run_id,
-    }
-    program = bool(command) and not names_model(overrides)
-    options = options_from_here(
-        **settings,
-        after=tuple(after),
-        program=program,
-    )
-    job = prepare_job(list(overrides), options, config_dir)
-    run = job.send(options)
-    for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
-        warnings.warn(line, stacklevel=2)
-    return run
-
-
-def options_from_here(**settings: Any) -> SubmitOptions:
-    """Returns the options of a submission from this process, with its folder and environment.
-    `settings`: the other fields."""
-    from orchestrator.submit.submission import SubmitOptions
-
-    return SubmitOptions(
-        home=home(),
-        cwd=Path.cwd(),
-        python=sys.executable,
-        environ=os.environ,
-        **settings,
-    )
-
-
-# ------------------------------------------------------------------------------------------- runs
 
 
 def plan_of_run(folder: RunFolder) -> Plan:
@@ -234,6 +62,33 @@ def request_of_run(folder: RunFolder) -> LaunchRequest:
     return request
 
 
+def nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
+    """Maps ranks to nodes: those of the running workers, and of the plan before workers have
+    started."""
+    from orchestrator.run.state import read_state
+
+    nodes = read_state(folder).nodes
+    actual = {rank: name for name, node in nodes.items() for rank in node.ranks}
+    if actual:
+        return dict(sorted(actual.items()))
+    return {rank.rank: rank.node for rank in plan_of_run(folder).ranks}
+
+
+def rank_logs(folder: RunFolder, ranks: Sequence[int] = (), node: str = "") -> dict[str, Path]:
+    """Returns the logs of these ranks, of this node; of all if empty. The names are `rank N`, all
+    of the same width. Raises OrchError (64) for a rank that the run does not have."""
+    nodes = nodes_of_ranks(folder)
+    for rank in ranks:
+        if not 0 <= rank < len(nodes):
+            raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(nodes) - 1}")
+    width = len(str(len(nodes) - 1))
+    return {
+        f"rank {rank:>{width}}": folder.rank_log(rank)
+        for rank, rank_node in nodes.items()
+        if node in ("", rank_node) and (not ranks or rank in ranks)
+    }
+
+
 class Status(NamedTuple):
     state: RunState  # the state according to the backend and the coordinator
     live: Live  # the last reported step
@@ -241,12 +96,29 @@ class Status(NamedTuple):
 
 
 class Run:
-    """A run that was submitted from this machine, or from another one with the same home folder."""
+    """A run that was submitted from this machine, or from another one with the same home folder.
+
+    As a context manager it does not outlive its block: a run that has not ended when the block is
+    left, for whatever reason, is cancelled (its workers save first), and the end is waited for. A
+    run that is to go on alone needs no `with`.
+    """
 
     def __init__(self, folder: RunFolder, backend: Backend):
         self.folder = folder
         self.backend = backend
         self._steps: StepFollower | None = None  # reads only new lines each time
+        self._steps_lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.cancel()
+        except OrchError:
+            if not self.state.is_final:
+                raise
+        self.wait(timeout_s=_END_S)
 
     @classmethod
     def find(cls, name: str | None = None) -> Run:
@@ -299,21 +171,25 @@ class Run:
 
         state = self.state
         now = time.time()
-        self._steps = self._steps or StepFollower(self.folder)
-        steps = self._steps.read(state.nodes)
+        with self._steps_lock:
+            self._steps = self._steps or StepFollower(self.folder)
+            steps = self._steps.read(state.nodes)
         events = read_events(self.folder, state.nodes)
         spent = account(run_timeline(state, events, steps), now)
         return Status(state, read_live(self.folder, state, now), spent)
 
-    def wait(self, timeout_s: float | None = None) -> RunState:
-        """Waits for the run to end and all its processes to exit, and returns its final state.
-        Raises TimeoutError after `timeout_s`.
+    def wait(self, timeout_s: float | None = None, step: int | None = None) -> RunState:
+        """Waits for the run to end and all its processes to exit, and returns its state. With
+        `step`, it also returns once the run has done that step; after a restart the steps of the
+        new epoch count. Raises TimeoutError after `timeout_s`.
 
         Waiting continues while the state is unreadable for a moment. Raises OrchError (65) after a
         minute of that.
         """
+        from orchestrator.observe.timeline import StepLines
         from orchestrator.run.folder import insist
 
+        lines = StepLines(self.folder)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             # Before the state: a process that exits in between has written its final state.
@@ -321,21 +197,50 @@ class Run:
             state = insist(lambda: self.state)
             if state.is_final and not alive:
                 return state
+            if step is not None:
+                steps = lines.read(state.nodes)
+                if any(line.epoch >= state.epoch and line.step >= step for line in steps):
+                    return state
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.id} is {state.state} after {timeout_s:g} s")
             time.sleep(_POLL_S)
 
+    def follow(self) -> Iterator[Update]:
+        """Yields what happens, from the start of the present attempt until the run has ended:
+        `StateUpdate`, `StepUpdate`, `FaultUpdate` with the cause, and last `EndUpdate`
+        (`orch.StepUpdate` and so on). Of a run that has ended, it yields what has happened.
+
+        Leaving the loop does not end the run. Raises OrchError (65) when the state is unreadable
+        for a minute.
+        """
+        from orchestrator.observe.updates import EndUpdate, Updates
+        from orchestrator.run.folder import insist
+
+        updates = Updates(self.folder)
+        while True:
+            # Before the state: a process that exits in between has written its final state.
+            alive = self.backend.is_alive(self.folder)
+            state = insist(lambda: self.state)
+            is_over = state.is_final and not alive
+            if is_over or not state.is_final:
+                yield from updates.read(state)
+            if is_over:
+                yield EndUpdate(state=state)
+                return
+            time.sleep(_POLL_S)
+
     def logs(
         self,
-        rank: int,
+        rank: int | None = None,
         last: int | None = None,
         follow: bool = False,
     ) -> Iterator[str]:
-        """Yields the log lines of a rank. last: only this many of the existing lines. follow: also
-        new lines, until the run has ended."""
-        log = self.folder.rank_log(rank)
-        for _, line in self.lines(lambda: {"": log}, last, follow):
-            yield line
+        """Yields the log lines of a rank; without a rank those of all, each after `[rank N] `.
+        last: only this many of the existing lines of each rank. follow: also new lines, until the
+        run has ended. Raises OrchError (64) for a rank that the run does not have."""
+        ranks = [] if rank is None else [rank]
+        for name, line in self.lines(lambda: rank_logs(self.folder, ranks), last, follow):
+            yield f"[{name}] {line}" if rank is None else line
 
     def lines(
         self,
@@ -400,7 +305,6 @@ class Run:
         """
         from orchestrator.backends.base import Elsewhere
         from orchestrator.run.create import disk_refusals
-        from orchestrator.run.folder import private_umask
         from orchestrator.run.put_back import check_allowed, without_pins
 
         check_allowed(allow)
@@ -418,7 +322,7 @@ class Run:
         request = request_of_run(self.folder)
         if isinstance(self.backend, Elsewhere):
             return self.backend.resume_there(self.folder, allow)
-        with private_umask(), disk_refusals(self.folder), without_pins(self.folder, allow):
+        with disk_refusals(self.folder), without_pins(self.folder, allow):
             return self.backend.resume(self.folder, request, os.environ)
 
     def rate_breaks(self) -> list[str]:
