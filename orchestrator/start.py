@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from orchestrator import __version__
+from orchestrator import __version__, bundled
 from orchestrator.errors import OrchError, check_installed
 from orchestrator.plan.exits import Exit
 
@@ -23,15 +23,17 @@ FILE = Path(__file__).resolve().parents[1] / "orch_start.py"
 def code_version() -> str:
     """Returns the version of orch and a digest of its code, which distinguishes two states of one
     version."""
-    files: list[Path] = []
-    for package in ("orchestrator", "trainer"):
-        files += FILE.with_name(package).rglob("*.py")
+    orchestrator = FILE.with_name("orchestrator")
+    trainer = bundled.folder("trainer", orchestrator)
     digest = hashlib.sha256()
-    for file in sorted(files):
-        name = file.relative_to(FILE.parent)
-        digest.update(f"{name}\0".encode())
-        digest.update(file.read_bytes())
-        digest.update(b"\0")
+    for package in (orchestrator, trainer):
+        for file in sorted(package.rglob("*.py")):
+            name = file.relative_to(package.parent)
+            if bundled.INSIDE in name.parts:
+                continue  # the trainer of a wheel, which has its own turn
+            digest.update(f"{name}\0".encode())
+            digest.update(file.read_bytes())
+            digest.update(b"\0")
     return f"{__version__}+{digest.hexdigest()[:12]}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator import bundled
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -32,9 +33,8 @@ MARKS = (".orch", f"{PRIMARY}.yaml")
 
 
 def shipped() -> Path:
-    """Returns the `conf` folder next to the package: in a checkout and in an installed wheel
-    alike."""
-    return Path(__file__).resolve().parents[2] / "conf"
+    """Returns the `conf` folder that comes with orch."""
+    return bundled.folder("conf")
 
 
 def folders(config_dir: str | Path | None = None) -> list[Path]:

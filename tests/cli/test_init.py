@@ -4,12 +4,7 @@ overwritten unasked."""
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.plan.exits import Exit
@@ -79,21 +74,3 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["init", "slurm", str(tmp_path / "file" / "x")]) == Exit.CONFIG
     assert "cannot be written" in capsys.readouterr().err
-
-
-@pytest.mark.process
-def test_an_installed_package_finds_them_under_its_prefix(tmp_path):
-    """Laid out as pip does: packages in lib/pythonX.Y/site-packages, data in share."""
-    site = tmp_path / "prefix" / "lib" / "python3" / "site-packages"
-    skip = shutil.ignore_patterns("__pycache__")
-    for name in ("orchestrator", "conf"):
-        shutil.copytree(ROOT / name, site / name, ignore=skip)
-    shutil.copy(ROOT / "orch_start.py", site)
-    shutil.copytree(ROOT / "slurm", tmp_path / "prefix" / "share" / "orch" / "slurm", ignore=skip)
-    argv = [sys.executable, "-P", str(site / "orch_start.py"), "orchestrator.cli.main", "init"]
-    done = subprocess.run([*argv, "slurm", "--json"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "backend/apptainer.yaml" in json.loads(done.stdout)["files"], (
-        done
-    )
-    done = subprocess.run([*argv, "kubernetes"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == Exit.CONFIG and "this installation has no charts/orch" in done.stderr

@@ -14,7 +14,7 @@ from orchestrator.plan.exits import Exit
 
 
 class Template(NamedTuple):
-    source: str  # folder of the files in a checkout, and in an installation
+    source: str  # folder of the files (orchestrator/bundled.py)
     folder: str  # the default folder to write to
     next: str  # the command to run afterwards
 
@@ -92,21 +92,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _source(template: Template) -> Path:
-    """Returns the folder of the files: in a checkout its own folder, else the one installed under
-    the prefix (`data-files` in pyproject.toml). Raises OrchError (65) if there is none."""
-    from orchestrator import start
+    """Returns the folder of the files that come with orch. Raises OrchError (65) if there is
+    none."""
+    from orchestrator import bundled
 
-    parents = start.FILE.parents
-    packages_root = parents[0]
-    if (packages_root / "pyproject.toml").is_file():
-        roots = [packages_root]
-    else:
-        prefixes = (*parents[3:4], packages_root)
-        roots = [prefix / "share" / "orch" for prefix in prefixes]
-    for root in roots:
-        if (root / template.source).is_dir():
-            return root / template.source
+    source = bundled.folder(template.source)
+    if source.is_dir():
+        return source
     raise OrchError(
-        f"this installation has no {template.source}: a complete one has it in {roots[0]}",
+        f"this installation has no {template.source}: a complete one has it in {source}",
         Exit.CONFIG,
     )
