@@ -166,7 +166,7 @@ verbs:
 {verbs}
 
 configuration (Hydra overrides; `orch config --choices` lists groups and files):
-  cluster=h100x64         a file of a group; +cluster=h100x64 is the same;
+  cluster=h100x64         a file of a group (Hydra users type +cluster=h100x64);
                           without a cluster: local
   parallel=tp8_pp4_zero1  degrees as a word: tpN ppN dpN cpN epN zeroN vppN spN;
                           without dp: all remaining GPUs
@@ -175,8 +175,8 @@ configuration (Hydra overrides; `orch config --choices` lists groups and files):
                           conf/.orch exists
 
 start here:
-  orch plan +cluster=h100x64 parallel=tp8_pp4_zero1
-  orch submit +cluster=local parallel=tp2_pp2_zero1 --follow
+  orch plan cluster=h100x64 parallel=tp8_pp4_zero1
+  orch submit cluster=local parallel=tp2_pp2_zero1 --follow
 
 exit codes:
 {codes}

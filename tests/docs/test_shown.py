@@ -72,11 +72,11 @@ def quickstarts() -> dict[str, list[str]]:
 
 
 def test_the_readme_s_order():
-    """Sentence and picture, two commands and pip install on the first screen, four quickstarts of
-    three lines."""
+    """A sentence for who types torchrun, a picture, two commands and pip install on the first
+    screen, four quickstarts of three lines."""
     order = [
-        "**From",
-        "docs/plan.png",
+        "**Type `orch run train.py` where you type `torchrun train.py`",
+        "docs/plan.svg",
         "make demo",
         "make test",
         "pip install .",
@@ -92,6 +92,26 @@ def test_the_readme_s_order():
     assert any("pip install ." in line for line in first_screen)
     lines_by_title = quickstarts()
     assert len(lines_by_title) == 4 and {len(lines) for lines in lines_by_title.values()} == {3}
+    assert max(len(line) for line in README.splitlines() if line.startswith("|")) <= 120
+
+
+def test_cluster_has_one_spelling():
+    """README and the help explain `+cluster=` once; everywhere else it is `cluster=`."""
+    pages = [
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("docs/*.ipynb"),
+        *ROOT.glob("slurm/*.md"),
+        *ROOT.glob("charts/**/*.md"),
+        *ROOT.glob("orchestrator/**/*.py"),
+        *ROOT.glob("trainer/**/*.py"),
+        ROOT / "README.md",
+    ]
+    counts = {path.relative_to(ROOT): path.read_text().count("+cluster=") for path in pages}
+    assert {str(path): count for path, count in counts.items() if count} == {
+        "README.md": 2,  # the explanation, and its line
+        "docs/reference/verbs.md": 1,  # the help
+        "orchestrator/cli/main.py": 1,
+    }
 
 
 @pytest.mark.process
@@ -110,7 +130,7 @@ def test_each_quickstart_runs(title, environ, tmp_path):
             argv = ["cluster=h100x64" if arg.startswith("cluster=") else arg for arg in argv]
             argv = ["--dry-run" if arg == "--follow" else arg for arg in argv]
         argv = [arg.replace("REGISTRY", "registry.example") for arg in argv]
-        if argv[:2] == ["orch", "submit"] and "+cluster=local" in argv:
+        if argv[:2] == ["orch", "submit"] and "cluster=local" in argv:
             argv.append("train.steps=5")
         done = subprocess.run(
             argv, cwd=work, env=environ, capture_output=True, text=True, timeout=600

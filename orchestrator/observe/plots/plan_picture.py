@@ -78,7 +78,7 @@ def figure(plan: Plan) -> Figure:
         heights = [topology.inches, 2.6] + (
             [panels.timeline_inches(plan)] if plan.parallel.pp > 1 else []
         )
-        gap = 1.25  # inches between rows: an axis label and a title
+        gap = 1.05  # inches between rows: an axis label and a title
         total = sum(heights) + gap * (len(heights) - 1) + 1.9
         result = Figure(figsize=(12, total))
         spec = result.add_gridspec(
