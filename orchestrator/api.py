@@ -122,10 +122,10 @@ def prepare_job(
 ) -> PreparedJob:
     """Plans and checks a job, at the size that its scheduler would start. Raises OrchError as
     `submit_job` does."""
+    from orchestrator.run.variables import describe_dropped
     from orchestrator.submit.submission import (
         check,
         choose,
-        dropped_variable_messages,
         prepare,
         rate_messages,
         simulation_messages,
@@ -144,7 +144,8 @@ def prepare_job(
     backend = submission.backend
     messages = [*scheduler_messages]
     messages += simulation_messages(request, backend)
-    messages += dropped_variable_messages(request, options)
+    if options.code is None:  # the other machine, whose variables these are, reports them
+        messages += describe_dropped(candidate.bundle.dropped)
     messages += rate_messages(candidate.plan, request, backend)
     if backend.shares_folders and options.code is None:
         messages += interpreter(request, options)
@@ -187,10 +188,9 @@ def submit_job(
         program=program,
     )
     job = prepare_job(list(overrides), options, config_dir)
-    run = job.send(options)
     for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
-    return run
+    return job.send(options)
 
 
 def options_from_here(**settings: Any) -> SubmitOptions:
@@ -391,9 +391,14 @@ class Run:
             time.sleep(_POLL_S)
         return self.state
 
-    def resume(self, allow: Sequence[str] = ()) -> str:
+    def resume(
+        self,
+        allow: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> str:
         """Starts the ended run again from its last checkpoint, and returns its handle. allow: as
-        for `orch resume --allow`.
+        for `orch resume --allow`. environ: the variables of the shell (None: of this
+        process).
 
         A refused resume changes nothing. Raises OrchError: 64 while the run is running or when it
         is done, 65 when it cannot run.
@@ -404,6 +409,7 @@ class Run:
         from orchestrator.run.put_back import check_allowed, without_pins
 
         check_allowed(allow)
+        environ = os.environ if environ is None else environ
         deadline = time.monotonic() + _END_S
         while True:
             alive = self.backend.is_alive(self.folder)
@@ -417,9 +423,9 @@ class Run:
             raise OrchError(f"run {self.id} is {state.state}: cancel it first, or wait for its end")
         request = request_of_run(self.folder)
         if isinstance(self.backend, Elsewhere):
-            return self.backend.resume_there(self.folder, allow)
+            return self.backend.resume_there(self.folder, allow, environ)
         with private_umask(), disk_refusals(self.folder), without_pins(self.folder, allow):
-            return self.backend.resume(self.folder, request, os.environ)
+            return self.backend.resume(self.folder, request, environ)
 
     def rate_breaks(self) -> list[str]:
         """Returns a message if a `resume` would continue at another learning rate than that of the
