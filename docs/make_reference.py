@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import inspect
 import os
 import re
@@ -72,8 +73,18 @@ def fields(module: str, name: str) -> tuple[str, list[Field]]:
             found = [
                 Field(part, lines, "") for part in node.body if isinstance(part, ast.AnnAssign)
             ]
+            for field in found:
+                if (field.default or "").startswith("field(default_factory"):
+                    field.default = _made_default(module, name, field.name)
             return ast.get_docstring(node) or "", found
     raise KeyError(f"{module}.{name}")
+
+
+def _made_default(module: str, name: str, field: str) -> str:
+    """The default of a field that makes a new one for each struct."""
+    struct = getattr(importlib.import_module(module), name)
+    (info,) = [info for info in msgspec.structs.fields(struct) if info.name == field]
+    return str(info.default_factory())
 
 
 def table(found: list[Field], prefix: str) -> list[str]:

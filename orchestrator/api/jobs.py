@@ -91,10 +91,10 @@ def prepare_job(
 ) -> PreparedJob:
     """Plans and checks a job, at the size that its scheduler would start. Raises OrchError as
     `submit` does."""
+    from orchestrator.run.variables import describe_dropped
     from orchestrator.submit.submission import (
         check,
         choose,
-        dropped_variable_messages,
         prepare,
         rate_messages,
         simulation_messages,
@@ -113,7 +113,8 @@ def prepare_job(
     backend = submission.backend
     messages = [*scheduler_messages]
     messages += simulation_messages(request, backend)
-    messages += dropped_variable_messages(request, options)
+    if options.code is None:  # the other machine, whose variables these are, reports them
+        messages += describe_dropped(candidate.bundle.dropped)
     messages += rate_messages(candidate.plan, request, backend)
     if backend.shares_folders and options.code is None:
         messages += interpreter(request, options)
@@ -151,10 +152,9 @@ def submit(
         after=tuple(after),
     )
     job = prepare_job(list(overrides), options, config_dir)
-    run = job.send(options)
     for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
-    return run
+    return job.send(options)
 
 
 def _program_options(

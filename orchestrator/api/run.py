@@ -296,9 +296,14 @@ class Run:
             time.sleep(_POLL_S)
         return self.state
 
-    def resume(self, allow: Sequence[str] = ()) -> str:
+    def resume(
+        self,
+        allow: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> str:
         """Starts the ended run again from its last checkpoint, and returns its handle. allow: as
-        for `orch resume --allow`.
+        for `orch resume --allow`. environ: the variables of the shell (None: of this
+        process).
 
         A refused resume changes nothing. Raises OrchError: 64 while the run is running or when it
         is done, 65 when it cannot run.
@@ -308,6 +313,7 @@ class Run:
         from orchestrator.run.put_back import check_allowed, without_pins
 
         check_allowed(allow)
+        environ = os.environ if environ is None else environ
         deadline = time.monotonic() + _END_S
         while True:
             alive = self.backend.is_alive(self.folder)
@@ -321,9 +327,9 @@ class Run:
             raise OrchError(f"run {self.id} is {state.state}: cancel it first, or wait for its end")
         request = request_of_run(self.folder)
         if isinstance(self.backend, Elsewhere):
-            return self.backend.resume_there(self.folder, allow)
+            return self.backend.resume_there(self.folder, allow, environ)
         with disk_refusals(self.folder), without_pins(self.folder, allow):
-            return self.backend.resume(self.folder, request, os.environ)
+            return self.backend.resume(self.folder, request, environ)
 
     def rate_breaks(self) -> list[str]:
         """Returns a message if a `resume` would continue at another learning rate than that of the

@@ -296,7 +296,12 @@ class Elsewhere(ABC):
         """Removes the run's folder on its host. OrchError as `orchestrator.run.removal.remove`."""
 
     @abstractmethod
-    def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
+    def resume_there(
+        self,
+        folder: RunFolder,
+        allow: Sequence[str],
+        environ: Mapping[str, str],
+    ) -> str:
         """Resumes the run on its host like `Backend.resume`.
 
         The start does not compare the settings in `allow`, as with `orch resume --allow`.

@@ -37,6 +37,14 @@ def style() -> Style:
     )
 
 
+def print_messages(lines: Iterable[str]) -> None:
+    """Prints messages about a job on standard error, each once, folded to 80 columns."""
+    from orchestrator.style import fold
+
+    for line in dict.fromkeys(lines):
+        print(*fold(f"orch: {line}", 80, 6), sep="\n", file=sys.stderr)
+
+
 def print_json(value: object) -> None:
     """Prints a value, also structs and tuples, as one line of JSON."""
     import msgspec

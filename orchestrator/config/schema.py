@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, UnsetType, field
 from msgspec.structs import force_setattr
 
+from orchestrator.config.passed import PASSED
 from orchestrator.plan.document import (
     AllToAll,
     Axis,
@@ -28,8 +29,7 @@ from orchestrator.plan.document import (
     Yarn,
 )
 
-# ------------------------------------------------------------------------------------------- kinds
-#     of values
+# ---------------------------------------------------------------------------------- kinds of values
 
 #: What a name may be: it becomes a label, a file name and a part of metrics.
 NAME_RULE = "1 to 63 of A-Z a-z 0-9 . _ -, starting and ending with a letter or digit"
@@ -99,8 +99,7 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 
-# -------------------------------------------------------------------------------------------
-#     cluster
+# ---------------------------------------------------------------------------------------- cluster
 
 
 class GpuSpec(Frozen):
@@ -245,8 +244,7 @@ class ModelSpec(Frozen):
             force_setattr(self, "head_dim", self.hidden // self.heads)
 
 
-# -------------------------------------------------------------------------------------------
-#     parallel
+# --------------------------------------------------------------------------------------- parallel
 
 
 class ParallelSpec(Frozen):
@@ -461,9 +459,11 @@ class BackendSpec(Frozen):
     store_filter: bool = True
     #: Whether each worker runs on the cores of its GPU's NUMA domain only (docs/programs.md).
     numa_binding: bool = True
-    #: Variables for the workers, in addition to the allow-list. They are not a place for secrets.
+    #: Values for the workers, whatever the shell sets. They are not a place for secrets.
     env: dict[EnvName, Text] = {}
-    #: Further variables of the shell to pass on: names, and patterns such as WANDB_*.
+    #: Patterns of variables of the shell that reach a run on other machines (docs/programs.md).
+    passed: list[EnvPattern] = field(default_factory=lambda: [*PASSED])
+    #: Further variables of the shell to pass on: names, which always pass, and patterns.
     pass_env: list[EnvPattern] = []
     options: dict[str, Any] = {}  # Options of this backend only.
 
@@ -474,8 +474,7 @@ class RunSpec(Frozen):
     allow_oom: bool = False  # Whether to submit a plan that does not fit the memory.
 
 
-# ------------------------------------------------------------------------------------------- the
-#     whole
+# --------------------------------------------------------------------------------------- the whole
 
 
 class Config(Frozen):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,7 +48,7 @@ class Host:
                 run.cancel(question.force, wait=False)
             case wire.Resume():
                 run = self._run(question.run)
-                run.resume(question.allow)
+                run.resume(question.allow, _shell(question.variables))
             case wire.Resize():
                 self._resize(question)
             case wire.Remove():
@@ -83,6 +84,8 @@ class Host:
             dry_run=question.dry_run,
             code=code,
         )
+        environ = _shell(question.variables)
+        options = msgspec.structs.replace(options, environ=environ)
         job = api.prepare_job(question.words, options, config_dir)
         self._job = (job, options)
         request = job.candidate.bundle.request
@@ -143,13 +146,19 @@ class Host:
         if not isinstance(run.backend, Resizing):
             raise OrchError(f"{run.backend.name} has no resize by hand", Exit.USAGE)
         request = api.request_of_run(run.folder)
-        run.backend.resize(run.folder, request, question.nodes, os.environ)
+        environ = _shell(question.variables)
+        run.backend.resize(run.folder, request, question.nodes, environ)
 
     def _remove(self, question: wire.Remove) -> None:
         from orchestrator.run.removal import remove
 
         run = self._run(question.run)
         remove(run.folder)
+
+
+def _shell(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job: of this host's shell, with the variables of the other machine's."""
+    return {**os.environ, **variables}
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:

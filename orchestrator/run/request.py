@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -25,8 +25,16 @@ from orchestrator.plan import Exit, Plan, to_json
 from orchestrator.plan.codec import UNREADABLE, read_file
 from orchestrator.plan.document import Frozen
 
+from .environment import Environment
 from .folder import RunFolder, check_run_id
-from .variables import all_names, is_name, is_secret_name, matching, passed_names
+from .variables import (
+    Dropped,
+    Selection,
+    all_names,
+    is_name,
+    is_secret_name,
+    select_variables,
+)
 
 AGENT = "orchestrator.agent"  # the module that backends start on every node
 SCHEMA = "orch.request/1"
@@ -81,20 +89,6 @@ class File(Frozen):
     mode: Annotated[str, msgspec.Meta(pattern="^0[0-7]{3}$")]
     size: int
     sha256: str  # "" for a secret, which the backend draws when it submits
-
-
-class Environment(Frozen, omit_defaults=True, kw_only=True):
-    """The variables of agents and workers: which pass from the shell, and which have fixed
-    values."""
-
-    names: list[str]  # taken from the shell that submits or resumes, if they are set there
-    values: dict[str, str]
-    path_first: list[str]  # put in front of PATH, so that `python` is the one orch runs in
-    python_path_first: list[str]
-    #: values for variables that the shell does not set: those that torchrun gives its workers
-    defaults: dict[str, str] = {}
-    #: the `names` that were requested by name and set at submission: a later start needs them too
-    required: list[str] = []
 
 
 class Policy(Frozen):
@@ -157,6 +151,9 @@ class Site(Frozen):
     agent_flags: list[str] = []  # options of the agent, chosen by the backend
     join_timeout_s: float = 60.0
     passes_all: bool = False  # a user's program gets every variable of the shell
+    #: names of variables that mean something on this machine only, if the run is on another one
+    #: that shares no folders with it
+    machine_names: list[str] = []
 
 
 class SubmissionBundle(Frozen):
@@ -164,6 +161,8 @@ class SubmissionBundle(Frozen):
 
     request: LaunchRequest
     contents: dict[str, bytes]
+    #: what the user's program does not get of the submitting shell; nothing for the trainer
+    dropped: Dropped = Dropped()
 
 
 def make_request(
@@ -171,7 +170,7 @@ def make_request(
     plan: Plan,
     site: Site,
     command: Sequence[str] = (),
-    keep: Iterable[str] = (),
+    keep: Collection[str] = (),
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> SubmissionBundle:
     """Returns the whole launch as a value. `command`: the user's program, not the trainer; `keep`:
@@ -187,6 +186,8 @@ def make_request(
     agents = [_agent_command(site, run, node) for node in used_nodes(plan)]
     worker = _worker(config, site, run, command)
     contents = _file_contents(config, plan, run, sizes)
+    _check_variable_names(config, keep)
+    variables = _selected_variables(config, site, keep, is_program=bool(command))
     request = LaunchRequest(
         schema=SCHEMA,
         run_id=site.run_id,
@@ -203,13 +204,21 @@ def make_request(
         summary=_summary(config, plan, worker),
         agents=agents,
         worker=worker,
-        environment=_environment(config, plan, site, keep, python_path),
+        environment=Environment(
+            names=sorted({*variables.passed, *keep}),
+            values=_fixed_values(config, plan, is_program=bool(command)),
+            path_first=[str(Path(site.python).parent)],
+            python_path_first=python_path,
+            defaults=_default_values(plan, is_program=bool(command)),
+            required=sorted(_names_in_full(config, keep) & {*site.environment_names}),
+        ),
         policy=_policy(config, site),
         code=site.code,
         files=_files(run, contents),
         sizes=sorted(sizes, reverse=True),
     )
-    return SubmissionBundle(request=request, contents=contents)
+    dropped = variables.dropped if command else Dropped()
+    return SubmissionBundle(request=request, contents=contents, dropped=dropped)
 
 
 def _agent_command(site: Site, run: RunFolder, node: str) -> AgentCommand:
@@ -321,6 +330,8 @@ def _checked(command: Sequence[str]) -> list[str]:
 
 
 def _check_variable_names(config: Config, keep: Iterable[str]) -> None:
+    """OrchError: 64 for a bad name of `--env`, 65 for one of `backend.env`, 78 for a secret in
+    `backend.env`."""
     for name in keep:
         if not is_name(name):
             rule = "not the name of a variable (A-Z a-z 0-9 _)"
@@ -338,53 +349,47 @@ def _check_variable_names(config: Config, keep: Iterable[str]) -> None:
             )
 
 
-def _environment(
-    config: Config, plan: Plan, site: Site, keep: Iterable[str], python_path: list[str]
-) -> Environment:
-    """Selects the variables of a run. OrchError: 64 for a bad name of `--env`, 65 for one of
-    `backend.env`, 78 for a secret in `backend.env`."""
-    _check_variable_names(config, keep)
+def _names_in_full(config: Config, keep: Iterable[str]) -> set[str]:
+    """Returns the names that the user wrote; patterns of `backend.pass_env` are no names."""
+    return {*keep, *filter(is_name, config.backend.pass_env)}
+
+
+def _selected_variables(
+    config: Config, site: Site, keep: Iterable[str], is_program: bool
+) -> Selection:
+    """Selects the variables of the shell that reach a run. A program on this machine gets all."""
+    in_full = _names_in_full(config, keep)
     shell_names = site.environment_names
-    passed = [*passed_names(shell_names), *matching(shell_names, config.backend.pass_env)]
-    if plan.program and site.passes_all:
-        passed = all_names(shell_names)
-    values = {"PYTHONUNBUFFERED": "1"}
-    defaults = {}
-    if plan.program:
-        defaults = {
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
-        }
-        if min(plan.parallel.world_size, plan.cluster.gpus_per_node) > 1:
-            defaults["OMP_NUM_THREADS"] = "1"
-    elif plan.cluster.device == "cpu":
-        values["OMP_NUM_THREADS"] = "1"  # all ranks share this machine's cores
-    by_name = {*keep, *config.backend.pass_env} & {*shell_names}
-    return Environment(
-        required=sorted(by_name & {*passed, *keep}),
-        names=sorted({*passed, *keep}),
-        values=values | dict(config.backend.env),
-        path_first=[str(Path(site.python).parent)],
-        python_path_first=python_path,
-        defaults=defaults,
+    if is_program and site.passes_all:
+        names = {*all_names(shell_names), *in_full.intersection(shell_names)}
+        return Selection(passed=sorted(names), dropped=Dropped())
+    return select_variables(
+        shell_names,
+        in_full=in_full,
+        patterns=[*config.backend.passed, *config.backend.pass_env],
+        of_this_machine=site.machine_names,
     )
 
 
-def compose_environment(environment: Environment, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of agents, and of workers but for their ranks: allowed names of
-    `environ`, then fixed values."""
-    composed = environment.defaults | {
-        name: environ[name] for name in environment.names if name in environ
-    }
-    composed |= environment.values
-    for variable, prefix in (
-        ("PATH", environment.path_first),
-        ("PYTHONPATH", environment.python_path_first),
-    ):
-        paths = [*prefix, *filter(None, composed.get(variable, "").split(":"))]
-        if paths:
-            composed[variable] = ":".join(dict.fromkeys(paths))
-    return composed
+def _fixed_values(config: Config, plan: Plan, is_program: bool) -> dict[str, str]:
+    """Returns the variables that no shell changes."""
+    values = dict(config.backend.env)
+    if plan.cluster.device == "cpu" and not is_program:
+        values.setdefault("OMP_NUM_THREADS", "1")  # all ranks share this machine's cores
+    return values
+
+
+def _default_values(plan: Plan, is_program: bool) -> dict[str, str]:
+    """Returns the variables of a run unless the user has set them. Those of a program are the ones
+    that torchrun sets; output that Python does not hold back is the only one of orch's own."""
+    values = {"PYTHONUNBUFFERED": "1"}
+    if not is_program:
+        return values
+    values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    values["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    if min(plan.parallel.world_size, plan.cluster.gpus_per_node) > 1:
+        values["OMP_NUM_THREADS"] = "1"
+    return values
 
 
 def check_variables(request: LaunchRequest, environ: Mapping[str, str]) -> None:

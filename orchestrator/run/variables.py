@@ -1,79 +1,52 @@
-"""Selects the variables of the submitting shell that reach a run. Only names: values are never
-written down.
+"""Selects the variables of the submitting shell that reach a run, by one rule for every backend.
+Only names: values are never written down.
 
-The names and prefixes below reach every run, and so do those of `backend.pass_env` and of
-`--env`. A program on this machine gets all variables, as under torchrun. On other machines a
-name that looks like a secret passes only if it is written in full.
+A program on this machine gets every variable, as under torchrun, except those of one shell or of
+another launch. A run elsewhere gets the names that the user wrote in full (`--env`,
+`backend.pass_env`), and what a pattern of `backend.passed` or `backend.pass_env` matches. A pattern
+passes no name that looks like a secret. Where the machines share no folders, it also passes no
+variable that means something on this machine only, such as a path.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-#: Variables that reach agents and workers everywhere.
-PASSED = frozenset(
-    {
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "PATH",
-        "SHELL",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "TERM",
-        "VIRTUAL_ENV",
-    }
-    | {
-        "LD_LIBRARY_PATH",
-        "PYTHONPATH",
-        "PYTHONHASHSEED",
-        "XDG_CACHE_HOME",
-        "HF_HOME",
-        "TRITON_CACHE_DIR",
-    }
-    | {
-        "CUDA_HOME",
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_DEVICE_ORDER",
-        "CUDA_LAUNCH_BLOCKING",
-        "CUBLAS_WORKSPACE_CONFIG",
-    }
-)
-PASSED_PREFIXES = (
-    "LC_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "PYTORCH_",
-    "OMP_",
-    "MKL_",
-    "UCX_",
-    "FI_",
-)
+from orchestrator.plan.document import Frozen
+
 #: Variables of one process or one terminal, not of its programs; set freshly for every worker.
 _OF_THE_SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "LS_COLORS"})
 _OF_A_WORKER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 )
 _OF_A_LAUNCHER = ("ORCH_", "PET_", "TORCHELASTIC_", "ROLE_")
-#: Prefixes of variables of a desktop or a login, which no program on another machine misses.
-_OF_A_SESSION = (
-    "XDG_",
-    "SSH_",
-    "DBUS_",
-    "TERM_",
-    "LESS",
-    "BASH_FUNC_",
-    "TMUX",
-    "VTE_",
-    "GPG_",
-    "DISPLAY",
-    "WAYLAND_",
+#: Variables that mean something on this machine only, whatever their value.
+_OF_A_MACHINE = frozenset(
+    {
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "PATH",
+        "SHELL",
+        "TMPDIR",
+        "TERM",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+        "PYTHONHOME",
+        "PYTHONPATH",
+        "XDG_CACHE_HOME",
+        "CUDA_VISIBLE_DEVICES",
+    }
+)
+#: An absolute path, or one below the home folder, at the start of a value or of an item of it. Two
+#: slashes are a URL, but not those of `file:`.
+_PATH = re.compile(r"(^|[:,;=\s])(/(?!/)|~|file:/)")
+#: Variables of a desktop or a login. Every machine has its own, so no message names them.
+_OF_A_SESSION = re.compile(
+    r"(XDG|SSH|DBUS|VTE|GPG|LESS|TMUX|WAYLAND)_.*|LESS|TMUX|DISPLAY|TERM_PROGRAM.*|COLORTERM"
+    r"|HOME|USER|LOGNAME|PATH|SHELL|TERM|TMPDIR|LANG|LC_.*|MAIL|HOSTNAME|HOST|EDITOR|PAGER"
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _SECRET = re.compile(
@@ -88,13 +61,61 @@ _HARMLESS = re.compile(
 )
 
 
-def passed_names(names: Iterable[str]) -> list[str]:
-    """Returns the names that the allow-list lets through."""
-    return sorted(
-        name
-        for name in names
-        if name in PASSED or (name.startswith(PASSED_PREFIXES) and not is_secret_name(name))
+class Dropped(Frozen):
+    """The variables that a program elsewhere does not get and may miss, by the reason."""
+
+    secrets: list[str] = []
+    of_this_machine: list[str] = []
+    unlisted: list[str] = []  # no pattern matches them
+
+
+class Selection(Frozen):
+    """The variables of a shell, by whether they reach a run."""
+
+    passed: list[str]
+    dropped: Dropped
+
+
+def select_variables(
+    names: Collection[str],
+    *,
+    in_full: Collection[str],
+    patterns: Collection[str],
+    of_this_machine: Collection[str] = (),
+) -> Selection:
+    """Applies the rule for a run elsewhere to the names of a shell. `in_full`: the names that the
+    user wrote; `of_this_machine`: the result of `machine_names`, or nothing where the machines
+    share folders."""
+    passed = [name for name in names if name in in_full]
+    secrets = []
+    local = []
+    unlisted = []
+    for name in all_names({*names} - {*in_full}):
+        if is_secret_name(name):
+            secrets.append(name)
+        elif name in of_this_machine:
+            local.append(name)
+        elif any(fnmatchcase(name, pattern) for pattern in patterns):
+            passed.append(name)
+        else:
+            unlisted.append(name)
+    dropped = Dropped(
+        secrets=_without_session(secrets),
+        of_this_machine=_without_session(local),
+        unlisted=_without_session(unlisted),
     )
+    return Selection(passed=sorted(passed), dropped=dropped)
+
+
+def _without_session(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not _OF_A_SESSION.fullmatch(name)]
+
+
+def machine_names(environ: Mapping[str, str]) -> frozenset[str]:
+    """Returns the variables that mean something on this machine only: search paths, the login, its
+    GPUs, and all whose value holds a path."""
+    paths = {name for name, value in environ.items() if _PATH.search(value)}
+    return _OF_A_MACHINE | paths
 
 
 def is_name(name: str) -> bool:
@@ -113,27 +134,27 @@ def all_names(names: Iterable[str]) -> list[str]:
     )
 
 
-def matching(names: Iterable[str], patterns: Collection[str]) -> list[str]:
-    """Selects from `all_names` the names that are in `patterns`, and those that a pattern with
-    `*` matches and that do not look like a secret."""
+_MOST_NAMES = 8  # names that a message shows for each reason
 
-    def is_matched(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    return [
-        name
-        for name in all_names(names)
-        if name in patterns or (is_matched(name) and not is_secret_name(name))
+def describe_dropped(dropped: Dropped) -> list[str]:
+    """Returns one message about the variables that are not passed on, or none."""
+    reasons = [
+        _reason(dropped.secrets, "look like secrets"),
+        _reason(dropped.of_this_machine, "paths or GPUs of this machine"),
+        _reason(dropped.unlisted, "not in backend.passed"),
     ]
+    listed = "; ".join(filter(None, reasons))
+    remedy = "--env NAME passes one, backend.pass_env=[PATTERN] several"
+    return [f"variables not passed on: {listed}. {remedy}"] if listed else []
 
 
-def dropped_names(names: Iterable[str], passed: Collection[str]) -> list[str]:
-    """Returns the variables that are not passed on and that a program may miss."""
-    return [
-        name
-        for name in all_names(names)
-        if name not in passed and not name.startswith(_OF_A_SESSION)
-    ]
+def _reason(names: list[str], reason: str) -> str:
+    if not names:
+        return ""
+    rest = len(names) - _MOST_NAMES
+    further = f" and {rest} more" if rest > 0 else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{further} ({reason})"
 
 
 def is_secret_name(name: str) -> bool:

@@ -19,6 +19,13 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.codec import from_json
 from orchestrator.plan.exits import Exit
 from orchestrator.run.request import Code, SubmissionBundle
+from orchestrator.run.variables import (
+    Dropped,
+    Selection,
+    describe_dropped,
+    machine_names,
+    select_variables,
+)
 from orchestrator.style import binary
 
 from .submission import SizeCandidate, SubmitOptions
@@ -64,6 +71,7 @@ def prepare_on_host(
     user_config = next((folder for folder in folders(config_dir) if folder != shipped()), None)
     packed = Code(kind="none") if options.dry_run else code
     payload = _pack(packed, user_config, str(host))
+    selection = _selected_variables(config, options)
     question = wire.Prepare(
         words=list(overrides),
         command=list(options.command),
@@ -74,13 +82,28 @@ def prepare_on_host(
         run_id=options.run_id,
         dry_run=options.dry_run,
         conf=user_config is not None,
+        variables={name: options.environ[name] for name in selection.passed},
     )
     prepared, raw = session.ask(question, payload)
     assert isinstance(prepared, wire.Prepared)
     request = request_of(prepared)
     bundle = SubmissionBundle(request=request, contents={"plan.json": raw})
     candidate = SizeCandidate(config, from_json(raw), bundle)
-    return PreparedOnHost(SshBackend(session, prepared), candidate, prepared.messages)
+    backend = SshBackend(session, prepared, selection.passed)
+    dropped = selection.dropped if options.command else Dropped()
+    return PreparedOnHost(backend, candidate, [*prepared.messages, *describe_dropped(dropped)])
+
+
+def _selected_variables(config: Config, options: SubmitOptions) -> Selection:
+    """Selects the variables of this shell that the host gets: the host's own ones stay in force for
+    the others."""
+    pass_env = config.backend.pass_env
+    return select_variables(
+        [*options.environ],
+        in_full=[*options.env, *pass_env],
+        patterns=[*config.backend.passed, *pass_env],
+        of_this_machine=machine_names(options.environ),
+    )
 
 
 def _pack(code: Code, user_config: Path | None, host: str) -> bytes:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 #: `backend.options` that name another host, which takes the job with the other options.
 HOST_OPTIONS = ("ssh", "ssh_python")
-_MOST_VARIABLES = 8  # names of variables that a message shows
 CONDITIONS: dict[str, Literal["ok", "any", "notok"]] = {"ok": "ok", "any": "any", "notok": "notok"}
 
 
@@ -225,6 +224,7 @@ def make_bundle(
     from orchestrator.run.code_snapshot import find_code
     from orchestrator.run.left_out import with_left_out
     from orchestrator.run.request import Code, Site, make_request
+    from orchestrator.run.variables import machine_names
 
     in_place = options.in_place
     if in_place is None:
@@ -251,6 +251,7 @@ def make_bundle(
         code=code,
         agent_flags=list(backend.agent_flags),
         passes_all=backend.on_this_machine,
+        machine_names=[] if backend.shares_folders else sorted(machine_names(options.environ)),
     )
     return make_request(
         config,
@@ -291,23 +292,6 @@ def simulation_messages(request: LaunchRequest, backend: Backend) -> list[str]:
         return []
     shape = f"{request.nodes} nodes of {request.gpus_per_node} workers"
     return [f"{shape} are simulated on this machine (for one node: cluster.nodes=1)"]
-
-
-def dropped_variable_messages(request: LaunchRequest, options: SubmitOptions) -> list[str]:
-    """Returns a message with the variables of this shell that a program does not get, if there are
-    any."""
-    from orchestrator.run.variables import dropped_names
-
-    passed = {*request.environment.names, *request.environment.values}
-    dropped = dropped_names(options.environ, passed) if options.command else []
-    if not dropped:
-        return []
-    rest = len(dropped) - _MOST_VARIABLES
-    further = f" and {rest} more" if rest > 0 else ""
-    return [
-        f"variables not passed on: {', '.join(dropped[:_MOST_VARIABLES])}{further} (--env NAME,"
-        " backend.pass_env=[PATTERN])"
-    ]
 
 
 def rate_messages(plan: Plan, request: LaunchRequest, backend: Backend) -> list[str]:

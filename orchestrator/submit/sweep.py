@@ -14,13 +14,13 @@ from orchestrator.backends.base import ArraySubmission, Backend
 from orchestrator.config.sweep import hint
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder, new_run_id
+from orchestrator.run.variables import describe_dropped
 
 from .submission import (
     SizeCandidate,
     SubmitOptions,
     check,
     choose,
-    dropped_variable_messages,
     job_name,
     prepare,
     program_name,
@@ -78,7 +78,7 @@ def prepare_sweep(
             breaks = rate_messages(candidate.plan, request, backend)
             messages = [
                 *simulation_messages(request, backend),
-                *dropped_variable_messages(request, options),
+                *describe_dropped(candidate.bundle.dropped),
                 *breaks,
             ]
             if not options.dry_run:

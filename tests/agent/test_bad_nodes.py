@@ -9,7 +9,8 @@ import subprocess
 import pytest
 
 from orchestrator.run.bad_nodes import NodeMemory
-from orchestrator.run.request import compose_environment, read_request
+from orchestrator.run.environment import compose_environment
+from orchestrator.run.request import read_request
 from tests.agent.test_elastic import cancel, kill, running, start
 from tests.beds.bundles import events
 

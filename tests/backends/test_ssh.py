@@ -20,8 +20,9 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Code
-from tests.beds import sshd
+from tests.beds import program_variables, sshd
 from tests.beds.bundles import wait_end, wait_for
+from tests.beds.program_variables import IN_FULL
 
 from .test_program_variables import ALLOW, written_pins
 from .test_signals import interruptible
@@ -172,6 +173,50 @@ def test_plans_groups_and_refusals_are_those_of_the_host(site, home, capsys, tmp
     ):
         code, _, err = orch(capsys, *arguments, *site.options(), "--", "python", "train.py")
         assert code == Exit.USAGE and says in err, (arguments, err)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_variables_of_this_machine_go_there_by_the_rule_in_memory_only(
+    site, home, capsys, monkeypatch, tmp_path
+):
+    """A resume takes the values of the shell that asks for it."""
+    for name, value in (program_variables.SHELL | {"SITE": "here", "GO": "of-this-shell"}).items():
+        monkeypatch.setenv(name, value)
+    program = program_variables.PROBE + "import sys\nsys.exit(os.environ['NCCL_DEBUG'] != 'INFO')"
+    words = (*IN_FULL, "--env", "GO", "backend.max_restarts=0", "--", "python", "-c", program)
+    run, err = submit(capsys, site, *words)
+    _, _, message = " ".join(err.split()).partition("variables not passed on: ")
+    assert "HF_TOKEN" in message.partition("(look like secrets)")[0] and "HF_HOME" in message
+    there = RunFolder(tmp_path / "site" / "runs" / run)
+    assert wait_end(there).state == "failed"
+
+    def variables() -> list[dict[str, str]]:
+        lines = there.rank_log(0).read_text().splitlines()
+        return [program_variables.printed(line) for line in lines if program_variables.MARK in line]
+
+    (first,) = variables()
+    passed = ("NCCL_DEBUG", "WANDB_MODE", "MY_DATA", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    assert {name: first[name] for name in passed} == {
+        name: program_variables.SHELL[name] for name in passed
+    }
+    assert first["MY_TOKEN"] == program_variables.digest("MY_TOKEN")
+    assert (first["GO"], first["SITE"]) == ("of-this-shell", "there")
+    assert not {"HF_TOKEN", "HF_HOME", "MY_OTHER"} & {*first}
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    with monkeypatch.context() as shell:
+        shell.delenv("MY_TOKEN")
+        code, _, err = orch(capsys, "resume", run)
+        assert code == 65 and "--env MY_TOKEN, not set in this shell" in err
+    assert orch(capsys, "resume", run, "--follow")[0] == 0
+    second = variables()[-1]
+    assert {name: second[name] for name in passed} == {
+        **{name: first[name] for name in passed},
+        "NCCL_DEBUG": "INFO",
+    }
+    assert second["MY_TOKEN"] == first["MY_TOKEN"] and second["GO"] == first["GO"]
+    assert not {"HF_TOKEN", "HF_HOME", "MY_OTHER"} & {*second}
+    assert not program_variables.holders(tmp_path)
 
 
 @pytest.mark.process

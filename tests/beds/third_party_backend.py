@@ -24,15 +24,11 @@ from orchestrator.observe.report import write_final_state
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import create_run_folder
+from orchestrator.run.environment import compose_environment
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import ask, wants_end
 from orchestrator.run.processes import Identity, identity, send_signal
-from orchestrator.run.request import (
-    LaunchRequest,
-    SubmissionBundle,
-    compose_environment,
-    read_request,
-)
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, read_request
 from orchestrator.run.state import RunState, finish, prepare_resume, read_state, true_state
 
 

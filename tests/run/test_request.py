@@ -16,19 +16,18 @@ from orchestrator.backends.local import backend as local
 from orchestrator.backends.local.backend import LocalBackend
 from orchestrator.config.schema import BackendSpec
 from orchestrator.errors import OrchError
+from orchestrator.run.environment import Environment, compose_environment
 from orchestrator.run.request import (
     HIDDEN,
     Code,
-    Environment,
     check_contents,
-    compose_environment,
     from_bytes,
     frozen_config,
     redacted,
     to_bytes,
     used_nodes,
 )
-from orchestrator.run.variables import is_secret_name, passed_names
+from orchestrator.run.variables import is_secret_name
 from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 
@@ -89,7 +88,6 @@ def test_only_allowed_variables_pass_and_only_by_name():
         "EDITOR",
         "NCCL_AUTH_TOKEN",
     ]
-    assert passed_names(shell) == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
     request = make_bundle(PLAN, RUNS, names=shell).request
     assert request.environment.names == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
 

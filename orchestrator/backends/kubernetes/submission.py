@@ -21,9 +21,9 @@ from msgspec import structs
 from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.run.environment import values_elsewhere
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest
-from orchestrator.run.variables import PASSED
 
 from .api.client import PATHS, Cluster, gather, in_background, kind_of
 from .cluster_view import ClusterSnapshot, Reservation, reserve_nodes
@@ -33,15 +33,6 @@ from .objects.render import NO_KEY, Manifest, elastic_sizes, render
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
 
-#: Variables of the submitting machine that mean nothing inside a pod, or something else.
-OF_THIS_MACHINE = PASSED - {
-    "LANG",
-    "LANGUAGE",
-    "TZ",
-    "PYTHONHASHSEED",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_ORDER",
-}
 _DELETION_S = 180.0  # shortest wait for the pods of a run to be gone
 # how long a check that names are free holds while others may take the placement lock
 _TRUSTED_S = 2.0
@@ -167,7 +158,7 @@ def manifest_of(
         config=folder.config.read_bytes(),
         namespace=namespace,
         key=key,
-        environment=passed_variables(request, environ),
+        environment=values_elsewhere(request.environment, environ),
         topology=reservation.topology,
         chosen=reservation.chosen,
         excluded=reservation.excluded,
@@ -175,12 +166,6 @@ def manifest_of(
         generation=generation,
         sizes={size: load_plan(folder.sized_plan(size)) for size in elastic},
     )
-
-
-def passed_variables(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that the request passes on and that mean the same inside a pod."""
-    names = [name for name in request.environment.names if name not in OF_THIS_MACHINE]
-    return {name: environ[name] for name in names if name in environ}
 
 
 def record_of(

@@ -13,20 +13,21 @@ import msgspec
 from msgspec import structs
 
 from orchestrator.backends.base import off_bad_nodes
+from orchestrator.config.passed import PASSED
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.exits import Exit
+from orchestrator.run.environment import values_elsewhere
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, from_bytes, to_bytes
 from orchestrator.run.state import RunState, finish, prepare_resume, read_state, write_state
-from orchestrator.run.variables import passed_names
+from orchestrator.run.variables import select_variables
 
 from .api.client import Cluster
 from .names import KIND, SUBMISSION, JsonObject, object_name, standard_labels
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
-from .submission import passed_variables
 from .train_run import API_VERSION, Spec, TrainRun, body_of, planned
 
 if TYPE_CHECKING:
@@ -124,8 +125,14 @@ def _bodies(
     submission: str,
 ) -> tuple[JsonObject, JsonObject]:
     request = bundle.request
-    passed = passed_variables(request, environ)
-    plain = {name: passed[name] for name in passed_names(passed)}
+    passed = values_elsewhere(request.environment, environ)
+    # everybody who may read TrainRuns sees the others
+    public = select_variables(
+        [name for name in passed if name not in request.environment.required],
+        in_full=(),
+        patterns=PASSED,
+    )
+    plain = {name: passed[name] for name in public.passed}
     private = {name: value for name, value in passed.items() if name not in plain}
     name = f"{request.run_id}-env"
     spec = Spec(planned=planned(bundle, plans), environment=plain)

@@ -24,16 +24,11 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.attempt import begin_attempt, check_newest
 from orchestrator.run.create import check_program, create_run_folder
+from orchestrator.run.environment import compose_environment
 from orchestrator.run.folder import PRIVATE_UMASK, RunFolder
 from orchestrator.run.intent import END, END_BY_FORCE, Intent, ask
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
-from orchestrator.run.request import (
-    LaunchRequest,
-    SubmissionBundle,
-    at_size,
-    check_variables,
-    compose_environment,
-)
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, check_variables
 from orchestrator.run.state import RunState, read_state, true_state
 
 from . import namespaces

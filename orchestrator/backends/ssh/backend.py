@@ -45,6 +45,7 @@ class SshRecord(Frozen):
     host: str
     python: str
     run_dir: str  # on the host
+    variables: list[str] = []  # names of those of this machine's shell that the run has
 
 
 class _Snapshot(NamedTuple):
@@ -57,7 +58,11 @@ class _Snapshot(NamedTuple):
 
 
 class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
-    """Runs on another host. `session`: the connection in which the job to submit was prepared."""
+    """Runs on another host.
+
+    `session`: the connection in which the job to submit was prepared. `variables`: the names of
+    those of this machine's shell that it has.
+    """
 
     name = "ssh"
     shares_folders = False
@@ -66,9 +71,11 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         self,
         session: Session | None = None,
         prepared: wire.Prepared | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
         self._session = session
         self._prepared = prepared
+        self._variables = list(variables)
         self._sessions: dict[tuple[str, str], Session] = {}
         self._seen: dict[str, _Snapshot] = {}
         self._runs_with_logs: set[str] = set()
@@ -107,6 +114,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             host=session.host,
             python=session.python,
             run_dir=bundle.request.run_dir,
+            variables=self._variables,
         )
         with HeldSignals(), disk_refusals(folder):
             folder.create()
@@ -137,7 +145,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         request: LaunchRequest,
         environ: Mapping[str, str],
     ) -> str:
-        return self.resume_there(folder, ())
+        return self.resume_there(folder, (), environ)
 
     def resize(
         self,
@@ -146,7 +154,12 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         nodes: int,
         environ: Mapping[str, str],
     ) -> str:
-        return self._restart(folder, wire.Resize(run=folder.run_id, nodes=nodes))
+        question = wire.Resize(
+            run=folder.run_id,
+            nodes=nodes,
+            variables=self._values(folder, environ),
+        )
+        return self._restart(folder, question)
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         self._ask(folder, wire.Cancel(run=folder.run_id, force=force))
@@ -156,11 +169,18 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         if self._look(folder).exists:
             self._ask(folder, wire.Remove(run=folder.run_id))
 
-    def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
-        return self._restart(
-            folder,
-            wire.Resume(run=folder.run_id, allow=list(allow)),
+    def resume_there(
+        self,
+        folder: RunFolder,
+        allow: Sequence[str],
+        environ: Mapping[str, str],
+    ) -> str:
+        question = wire.Resume(
+            run=folder.run_id,
+            allow=list(allow),
+            variables=self._values(folder, environ),
         )
+        return self._restart(folder, question)
 
     def is_alive(self, folder: RunFolder) -> bool:
         return self._look(folder).alive
@@ -248,12 +268,21 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         )
         return seen
 
-    def _ask(self, folder: RunFolder, question: wire.Question) -> tuple[wire.Answer, bytes]:
+    def _values(self, folder: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
+        """The values that this shell gives the variables with which the run was submitted."""
+        names = self._record(folder).variables
+        return {name: environ[name] for name in names if name in environ}
+
+    def _record(self, folder: RunFolder) -> SshRecord:
         record = read_record(folder, SshRecord)
         if record is None:
             raise OrchError(
                 f"run {folder.run_id} was not sent: there is no {folder.backend.name}", Exit.CONFIG
             )
+        return record
+
+    def _ask(self, folder: RunFolder, question: wire.Question) -> tuple[wire.Answer, bytes]:
+        record = self._record(folder)
         key = record.host, record.python
         if key not in self._sessions:
             self._sessions[key] = Session(*key)

@@ -15,7 +15,7 @@ from orchestrator.plan.document import Frozen
 from orchestrator.run.request import Code
 from orchestrator.run.state import RunState
 
-VERSION = 2
+VERSION = 3
 #: The beginning of the other side's first line. A login shell may print other lines before it.
 GREETING = b"@orch-remote "
 #: The module that is started on the host by name, because its place there is not known.
@@ -37,6 +37,7 @@ class Prepare(Frozen, tag=True, kw_only=True):
     run_id: str | None = None
     dry_run: bool = False
     conf: bool = False  # the payload has the user's group files
+    variables: dict[str, str] = {}  # of this machine's shell; neither side writes them down
 
 
 class Send(Frozen, tag=True):
@@ -59,11 +60,13 @@ class Cancel(Frozen, tag=True):
 class Resume(Frozen, tag=True):
     run: str
     allow: list[str] = []  # settings that `orch resume --allow` names
+    variables: dict[str, str] = {}
 
 
 class Resize(Frozen, tag=True):
     run: str
     nodes: int
+    variables: dict[str, str] = {}
 
 
 class Remove(Frozen, tag=True):

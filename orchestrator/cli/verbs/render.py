@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from orchestrator.cli.session import add_request_arguments, submit_options
+from orchestrator.cli.terminal import print_messages
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.backends.base import Rendering
     from orchestrator.config.compose import load
     from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.variables import describe_dropped
     from orchestrator.submit.submission import check, choose, prepare, render
 
     # A dry run: nothing is sent to the scheduler, whose refusals do not matter here.
@@ -37,8 +39,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
     )
     bundle = candidate.bundle
-    for line in describe_left_out(bundle.request.code):
-        print(f"orch: {line}", file=sys.stderr)
+    print_messages(describe_left_out(bundle.request.code))
+    print_messages(describe_dropped(bundle.dropped))
     script = render(bundle, backend, options)
     if args.json:
         import json
@@ -51,8 +53,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print(json.dumps(document))
         return Exit.DONE
     print(script, end="")
-    for line in messages:
-        print(f"orch: {line}", file=sys.stderr)
+    print_messages(messages)
     print(
         f"run folder {bundle.request.run_dir}; see it: orch status {bundle.request.run_id}",
         file=sys.stderr,

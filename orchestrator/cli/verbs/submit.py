@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.cli.session import add_request_arguments, submit_options
 from orchestrator.cli.streams import announce
+from orchestrator.cli.terminal import print_messages
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -62,12 +63,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     messages = [*job.messages, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, messages)
-    for line in describe_left_out(bundle.request.code):
-        print(f"orch: {line}", file=sys.stderr)
+    print_messages([*describe_left_out(bundle.request.code), *messages])
     with HeldSignals() as signals:
         submitted = job.send(options)
-        for line in messages:
-            print(f"orch: {line}", file=sys.stderr)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
@@ -103,8 +101,7 @@ def _show(
     from orchestrator.run.request import to_bytes
 
     if as_json:
-        for line in messages:
-            print(f"orch: {line}", file=sys.stderr)
+        print_messages(messages)
         print(to_bytes(bundle.request).decode(), end="")
         return Exit.DONE
     from orchestrator.cli.terminal import style
@@ -150,8 +147,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
     messages = [line for run in runs for line in run.messages]
-    for line in dict.fromkeys([*describe_left_out(runs[0].bundle.request.code), *messages]):
-        print(f"orch: {line}", file=sys.stderr)
+    print_messages([*describe_left_out(runs[0].bundle.request.code), *messages])
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
     with HeldSignals():
@@ -189,6 +185,7 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
     if as_json:
         from orchestrator.run.request import to_bytes
 
+        print_messages(line for run in runs for line in run.messages)
         print(
             "[" + ",\n".join(to_bytes(run.bundle.request).decode().rstrip() for run in runs) + "]"
         )

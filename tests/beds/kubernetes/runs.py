@@ -104,10 +104,12 @@ class Orch:
         self,
         *argv: str,
         code: int | None = 0,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
         timeout: float = 600,
     ) -> subprocess.CompletedProcess[str]:
-        environ = self.bed.env | self._environ(env)
+        """Runs `orch`. `env`: changes of the shell's variables; None: not set."""
+        shell = self.bed.env | self._environ({}) | dict(env or {})
+        environ = {name: value for name, value in shell.items() if value is not None}
         # A program runs in pods where it is submitted from, and that folder must be in their image.
         done = self.bed.commands.run(argv, environ, self.home, timeout, cwd=Path("/"))
         return base.checked(done, code)
@@ -127,8 +129,14 @@ class Orch:
             **(env or {}),
         }
 
-    def submit(self, *argv: str, options: Mapping[str, object] | None = None, code: int = 0) -> Run:
-        done = self(*self.submission(options), *argv, code=code)
+    def submit(
+        self,
+        *argv: str,
+        options: Mapping[str, object] | None = None,
+        code: int = 0,
+        env: Mapping[str, str | None] | None = None,
+    ) -> Run:
+        done = self(*self.submission(options), *argv, code=code, env=env)
         return Run(self, json.loads(done.stdout)["run_dir"])
 
     def submit_held(self, *argv: str, options: Mapping[str, object] | None = None) -> Run:

@@ -44,10 +44,11 @@ class Orch:
         self,
         *arguments: str,
         code: int | None = 0,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `orch`; its exit code must be `code` (None: any)."""
+        """Run `orch`; its exit code must be `code` (None: any). `env`: changes of the shell's
+        variables; None: not set."""
         again = self._worker_variables if arguments[0] == "resume" else {}
         environ = {
             **self.cluster.env,
@@ -56,6 +57,7 @@ class Orch:
             **again,
             **(env or {}),
         }
+        environ = {name: value for name, value in environ.items() if value is not None}
         return base.checked(
             self._serve().run(arguments, environ, self.home, timeout, cwd=self.home), code
         )
@@ -78,10 +80,12 @@ class Orch:
         program: Sequence[str] | None = FAKE_WORKER,
         worker: Mapping[str, object] | None = None,
         held: int | None = None,
+        shell: Mapping[str, str | None] | None = None,
         code: int = 0,
     ) -> Any:
         """What `orch submit --json` prints. `program`: None is the bundled trainer; `worker`:
-        ORCH_TEST_ variables; `held`: the trainer waits before this step until it is released."""
+        ORCH_TEST_ variables; `held`: the trainer waits before this step until it is released;
+        `shell`: changes of the shell's variables, which the rule passes on or not."""
         environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
         if held:
             environ |= environment(held)
@@ -90,7 +94,12 @@ class Orch:
         passed = [argument for name in environ for argument in ("--env", name)]
         argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *arguments]
         return json.loads(
-            self(*argv, *(["--", *program] if program else []), env=environ, code=code).stdout
+            self(
+                *argv,
+                *(["--", *program] if program else []),
+                env={**environ, **(shell or {})},
+                code=code,
+            ).stdout
         )
 
 

@@ -34,15 +34,9 @@ from orchestrator.plan import Exit, Plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.worker import replica_dir
 from orchestrator.run.create import accepted
+from orchestrator.run.environment import compose_environment
 from orchestrator.run.folder import RunFolder, ending, write_private
-from orchestrator.run.request import (
-    AgentCommand,
-    LaunchRequest,
-    compose_environment,
-    from_bytes,
-    to_bytes,
-    used_nodes,
-)
+from orchestrator.run.request import AgentCommand, LaunchRequest, from_bytes, to_bytes, used_nodes
 from orchestrator.run.state import RunState, pending_again, read_state, write_state
 
 from .attempts import PeersLost, ProcessStart
@@ -97,7 +91,7 @@ def main() -> int:
     process_start = ProcessStart.of_this_process()
     os.umask(0o077)
     # the root file system is read only
-    os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}
+    os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp"}
     os.environ |= login_names(os.environ)
     # process 1 has no default actions: without a handler it would ignore the signal
     signal.signal(signal.SIGTERM, _handle_early_termination)

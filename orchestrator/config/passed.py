@@ -1,0 +1,41 @@
+"""The default of `backend.passed`: the variables of the shell that reach a run elsewhere."""
+
+PASSED = (
+    # A login, and where programs are found. Where folders are not shared, these stay here.
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "TERM",
+    "TMPDIR",
+    "TZ",
+    "LANG*",
+    "LC_*",
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PYTHON*",
+    "XDG_CACHE_HOME",
+    # GPUs and the network.
+    "CUDA_*",
+    "CUBLAS_*",
+    "NCCL_*",
+    "UCX_*",
+    "FI_*",
+    "GLOO_*",
+    # Frameworks and libraries of programs.
+    "TORCH_*",
+    "PYTORCH_*",
+    "TORCHINDUCTOR_*",
+    "TRITON_*",
+    "OMP_*",
+    "GOMP_*",
+    "KMP_*",
+    "MKL_*",
+    "OPENBLAS_*",
+    "HF_*",
+    "TRANSFORMERS_*",
+    "TOKENIZERS_*",
+    "ACCELERATE_*",
+    "WANDB_*",
+)
