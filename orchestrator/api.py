@@ -122,6 +122,7 @@ def prepare_job(
 ) -> PreparedJob:
     """Plans and checks a job, at the size that its scheduler would start. Raises OrchError as
     `submit_job` does."""
+    from orchestrator.submit.program_python import python_messages
     from orchestrator.submit.submission import (
         check,
         choose,
@@ -130,7 +131,7 @@ def prepare_job(
         rate_messages,
         simulation_messages,
     )
-    from orchestrator.submit.this_machine import interpreter, load_job
+    from orchestrator.submit.this_machine import load_job
 
     config = load_job(overrides, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
@@ -146,8 +147,7 @@ def prepare_job(
     messages += simulation_messages(request, backend)
     messages += dropped_variable_messages(request, options)
     messages += rate_messages(candidate.plan, request, backend)
-    if backend.shares_folders and options.code is None:
-        messages += interpreter(request, options)
+    messages += python_messages(config, backend, options)
     return PreparedJob(backend, candidate, messages)
 
 
@@ -187,10 +187,11 @@ def submit_job(
         program=program,
     )
     job = prepare_job(list(overrides), options, config_dir)
-    run = job.send(options)
-    for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
+    request = job.candidate.bundle.request
+    job.backend.check(request)
+    for line in [*describe_left_out(request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
-    return run
+    return job.send(options)
 
 
 def options_from_here(**settings: Any) -> SubmitOptions:

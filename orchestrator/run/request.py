@@ -89,7 +89,8 @@ class Environment(Frozen, omit_defaults=True, kw_only=True):
 
     names: list[str]  # taken from the shell that submits or resumes, if they are set there
     values: dict[str, str]
-    path_first: list[str]  # put in front of PATH, so that `python` is the one orch runs in
+    #: put in front of PATH, so that `python` is the interpreter that was chosen for the program
+    path_first: list[str]
     python_path_first: list[str]
     #: values for variables that the shell does not set: those that torchrun gives its workers
     defaults: dict[str, str] = {}
@@ -157,6 +158,7 @@ class Site(Frozen):
     agent_flags: list[str] = []  # options of the agent, chosen by the backend
     join_timeout_s: float = 60.0
     passes_all: bool = False  # a user's program gets every variable of the shell
+    program_python: str = ""  # the interpreter of a user's program; "": that of an image
 
 
 class SubmissionBundle(Frozen):
@@ -200,7 +202,7 @@ def make_request(
         device=plan.cluster.device,
         nodes=len(agents),
         gpus_per_node=plan.cluster.gpus_per_node,
-        summary=_summary(config, plan, worker),
+        summary=_summary(config, plan, worker, site),
         agents=agents,
         worker=worker,
         environment=_environment(config, plan, site, keep, python_path),
@@ -258,7 +260,7 @@ def _files(run: RunFolder, contents: Mapping[str, bytes]) -> list[File]:
     return [*files, File(path=run.key.name, mode="0600", size=65, sha256="")]
 
 
-def _summary(config: Config, plan: Plan, worker: Worker) -> dict[str, str | int]:
+def _summary(config: Config, plan: Plan, worker: Worker, site: Site) -> dict[str, str | int]:
     summary: dict[str, str | int] = {"cluster": plan.cluster.name}
     if not plan.program:
         summary["model"] = plan.model.name
@@ -268,6 +270,8 @@ def _summary(config: Config, plan: Plan, worker: Worker) -> dict[str, str | int]
         summary["steps"] = plan.job.train.steps
     summary["world_size"] = plan.parallel.world_size
     summary["program"] = "trainer" if worker.bundled else " ".join(worker.argv)[:200]
+    if site.program_python not in ("", site.python):
+        summary["python"] = site.program_python
     if worker.pattern:
         summary["progress"] = "as printed"
     return summary
@@ -364,7 +368,7 @@ def _environment(
         required=sorted(by_name & {*passed, *keep}),
         names=sorted({*passed, *keep}),
         values=values | dict(config.backend.env),
-        path_first=[str(Path(site.python).parent)],
+        path_first=[str(Path(site.program_python or site.python).parent)],
         python_path_first=python_path,
         defaults=defaults,
     )

@@ -15,6 +15,7 @@ from orchestrator.config.sweep import hint
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder, new_run_id, private_umask
 
+from .program_python import python_messages
 from .submission import (
     SizeCandidate,
     SubmitOptions,
@@ -79,6 +80,7 @@ def prepare_sweep(
             messages = [
                 *simulation_messages(request, backend),
                 *dropped_variable_messages(request, options),
+                *python_messages(config, backend, options),
                 *breaks,
             ]
             if not options.dry_run:

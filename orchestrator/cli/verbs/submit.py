@@ -62,12 +62,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     messages = [*job.messages, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, messages)
-    for line in describe_left_out(bundle.request.code):
+    if messages:
+        backend.check(bundle.request)  # a refused job gets the line of its refusal alone
+    for line in [*describe_left_out(bundle.request.code), *messages]:
         print(f"orch: {line}", file=sys.stderr)
     with HeldSignals() as signals:
         submitted = job.send(options)
-        for line in messages:
-            print(f"orch: {line}", file=sys.stderr)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
