@@ -131,7 +131,8 @@ def until(condition: Callable, limit_s: float = PATIENCE_S):
 
 class Orch(Launcher):
     def start(self) -> None:
-        words = ["run", "--nnodes", "1:2", "--nproc-per-node", str(self.ranks_per_node)]
+        words = ["run", "cluster=local_nodes", "--nnodes", "1:2"]
+        words += ["--nproc-per-node", str(self.ranks_per_node)]
         words += ["--max-restarts", "20", "--detach", "--json"]
         self.run_id = json.loads(self._orch(*words, *self.argv).stdout)["run_id"]
 

@@ -50,6 +50,7 @@ class Trial:
         self.environment |= wishes
         names = [word for name in wishes for word in ("--env", name)]
         size = [
+            "cluster=local_nodes",
             "nodes=1..3",
             "cluster.nodes=3",
             "cluster.gpus_per_node=1",

@@ -86,6 +86,7 @@ class OrchRun:
         self.environment = os.environ | {"ORCH_HOME": str(home), "OMP_NUM_THREADS": "1"}
         words = [
             "submit",
+            "cluster=local_nodes",
             f"nodes=2..{NODES}",
             f"cluster.nodes={NODES}",
             "cluster.gpus_per_node=1",

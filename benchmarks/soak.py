@@ -47,6 +47,7 @@ WITH_CHECKPOINTS = (*FAULTS, "disk_full", "bit_flip")
 def submit(home: Path, trainer: bool) -> RunFolder:
     words = [
         "submit",
+        "cluster=local_nodes",
         "nodes=2..4",
         "cluster.nodes=4",
         "cluster.gpus_per_node=1",

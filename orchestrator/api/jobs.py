@@ -92,6 +92,7 @@ def prepare_job(
     """Plans and checks a job, at the size that its scheduler would start. Raises OrchError as
     `submit` does."""
     from orchestrator.run.variables import describe_dropped
+    from orchestrator.submit.program_python import python_messages
     from orchestrator.submit.submission import (
         check,
         choose,
@@ -99,7 +100,7 @@ def prepare_job(
         rate_messages,
         simulation_messages,
     )
-    from orchestrator.submit.this_machine import interpreter, load_job
+    from orchestrator.submit.this_machine import load_job
 
     config = load_job(overrides, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
@@ -116,8 +117,7 @@ def prepare_job(
     if options.code is None:  # the other machine, whose variables these are, reports them
         messages += describe_dropped(candidate.bundle.dropped)
     messages += rate_messages(candidate.plan, request, backend)
-    if backend.shares_folders and options.code is None:
-        messages += interpreter(request, options)
+    messages += python_messages(config, backend, options)
     return PreparedJob(backend, candidate, messages)
 
 
@@ -152,7 +152,9 @@ def submit(
         after=tuple(after),
     )
     job = prepare_job(list(overrides), options, config_dir)
-    for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
+    request = job.candidate.bundle.request
+    job.backend.check(request)
+    for line in [*describe_left_out(request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
     return job.send(options)
 

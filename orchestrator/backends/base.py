@@ -81,6 +81,13 @@ class Backend(ABC):
         """The run's folder on this machine."""
         return RunFolder(Path(request.run_dir))
 
+    def brings_python(self, options: Mapping[str, Any]) -> bool:
+        """Whether a user's program runs with the Python of an image, not with one of this machine.
+
+        `options`: the `backend.options`, unchecked.
+        """
+        return not self.shares_folders
+
     @abstractmethod
     def check(self, request: LaunchRequest) -> None:
         """Refuses a request that this backend can never run.

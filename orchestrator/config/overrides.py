@@ -17,6 +17,7 @@ from orchestrator.plan.exits import Exit
 
 from . import grammar
 from .groups import GROUPS, Library
+from .node_range import COUNT
 from .schema import Config
 from .structured import bare, fields, is_open, is_text, optional, struct_of
 
@@ -126,6 +127,8 @@ def _choice(group: str, choice: str, library: Library) -> Override:
 def _value(key: str, typed: str, shown: str) -> Override:
     annotation = find(key, shown)
     raw = typed.strip()
+    if key == "nodes" and COUNT.fullmatch(raw):  # one number is the size of the cluster
+        return Override("cluster.nodes", raw, False, int(raw))
     if raw == "null" and annotation is not Any:
         if not optional(annotation):
             raise OrchError(f"{shown}: {key} cannot be null")

@@ -29,6 +29,8 @@ from orchestrator.plan.document import (
     Yarn,
 )
 
+from .node_range import RANGE, RULE
+
 # ---------------------------------------------------------------------------------- kinds of values
 
 #: What a name may be: it becomes a label, a file name and a part of metrics.
@@ -61,8 +63,8 @@ Extension = Annotated[
 NodeRange = Annotated[
     str,
     Meta(
-        pattern=r"^[1-9][0-9]{0,6}\.\.[1-9][0-9]{0,6}\Z",
-        description="a range of node counts like 4..8",
+        pattern=rf"^{RANGE.pattern}\Z",
+        description=RULE,
     ),
 ]
 
@@ -492,7 +494,7 @@ class Config(Frozen):
     run: RunSpec = RunSpec()
     cost: CostSpec = CostSpec()
     experiment: ExperimentSpec | None = None
-    #: Sizes that the job may be started at, in place of `cluster.nodes`.
+    #: Sizes that the job may be started at: 4..8, or 4:8. One number sets `cluster.nodes`.
     nodes: NodeRange | None = None
     #: Ranks of a user's program. None: as `parallel` says, else all of the cluster's GPUs.
     nproc: Degree | None = None

@@ -13,6 +13,7 @@ from orchestrator.plan.document import AXES
 from orchestrator.plan.layer import KINDS
 from orchestrator.plan.worker import PRINTED
 
+from .node_range import canonical
 from .schema import LIVE, ClusterSpec, Config, ModelSpec, ParallelSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def validate(config: Config, origin: Origin) -> Config:
         raise origin.error("cluster.levels", "needs at least one level, innermost first")
     _check_parts(config.model, origin)
     _check_pattern(config.metrics.pattern, origin)
+    if config.nodes is not None:
+        config = msgspec.structs.replace(config, nodes=canonical(config.nodes))
     config = msgspec.structs.replace(config, cluster=_with_topology_nodes(config.cluster, origin))
     config = msgspec.structs.replace(
         config, parallel=with_defaults(config.parallel), train=_with_recompute(config)

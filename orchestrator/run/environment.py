@@ -16,7 +16,8 @@ class Environment(Frozen, omit_defaults=True, kw_only=True):
 
     names: list[str]  # taken from the shell that submits or resumes, if they are set there
     values: dict[str, str]
-    path_first: list[str]  # put in front of PATH, so that `python` is the one orch runs in
+    #: put in front of PATH, so that `python` is the interpreter that was chosen for the program
+    path_first: list[str]
     python_path_first: list[str]
     #: values for variables that the shell does not set: those that torchrun gives its workers
     defaults: dict[str, str] = {}

@@ -154,6 +154,7 @@ class Site(Frozen):
     #: names of variables that mean something on this machine only, if the run is on another one
     #: that shares no folders with it
     machine_names: list[str] = []
+    program_python: str = ""  # the interpreter of a user's program; "": that of an image
 
 
 class SubmissionBundle(Frozen):
@@ -201,13 +202,13 @@ def make_request(
         device=plan.cluster.device,
         nodes=len(agents),
         gpus_per_node=plan.cluster.gpus_per_node,
-        summary=_summary(config, plan, worker),
+        summary=_summary(config, plan, worker, site),
         agents=agents,
         worker=worker,
         environment=Environment(
             names=sorted({*variables.passed, *keep}),
             values=_fixed_values(config, plan, is_program=bool(command)),
-            path_first=[str(Path(site.python).parent)],
+            path_first=[str(Path(site.program_python or site.python).parent)],
             python_path_first=python_path,
             defaults=_default_values(plan, is_program=bool(command)),
             required=sorted(_names_in_full(config, keep) & {*site.environment_names}),
@@ -267,7 +268,7 @@ def _files(run: RunFolder, contents: Mapping[str, bytes]) -> list[File]:
     return [*files, File(path=run.key.name, mode="0600", size=65, sha256="")]
 
 
-def _summary(config: Config, plan: Plan, worker: Worker) -> dict[str, str | int]:
+def _summary(config: Config, plan: Plan, worker: Worker, site: Site) -> dict[str, str | int]:
     summary: dict[str, str | int] = {"cluster": plan.cluster.name}
     if not plan.program:
         summary["model"] = plan.model.name
@@ -277,6 +278,8 @@ def _summary(config: Config, plan: Plan, worker: Worker) -> dict[str, str | int]
         summary["steps"] = plan.job.train.steps
     summary["world_size"] = plan.parallel.world_size
     summary["program"] = "trainer" if worker.bundled else " ".join(worker.argv)[:200]
+    if site.program_python not in ("", site.python):
+        summary["python"] = site.program_python
     if worker.pattern:
         summary["progress"] = "as printed"
     return summary

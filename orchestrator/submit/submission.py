@@ -222,9 +222,12 @@ def make_bundle(
     """Returns the request of a plan with the files of its run folder. `sizes`: the plans of an
     elastic job by number of nodes."""
     from orchestrator.run.code_snapshot import find_code
+    from orchestrator.run.interpreter import Files, started_command
     from orchestrator.run.left_out import with_left_out
     from orchestrator.run.request import Code, Site, make_request
     from orchestrator.run.variables import machine_names
+
+    from .program_python import program_interpreter
 
     in_place = options.in_place
     if in_place is None:
@@ -241,11 +244,16 @@ def make_bundle(
         runs_dir = Path(config.run.dir).expanduser().absolute()
     else:
         runs_dir = registry.runs_folder(options.home)
+    command = options.command
+    interpreter = program_interpreter(config, backend, options)
+    if interpreter is not None:
+        command = started_command(command, interpreter, Files())
     site = Site(
         run_id=new_id(config, options),
         home=str(options.home),
         runs_dir=str(runs_dir),
         python=options.python,
+        program_python=interpreter.path if interpreter else "",
         environment_names=sorted(options.environ),
         cwd=str(options.cwd),
         code=code,
@@ -257,7 +265,7 @@ def make_bundle(
         config,
         plan,
         site,
-        options.command,
+        command,
         options.env,
         sizes=sizes,
     )
@@ -291,7 +299,7 @@ def simulation_messages(request: LaunchRequest, backend: Backend) -> list[str]:
     if not backend.on_this_machine or request.worker.bundled or most_nodes == 1:
         return []
     shape = f"{request.nodes} nodes of {request.gpus_per_node} workers"
-    return [f"{shape} are simulated on this machine (for one node: cluster.nodes=1)"]
+    return [f"{shape} are simulated on this machine (cluster=local takes it as one node)"]
 
 
 def rate_messages(plan: Plan, request: LaunchRequest, backend: Backend) -> list[str]:

@@ -16,6 +16,7 @@ from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder, new_run_id
 from orchestrator.run.variables import describe_dropped
 
+from .program_python import python_messages
 from .submission import (
     SizeCandidate,
     SubmitOptions,
@@ -79,6 +80,7 @@ def prepare_sweep(
             messages = [
                 *simulation_messages(request, backend),
                 *describe_dropped(candidate.bundle.dropped),
+                *python_messages(config, backend, options),
                 *breaks,
             ]
             if not options.dry_run:

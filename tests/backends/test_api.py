@@ -193,7 +193,7 @@ def test_what_is_to_be_describe_left_out_a_run_is_a_warning(home):
     with pytest.warns(
         UserWarning, match="2 nodes of 1 workers are simulated on this machine"
     ) as caught_warnings:
-        run = orch.submit("cluster.nodes=2", "cluster.gpus_per_node=1", command=["true"])
+        run = orch.submit("cluster=local_nodes", "cluster.gpus_per_node=1", command=["true"])
     assert caught_warnings[0].filename == __file__
     assert run.wait(PATIENCE_S).state == "done"
 

@@ -89,7 +89,7 @@ class Here(Orch):
 @pytest.mark.process
 def test_a_run_is_refused_cancelled_resumed_and_done(backend, tmp_path):
     """The same contract is tested on Slurm and on Kubernetes, in their tiers."""
-    overrides = [f"backend.name={backend.name}", "cluster=local", "parallel=dp2", "cluster.nodes=2"]
+    overrides = [f"backend.name={backend.name}", "cluster=local_nodes", "parallel=dp2"]
     overrides.append("cluster.gpus_per_node=1")
     orch = Here(SimpleNamespace(env={}), tmp_path)
     refusals(orch, overrides)

@@ -28,7 +28,8 @@ def test_a_program_needs_no_model_and_is_told_of_none(home, capsys):
         "import os; print('rank', *(os.environ[name] for name in ('RANK', 'WORLD_SIZE',"
         " 'GROUP_WORLD_SIZE')))"
     )
-    code, out, err = orch(capsys, "submit", "nproc=5", "--json", "--", "python", "my_train.py")
+    words = ("cluster=local_nodes", "nproc=5", "--json")
+    code, out, err = orch(capsys, "submit", *words, "--", "python", "my_train.py")
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done"
@@ -41,7 +42,7 @@ def test_a_program_needs_no_model_and_is_told_of_none(home, capsys):
             code, pages[verb, bool(flag)], _ = orch(capsys, verb, *flag)
             assert code == 0
     assert folder.run_id.startswith("my-train-")
-    assert "python my_train.py on local, 5 workers on 2 nodes" in pages["status", False]
+    assert "python my_train.py on local_nodes, 5 workers on 2 nodes" in pages["status", False]
     assert "progress    unknown" in pages["status", False]
     assert json.loads(pages["status", True])["goodput"]["ettr"] is None
     report = json.loads(pages["report", True])
@@ -80,7 +81,8 @@ def test_each_simulated_node_has_gpus_of_its_own(home, capsys, monkeypatch, visi
     program(
         "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'], sep=':')"
     )
-    code, _, err = orch(capsys, "run", "--nnodes", "2", "--nproc-per-node", "2", "my_train.py")
+    flags = ("cluster=local_nodes", "--nnodes", "2", "--nproc-per-node", "2")
+    code, _, err = orch(capsys, "run", *flags, "my_train.py")
     assert code == 0, err
     assert "orch: 2 nodes of 2 workers are simulated on this machine" in err
     (run,) = (home / "runs").iterdir()

@@ -230,7 +230,7 @@ def test_fsdp_and_tensor_parallelism_over_the_plan_s_mesh(home, capsys):
         done.stdout.splitlines()
     )  # how torchrun ends is its own: threads of torch may abort at a process' end
     assert sum(line.startswith("step") for line in theirs) == 4, done.stderr
-    argv = ["cluster.gpus_per_node=2", "parallel=tp2", "--json", "--", sys.executable, script, "4"]
+    argv = ["nproc=4", "parallel=tp2", "--json", "--", sys.executable, script, "4"]
     code, out, err = orch(capsys, "submit", *argv)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))

@@ -166,7 +166,8 @@ def test_a_resize_asks_for_them_where_no_supervisor_has_them(home, capsys, monke
         "import os, time; print(os.environ['LR'], os.environ['WORLD_SIZE'], flush=True);"
         " time.sleep(3600)"
     )
-    argv = ["nodes=1..2", "cluster.nodes=2", "cluster.gpus_per_node=1", "--env", "LR", "--json"]
+    cluster = ["cluster=local_nodes", "cluster.gpus_per_node=1"]
+    argv = [*cluster, "nodes=1..2", "--env", "LR", "--json"]
     code, out, err = orch(capsys, "submit", *argv, *PROGRAM)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))

@@ -21,7 +21,7 @@ from tests.beds.bundles import kill_runs, wait_end, wait_for
 
 
 def small(gpus: int) -> list[str]:
-    cluster = ["cluster=local", "cluster.nodes=2", f"cluster.gpus_per_node={gpus}"]
+    cluster = ["cluster=local_nodes", f"cluster.gpus_per_node={gpus}"]
     return [*cluster, "parallel=tp1", "backend.max_restarts=0"]
 
 

@@ -49,7 +49,7 @@ def check_gpus(request: LaunchRequest, spare_nodes: int) -> None:
         return
     raise OrchError(
         f"{nodes} simulated nodes of {request.gpus_per_node} workers on {len(gpus)} GPUs would put"
-        " two workers on one GPU: one node (--nnodes 1, cluster.nodes=1), fewer workers, or"
+        " two workers on one GPU: one node (cluster=local), fewer workers, or"
         f" {_VISIBLE}= for a program that uses no GPU",
         Exit.CONFIG,
     )

@@ -102,6 +102,10 @@ class SlurmBackend(
 
         return JobWatcher(self._slurm)
 
+    def brings_python(self, options: Mapping[str, Any]) -> bool:
+        container = options.get("container")
+        return isinstance(container, Mapping) and container.get("runtime", "none") != "none"
+
     def check(self, request: LaunchRequest) -> None:
         """Refuses bad options or variables of sbatch (65), and a machine without Slurm's commands
         (76)."""

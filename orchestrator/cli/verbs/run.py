@@ -13,6 +13,7 @@ import stat
 import sys
 
 from orchestrator.cli.session import add_request_arguments
+from orchestrator.config.node_range import node_range
 from orchestrator.errors import OrchError
 
 #: Flags of torchrun that are ignored, with the reason.
@@ -120,26 +121,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError("`orch run` needs a script: orch run --nproc-per-node 8 train.py")
     _check_torchrun_flags(args)
     args.command = _command(args, script)
-    args.messages = _differences(args)
+    args.messages = []
+    if _is_piped_in():
+        args.messages = ["standard input is not passed on: the program reads nothing from it"]
     args.follow = args.owned = not args.detach
     args.multirun = False
-    return submit.run(args, [*_overrides(args), *overrides])
-
-
-def _differences(args: argparse.Namespace) -> list[str]:
-    """Returns one line for each difference from torchrun, or from this shell, that the program may
-    notice."""
-    from orchestrator.submit.this_machine import other_python
-
-    messages = (
-        ["standard input is not passed on: the program reads nothing from it"]
-        if _is_piped_in()
-        else []
-    )
-    if args.no_python or "PYTHON_EXEC" in os.environ:
-        return messages
-    remedy = "PYTHON_EXEC=PATH selects another one"
-    return [*messages, *other_python(sys.executable, os.environ.get("PATH", ""), remedy)]
+    return submit.run(args, [*_overrides(args, overrides), *overrides])
 
 
 def _is_piped_in() -> bool:
@@ -168,41 +155,31 @@ def _command(args: argparse.Namespace, script: list[str]) -> list[str]:
         if args.module:
             raise OrchError("--no-python and --module exclude each other")
         return script
-    python = os.environ.get("PYTHON_EXEC", sys.executable)
-    return [python, "-u", *(["-m"] if args.module else []), *script]
+    return ["python3", "-u", *(["-m"] if args.module else []), *script]
 
 
-def _overrides(args: argparse.Namespace) -> list[str]:
-    """Translates torchrun's flags into overrides."""
-    first, last = _nodes(args.nnodes)
-    overrides = [f"cluster.nodes={last}", f"cluster.gpus_per_node={_per_node(args.nproc_per_node)}"]
-    overrides += [f"nodes={first}..{last}"] if first < last else []
+def _overrides(args: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """Translates torchrun's flags into overrides. `overrides`: those that the user has typed."""
+    first, last = node_range(args.nnodes, "--nnodes ")
+    words = [f"cluster.nodes={last}"]
+    workers = _per_node(args.nproc_per_node, overrides, args.config_dir)
+    words += [f"cluster.gpus_per_node={workers}"] if workers else []
+    words += [f"nodes={first}..{last}"] if first < last else []
     restarts = (
         args.max_restarts if args.max_restarts is not None else _ELASTIC_RESTARTS * (first < last)
     )
-    return [*overrides, f"backend.max_restarts={_number('--max-restarts', str(restarts), 0)}"]
+    return [*words, f"backend.max_restarts={_number('--max-restarts', str(restarts), 0)}"]
 
 
-def _nodes(bounds: str) -> tuple[int, int]:
-    first, _, last = bounds.partition(":")
-    low = _number("--nnodes", first, 1)
-    high = _number("--nnodes", last or first, 1)
-    if low > high:
-        raise OrchError(f"--nnodes {bounds}: the smaller number must come first")
-    return low, high
+def _per_node(count: str, overrides: list[str], config_dir: str | None) -> int | None:
+    """Returns the workers of a node; None: as many as the cluster's nodes have GPUs."""
+    if count not in ("gpu", "cpu", "auto"):
+        return _number("--nproc-per-node", count, 1)
+    from orchestrator.config.compose import load
+    from orchestrator.submit.this_machine import workers_per_node
 
-
-def _per_node(count: str) -> int:
-    from orchestrator.backends.local.gpus import visible_gpus
-
-    gpus = len(visible_gpus(os.environ))
-    cpus = len(os.sched_getaffinity(0))
-    if count == "gpu" and not gpus:
-        raise OrchError(
-            "--nproc-per-node gpu: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides all"
-        )
-    counts = {"gpu": gpus, "cpu": cpus, "auto": gpus or cpus}
-    return counts[count] if count in counts else _number("--nproc-per-node", count, 1)
+    config = load(overrides, config_dir, ranges=True)
+    return workers_per_node(count, config, os.environ)
 
 
 def _number(flag: str, digits: str, minimum: int) -> int:

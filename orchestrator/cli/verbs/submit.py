@@ -63,6 +63,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     messages = [*job.messages, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, messages)
+    if messages:
+        backend.check(bundle.request)  # a refused job gets the line of its refusal alone
     print_messages([*describe_left_out(bundle.request.code), *messages])
     with HeldSignals() as signals:
         submitted = job.send(options)

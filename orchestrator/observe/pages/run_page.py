@@ -69,6 +69,8 @@ def _job_rows(state: RunState, style: Style) -> list[Row]:
         workers += f" on {len(state.nodes)} nodes"
     job = [f"{program} on {summary.get('cluster')}", layout, workers]
     rows = [("run", f"{state.backend}://{state.run_id}"), ("job", ", ".join(filter(None, job)))]
+    if python := summary.get("python"):
+        rows.append(("python", str(python)))
     if sweep := summary.get("sweep"):
         rows.append(("of a sweep", str(sweep)))
     rows.append(("state", style.paint(state.state, COLOUR.get(state.state), bold=True)))

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import structs
 
 from orchestrator.cache import cached, code, content
+from orchestrator.config.node_range import node_range
 from orchestrator.config.schema import LIVE, ClusterSpec, Config
 from orchestrator.cost.profile import SHIPPED_FILE, Profile
 from orchestrator.errors import OrchError
@@ -30,7 +31,6 @@ from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import domains_of
 
-MAX_SIZES = 256  # the most sizes that one range may hold
 #: Rooms whose code decides what a plan contains: a change in one of them invalidates cached plans.
 ROOMS_OF_A_PLAN = ("config", "plan", "cluster", "cost", "planner")
 
@@ -251,22 +251,6 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
             f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
         )
     return Sizes(legal, refused)
-
-
-def node_range(size_range: str) -> tuple[int, int]:
-    """Parses a range of nodes: `4..8` -> (4, 8).
-
-    Raises OrchError (64) if the range is empty or longer than `MAX_SIZES`.
-    """
-    first, last = map(int, size_range.split(".."))
-    if first > last:
-        raise OrchError(f"nodes={size_range} is empty: the smaller number comes first", Exit.USAGE)
-    if last - first >= MAX_SIZES:
-        raise OrchError(
-            f"nodes={size_range} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned",
-            Exit.USAGE,
-        )
-    return first, last
 
 
 def _at(config: Config, nodes: int) -> Config:
