@@ -171,7 +171,7 @@ def submit_job(
     """
     import warnings
 
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
     from orchestrator.submit.submission import names_model
 
     settings: dict[str, Any] = {
@@ -188,7 +188,7 @@ def submit_job(
     )
     job = prepare_job(list(overrides), options, config_dir)
     run = job.send(options)
-    for line in [*describe_left_out(job.candidate.bundle.request.code), *job.messages]:
+    for line in [*describe_copy(job.candidate.bundle.request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
     return run
 

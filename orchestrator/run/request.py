@@ -59,6 +59,14 @@ class LeftOut(Frozen):
     bytes: int
 
 
+class PackedCode(Frozen):
+    """The code as one compressed archive, which travels where nodes do not share folders."""
+
+    sha256: str
+    bytes: int
+    outside_links: list[str] = []  # links that lead out of the folder, which it lacks
+
+
 class Code(Frozen):
     """The code that runs. `root` is copied to the run's `code` folder, unless `kind` is "none"."""
 
@@ -72,6 +80,12 @@ class Code(Frozen):
     left_out: list[LeftOut] | UnsetType = UNSET
     #: folder on this machine with the files that another machine, whose folder `root` is, shipped
     held_at: str | UnsetType = UNSET
+    #: root holds an `.orchignore`, which alone decides what is copied
+    has_rules: bool | UnsetType = UNSET
+    #: number and size of the files that are copied, if they were counted
+    files: int | UnsetType = UNSET
+    bytes: int | UnsetType = UNSET
+    packed: PackedCode | UnsetType = UNSET
 
 
 class File(Frozen):
@@ -157,6 +171,7 @@ class Site(Frozen):
     agent_flags: list[str] = []  # options of the agent, chosen by the backend
     join_timeout_s: float = 60.0
     passes_all: bool = False  # a user's program gets every variable of the shell
+    packed_code: bytes = b""  # the archive of `code.packed`
 
 
 class SubmissionBundle(Frozen):
@@ -186,7 +201,7 @@ def make_request(
     python_path = [str(run.code)] if copied and site.code.holds_orch else []
     agents = [_agent_command(site, run, node) for node in used_nodes(plan)]
     worker = _worker(config, site, run, command)
-    contents = _file_contents(config, plan, run, sizes)
+    contents = _file_contents(config, plan, site, run, sizes)
     request = LaunchRequest(
         schema=SCHEMA,
         run_id=site.run_id,
@@ -239,7 +254,7 @@ def _worker(config: Config, site: Site, run: RunFolder, command: Sequence[str]) 
 
 
 def _file_contents(
-    config: Config, plan: Plan, run: RunFolder, sizes: Mapping[int, Plan]
+    config: Config, plan: Plan, site: Site, run: RunFolder, sizes: Mapping[int, Plan]
 ) -> dict[str, bytes]:
     contents = {
         run.plan.name: to_json(plan, indent=1) + b"\n",
@@ -247,6 +262,8 @@ def _file_contents(
     }
     for nodes, sized in sizes.items():
         contents[run.sized_plan(nodes).name] = to_json(sized, indent=1) + b"\n"
+    if site.packed_code:
+        contents[run.packed_code.name] = site.packed_code
     return contents
 
 

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.backends.base import Rendering
     from orchestrator.config.compose import load
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
     from orchestrator.submit.submission import check, choose, prepare, render
 
     # A dry run: nothing is sent to the scheduler, whose refusals do not matter here.
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
     )
     bundle = candidate.bundle
-    for line in describe_left_out(bundle.request.code):
+    for line in describe_copy(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
     script = render(bundle, backend, options)
     if args.json:

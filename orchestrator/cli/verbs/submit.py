@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.api import prepare_job
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
 
     options = submit_options(args, args.dry_run, overrides)
     if args.multirun:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     messages = [*job.messages, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, messages)
-    for line in describe_left_out(bundle.request.code):
+    for line in describe_copy(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
     with HeldSignals() as signals:
         submitted = job.send(options)
@@ -134,7 +134,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     follow one another and are watched."""
     from orchestrator.config.sweep import members
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
     from orchestrator.submit.sweep import prepare_sweep, send_sweep
     from orchestrator.submit.this_machine import load_job
 
@@ -150,7 +150,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
     messages = [line for run in runs for line in run.messages]
-    for line in dict.fromkeys([*describe_left_out(runs[0].bundle.request.code), *messages]):
+    for line in dict.fromkeys([*describe_copy(runs[0].bundle.request.code), *messages]):
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)

@@ -106,10 +106,10 @@ class Orch:
         code: int | None = 0,
         env: Mapping[str, str] | None = None,
         timeout: float = 600,
+        cwd: Path = Path("/"),
     ) -> subprocess.CompletedProcess[str]:
         environ = self.bed.env | self._environ(env)
-        # A program runs in pods where it is submitted from, and that folder must be in their image.
-        done = self.bed.commands.run(argv, environ, self.home, timeout, cwd=Path("/"))
+        done = self.bed.commands.run(argv, environ, self.home, timeout, cwd=cwd)
         return base.checked(done, code)
 
     def alone(
