@@ -141,7 +141,7 @@ def submit(
     """
     import warnings
 
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
 
     options = _program_options(
         overrides,
@@ -154,7 +154,7 @@ def submit(
     job = prepare_job(list(overrides), options, config_dir)
     request = job.candidate.bundle.request
     job.backend.check(request)
-    for line in [*describe_left_out(request.code), *job.messages]:
+    for line in [*describe_copy(request.code), *job.messages]:
         warnings.warn(line, stacklevel=2)
     return job.send(options)
 

@@ -74,6 +74,8 @@ class Backend(ABC):
     on_this_machine: ClassVar[bool] = False
     #: All nodes see this machine's folders under the same paths.
     shares_folders: ClassVar[bool] = True
+    #: The backend sends a program's folder as an archive of at most so many bytes; 0: it copies it.
+    most_code_bytes: ClassVar[int] = 0
     #: The backend replaces a lost node by itself, which costs one restart of the run.
     replaces_lost_nodes: ClassVar[bool] = False
 

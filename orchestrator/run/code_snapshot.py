@@ -1,5 +1,5 @@
-"""Freezes the code of a run at submission: the tracked files as they are now, and new files that
-are not ignored.
+"""Freezes the code of a run at submission: what `.orchignore` does not leave out; without that file
+the tracked files as they are now, and new files that git does not ignore.
 
 A run may wait in a queue for hours; it still runs what its user saw. Nothing of git's store is
 copied.
@@ -8,28 +8,35 @@ copied.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.style import binary
 
+from . import ignore_rules
 from .folder import RunFolder, make_private_folder, write_private
+from .ignore_rules import IgnoreRules
 from .request import Code
 
 MOST_BYTES = 256 << 20
 MOST_FILES = 20_000
 _GIT_S = 60.0
 _CHANGED = ("status", "--porcelain=v1", "--untracked-files=all")
-#: Folders that are left out where git does not say what belongs to the program.
+_LARGEST = 3  # files that a refusal names
+ADVICE = f"leave files out by {ignore_rules.NAME}"  # the way out of a refusal
+#: Folders that are left out where neither `.orchignore` nor git says what belongs to the program.
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "env", "build", "dist"}
 
 
 def find_code(cwd: Path, runs_user_program: bool) -> Code:
     """Finds where the code of a run comes from. `runs_user_program`: the run starts the user's own
-    program, so its folder is copied in any case.
+    program, so its folder is copied in any case: the nearest one, up to git's top folder, that has
+    an `.orchignore`, else git's top folder, else `cwd`.
 
     The bundled trainer comes from the installed package, and nothing needs to be copied, unless
     the user is in a checkout that the package is installed from.
@@ -39,6 +46,8 @@ def find_code(cwd: Path, runs_user_program: bool) -> Code:
     git_root = None
     if runs_user_program or cwd.resolve().is_relative_to(package_root):
         git_root = _git(cwd, "rev-parse", "--show-toplevel")
+    if runs_user_program and (code := _with_rules(cwd, git_root)):
+        return code
     if git_root:
         top = Path(git_root)
         holds_orch = package_root == top.resolve()
@@ -53,10 +62,37 @@ def find_code(cwd: Path, runs_user_program: bool) -> Code:
     return Code(kind="folder", root=str(cwd)) if runs_user_program else Code(kind="none")
 
 
+def _with_rules(cwd: Path, git_root: str | None) -> Code | None:
+    """Returns the code below the nearest folder with an `.orchignore`; None if there is none."""
+    cwd = cwd.resolve()
+    top = Path(git_root).resolve() if git_root else cwd
+    for folder in (cwd, *cwd.parents):
+        if (folder / ignore_rules.NAME).is_file():
+            return Code(
+                kind="folder",
+                root=str(folder),
+                subfolder=os.path.relpath(cwd, folder),
+                commit=_git(folder, "rev-parse", "--verify", "--quiet", "HEAD"),
+                has_rules=True,
+            )
+        if folder == top:
+            break
+    return None
+
+
+def counted(code: Code) -> Code:
+    """Returns the same code with the number and the size of the files that a copy has. OrchError
+    (65) if there is too much."""
+    if code.kind == "none":
+        return code
+    files, size = listed(code)
+    return structs.replace(code, files=len(files), bytes=size)
+
+
 def copy(code: Code, folder: RunFolder) -> None:
     """Fills the run's `code` folder and lists its content in code.json. OrchError (65) if there
-    is too much."""
-    if code.kind == "none":
+    is too much. Packed code lies in the run folder already."""
+    if code.kind == "none" or code.packed:
         return
     import shutil
 
@@ -96,18 +132,13 @@ def listed(code: Code, run: Path | None = None) -> tuple[list[str], int]:
         return [], 0
     root = Path(code.held_at or code.root)
     if code.held_at:  # the machine that shipped the files has chosen them
-        files = [
-            os.path.relpath(os.path.join(parent, name), root)
-            for parent, _, names in os.walk(root)
-            for name in names
-        ]
-        files += [
-            os.path.relpath(path, root)
-            for path in root.rglob("*")
-            if path.is_symlink() and path.is_dir()
-        ]
+        files = [name for name, _ in walk(root, lambda *_: False)]
+    elif code.has_rules:
+        files = files_by_rules(root, read_rules(root), run)
+    elif code.kind == "git":
+        files = _listed_by_git(root)
     else:
-        files = _listed_by_git(root) if code.kind == "git" else _listed_by_walking(root, run)
+        files = _copied(walk(root, is_skipped(root), run))
     return files, _check_size(root, files)
 
 
@@ -162,46 +193,109 @@ def ignored_by_git(root: Path) -> list[str]:
     return ignored
 
 
-def is_skipped(folder: Path) -> bool:
-    """Tells whether a folder is left out where git does not say what belongs to the program."""
-    return (
-        folder.name.startswith(".")
-        or folder.name in _SKIPPED_FOLDERS
-        or (folder / "pyvenv.cfg").exists()
-    )
+def read_rules(root: Path) -> IgnoreRules:
+    return IgnoreRules((root / ignore_rules.NAME).read_bytes())
 
 
-def _listed_by_walking(root: Path, run: Path | None) -> list[str]:
-    """Lists all files but hidden ones, caches, environments, and the run folder itself."""
+def files_by_rules(root: Path, rules: IgnoreRules, run: Path | None = None) -> list[str]:
+    """Lists the files that an `.orchignore` in this folder does not leave out, without those that
+    nobody can use elsewhere."""
+    return _copied(walk(root, by_rules(root, rules), run))
+
+
+def by_rules(root: Path, rules: IgnoreRules) -> Callable[[str, bool], bool]:
+    """Returns a test for `walk`: what the rules leave out, git's store, Python's caches, and
+    environments, which work only where they were made."""
+
+    def leaves_out(path: str, is_folder: bool) -> bool:
+        return (is_folder and is_of_a_tool(root / path)) or rules.leaves_out(path, is_folder)
+
+    return leaves_out
+
+
+def is_of_a_tool(folder: Path) -> bool:
+    """Tells whether a folder is git's, a cache of Python, or an environment."""
+    return folder.name in (".git", "__pycache__") or (folder / "pyvenv.cfg").exists()
+
+
+def is_skipped(root: Path) -> Callable[[str, bool], bool]:
+    """Returns a test for `walk` where neither `.orchignore` nor git says what belongs to the
+    program: hidden files, caches and environments do not."""
+
+    def leaves_out(path: str, is_folder: bool) -> bool:
+        name = os.path.basename(path)
+        if name.startswith("."):
+            return True
+        return is_folder and (name in _SKIPPED_FOLDERS or is_of_a_tool(root / path))
+
+    return leaves_out
+
+
+def walk(
+    root: Path,
+    leaves_out: Callable[[str, bool], bool],
+    run: Path | None = None,
+) -> Iterator[tuple[str, bool]]:
+    """Yields each file and link below the root, by its path from there, and whether it is left out.
+    A folder that is left out, or that this user may not read, is yielded in place of its files,
+    with a slash at the end.
+
+    leaves_out: tells it for a path and whether that is a folder. run: a folder that is not entered.
+    """
+    folders = [""]
+    while folders:
+        parent = folders.pop()
+        inner_folders = []
+        try:
+            entries = sorted(os.scandir(root / parent), key=lambda entry: entry.name)
+        except PermissionError:
+            if not parent:
+                raise
+            yield f"{parent}/", True
+            continue
+        for entry in entries:
+            path = os.path.join(parent, entry.name)
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if is_folder and run and run.is_relative_to(root / path):
+                continue
+            if leaves_out(path, is_folder):
+                yield f"{path}/" if is_folder else path, True
+            elif is_folder:
+                inner_folders.append(path)
+            elif entry.is_symlink() or entry.is_file():
+                yield path, False
+        folders += reversed(inner_folders)
+
+
+def _copied(walked: Iterator[tuple[str, bool]]) -> list[str]:
     files = []
-    for parent, folders, names in os.walk(root):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not is_skipped(Path(parent, name))
-            and not (run and run.is_relative_to(Path(parent, name)))
-        )
-        files += [
-            os.path.relpath(os.path.join(parent, name), root)
-            for name in sorted(names)
-            if not name.startswith(".")
-        ]
+    for name, is_left_out in walked:
+        if not is_left_out:
+            files.append(name)
         if len(files) > MOST_FILES:
             break
-    return [name for name in files if (root / name).is_symlink() or (root / name).is_file()]
+    return files
 
 
 def _check_size(root: Path, files: list[str]) -> int:
-    sizes = {name: (root / name).lstat().st_size for name in files}
-    total = sum(sizes.values())
-    advice = "ignore it in .gitignore, or run with --in-place"
+    """Returns the bytes of the files. OrchError (65) if there are too many of either."""
     if len(files) > MOST_FILES:
-        raise OrchError(
-            f"snapshot of {root} has more than {MOST_FILES} files: {advice}", Exit.CONFIG
+        message = (
+            f"the copy of {root} has more than {MOST_FILES} files: {ADVICE}, or run with --in-place"
         )
+        raise OrchError(message, Exit.CONFIG)
+    total = sum((root / name).lstat().st_size for name in files)
     if total > MOST_BYTES:
-        largest = max(sizes, key=lambda name: sizes[name])
-        excess = f"{binary(total)}, over {binary(MOST_BYTES)}"
-        example = f"largest is {largest} ({binary(sizes[largest])})"
-        raise OrchError(f"snapshot of {root} has {excess}; {example}: {advice}", Exit.CONFIG)
+        message = (
+            f"the copy of {root} has {binary(total)}, over {binary(MOST_BYTES)}"
+            f" ({largest(root, files)}): {ADVICE}, or run with --in-place"
+        )
+        raise OrchError(message, Exit.CONFIG)
     return total
+
+
+def largest(root: Path, files: list[str]) -> str:
+    """Names the largest of these files with their sizes, for a refusal."""
+    sizes = {name: (root / name).lstat().st_size for name in files}
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))[:_LARGEST]
+    return "largest: " + ", ".join(f"{name} {binary(sizes[name])}" for name in names)

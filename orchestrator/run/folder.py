@@ -284,6 +284,7 @@ class RunFolder(Struct, frozen=True):
     plan = _Inside("plan.json")
     code = _Inside("code")
     snapshot = _Inside("code.json")
+    packed_code = _Inside("code.tar.gz")  # in place of `code`, where nodes do not share folders
     key = _Inside("secret.key")
     state = _Inside("state.json")
     backend = _Inside("backend.json")  # the backend's record of this run: pids, job ids

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from orchestrator.style import binary
 
-from .code_snapshot import ignored_by_git, is_skipped
+from . import ignore_rules
+from .code_snapshot import by_rules, ignored_by_git, is_skipped, read_rules, walk
 from .request import Code, LeftOut
 
 _MAX_COUNTED_FILES = 20_000  # files whose sizes are added up
@@ -34,7 +36,12 @@ def with_left_out(code: Code) -> Code:
     from msgspec import structs
 
     root = Path(code.root)
-    names = ignored_by_git(root) if code.kind == "git" else _skipped(root)
+    if code.has_rules:
+        names = _skipped(root, by_rules(root, read_rules(root)))
+    elif code.kind == "git":
+        names = ignored_by_git(root)
+    else:
+        names = _skipped(root, is_skipped(root))
     program_files = [name for name in names if not _is_cache(root / name)]
     budget = _MAX_COUNTED_FILES
     left_out = []
@@ -46,46 +53,78 @@ def with_left_out(code: Code) -> Code:
     return structs.replace(code, left_out=left_out[:_MAX_RECORDED]) if left_out else code
 
 
-def describe_left_out(code: Code) -> list[str]:
-    """Returns one line about what the copy lacks, for people; none if it lacks nothing."""
-    left_out = code.left_out or []
-    if not left_out:
-        return []
-    shown = ", ".join(f"{file.name} ({binary(file.bytes)})" for file in left_out[:_SHOWN])
-    rest = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
-    reason = "which git ignores" if code.kind == "git" else "by their names"
-    missing = f"the copy of {code.root} leaves out {shown}{rest}, {reason}"
-    return [f"{missing}: --in-place runs the program with them"]
+def describe_copy(code: Code) -> list[str]:
+    """Returns lines for people about a copy of a program's folder: its size if it is known, and
+    what it lacks. None for a program that runs in place."""
+    lines = []
+    if code.files:
+        amount = f"{code.files} file{'s' * (code.files != 1)}, {binary(code.bytes or 0)}"
+        if code.packed:
+            amount += f" ({binary(code.packed.bytes)} compressed)"
+        lines.append(f"the copy of {code.root} has {amount}")
+    if left_out := code.left_out or []:
+        shown = ", ".join(f"{file.name} ({binary(file.bytes)})" for file in left_out[:_SHOWN])
+        rest = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        missing = f"the copy of {code.root} leaves out {shown}{rest}, {_chooser(code)}"
+        lines.append(f"{missing}: {_way_out(code)} runs the program with them")
+    if code.packed and (links := code.packed.outside_links):
+        shown = ", ".join(links[:_SHOWN])
+        rest = f" and {len(links) - _SHOWN} more" if len(links) > _SHOWN else ""
+        lines.append(f"the copy of {code.root} leaves out links out of it: {shown}{rest}")
+    return lines
 
 
-def explain(code: Code, copied: Path, cwd: Path, lines: Sequence[str]) -> str | None:
+def _chooser(code: Code) -> str:
+    """Says by which rule files were left out."""
+    if code.has_rules:
+        return f"by {ignore_rules.NAME}"
+    return "which git ignores" if code.kind == "git" else "by their names"
+
+
+def _way_out(code: Code) -> str:
+    """Names what runs the program with the files that its copy lacks."""
+    if code.packed:
+        return f"another {ignore_rules.NAME}" if code.has_rules else f"an {ignore_rules.NAME}"
+    return "--in-place"
+
+
+def explain(code: Code, cwd: Path, lines: Sequence[str]) -> str | None:
     """Explains why a program did not find a file or module that its last `lines` mention, if the
-    copy is the cause.
-
-    copied: the run's `code` folder. cwd: the folder in it where the program was started.
-    """
+    copy is the cause. cwd: the folder in the copy where the program was started."""
     if code.kind == "none":
         return None
     root = Path(code.root)
-    is_git = code.kind == "git"
+    copied = Path(str(cwd).removesuffix(f"/{code.subfolder}"))
     left_out = {file.name.rstrip("/") for file in code.left_out or []}
     for name in _missing(copied, cwd, lines):
         ancestors = [name, *map(str, Path(name).parents)][:-1]  # without "."
         parent = ancestors[1] if len(ancestors) > 1 else None
-        if any(path in left_out for path in ancestors):
-            reason = "git ignores it" if is_git else "its name marks it as something else than code"
+        if code.packed and any(path in code.packed.outside_links for path in ancestors):
+            reason = "it is a link that leads out of the copied folder"
+        elif any(path in left_out for path in ancestors):
+            reason = _reason(code)
         elif name.startswith(".."):
             reason = "it is outside the copied folder"
         elif os.path.lexists(root / name):
             reason = "it did not exist when the run was submitted, or is of a kind not copied"
         elif parent and (root / parent).is_dir() and not (copied / parent).is_dir():
             name = f"{parent}/"
+            is_git = code.kind == "git"
             reason = "git stores no empty folders" if is_git else "it is not copied"
         else:
             continue
         missing = f"{name} is not in the copy of {root} that the program runs in"
-        return f"{missing}: {reason}; --in-place runs it there"
+        return f"{missing}: {reason}; {_way_out(code)} runs it there"
     return None
+
+
+def _reason(code: Code) -> str:
+    """Says why a file is among those that were left out."""
+    if code.has_rules:
+        return f"{ignore_rules.NAME} leaves it out"
+    if code.kind == "git":
+        return "git ignores it"
+    return "its name marks it as something else than code"
 
 
 def _missing(copied: Path, cwd: Path, lines: Sequence[str]) -> Iterable[str]:
@@ -102,22 +141,9 @@ def _missing(copied: Path, cwd: Path, lines: Sequence[str]) -> Iterable[str]:
                 yield os.path.relpath(absolute, copied)
 
 
-def _skipped(root: Path) -> list[str]:
-    skipped = []
-    for parent, folders, names in os.walk(root):
-        skipped_folders = [name for name in folders if is_skipped(Path(parent, name))]
-        folders[:] = [name for name in folders if name not in skipped_folders]
-        skipped += [
-            os.path.relpath(os.path.join(parent, name), root) + "/" for name in skipped_folders
-        ]
-        skipped += [
-            os.path.relpath(os.path.join(parent, name), root)
-            for name in names
-            if name.startswith(".")
-        ]
-        if len(skipped) > _MAX_COUNTED_FILES:
-            break
-    return skipped
+def _skipped(root: Path, leaves_out: Callable[[str, bool], bool]) -> list[str]:
+    skipped = (name for name, is_left_out in walk(root, leaves_out) if is_left_out)
+    return list(islice(skipped, _MAX_COUNTED_FILES))
 
 
 def _is_cache(path: Path) -> bool:

@@ -67,6 +67,14 @@ class LeftOut(Frozen):
     bytes: int
 
 
+class PackedCode(Frozen):
+    """The code as one compressed archive, which travels where nodes do not share folders."""
+
+    sha256: str
+    bytes: int
+    outside_links: list[str] = []  # links that lead out of the folder, which it lacks
+
+
 class Code(Frozen):
     """The code that runs. `root` is copied to the run's `code` folder, unless `kind` is "none"."""
 
@@ -80,6 +88,12 @@ class Code(Frozen):
     left_out: list[LeftOut] | UnsetType = UNSET
     #: folder on this machine with the files that another machine, whose folder `root` is, shipped
     held_at: str | UnsetType = UNSET
+    #: root holds an `.orchignore`, which alone decides what is copied
+    has_rules: bool | UnsetType = UNSET
+    #: number and size of the files that are copied, if they were counted
+    files: int | UnsetType = UNSET
+    bytes: int | UnsetType = UNSET
+    packed: PackedCode | UnsetType = UNSET
 
 
 class File(Frozen):
@@ -155,6 +169,7 @@ class Site(Frozen):
     #: that shares no folders with it
     machine_names: list[str] = []
     program_python: str = ""  # the interpreter of a user's program; "": that of an image
+    packed_code: bytes = b""  # the archive of `code.packed`
 
 
 class SubmissionBundle(Frozen):
@@ -186,7 +201,7 @@ def make_request(
     python_path = [str(run.code)] if copied and site.code.holds_orch else []
     agents = [_agent_command(site, run, node) for node in used_nodes(plan)]
     worker = _worker(config, site, run, command)
-    contents = _file_contents(config, plan, run, sizes)
+    contents = _file_contents(config, plan, site, run, sizes)
     _check_variable_names(config, keep)
     variables = _selected_variables(config, site, keep, is_program=bool(command))
     request = LaunchRequest(
@@ -249,7 +264,7 @@ def _worker(config: Config, site: Site, run: RunFolder, command: Sequence[str]) 
 
 
 def _file_contents(
-    config: Config, plan: Plan, run: RunFolder, sizes: Mapping[int, Plan]
+    config: Config, plan: Plan, site: Site, run: RunFolder, sizes: Mapping[int, Plan]
 ) -> dict[str, bytes]:
     contents = {
         run.plan.name: to_json(plan, indent=1) + b"\n",
@@ -257,6 +272,8 @@ def _file_contents(
     }
     for nodes, sized in sizes.items():
         contents[run.sized_plan(nodes).name] = to_json(sized, indent=1) + b"\n"
+    if site.packed_code:
+        contents[run.packed_code.name] = site.packed_code
     return contents
 
 

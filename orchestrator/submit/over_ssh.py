@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
+from orchestrator.backends.base import get_backend
 from orchestrator.backends.ssh import ship, wire
 from orchestrator.backends.ssh.backend import SshBackend, request_of
 from orchestrator.backends.ssh.session import Session
@@ -69,7 +70,8 @@ def prepare_on_host(
         code = with_left_out(find_code(options.cwd, runs_user_program=True))
         code = structs.replace(code, holds_orch=False)
     user_config = next((folder for folder in folders(config_dir) if folder != shipped()), None)
-    packed = Code(kind="none") if options.dry_run else code
+    is_sent = not options.dry_run or bool(get_backend(config.backend.name).most_code_bytes)
+    packed = code if is_sent else Code(kind="none")
     payload = _pack(packed, user_config, str(host))
     selection = _selected_variables(config, options)
     question = wire.Prepare(

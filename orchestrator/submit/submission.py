@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from orchestrator.plan import Plan
     from orchestrator.run.request import Code, LaunchRequest, SubmissionBundle
 
+    from .program_code import ProgramCode
+
 
 #: `backend.options` that name another host, which takes the job with the other options.
 HOST_OPTIONS = ("ssh", "ssh_python")
@@ -107,11 +109,21 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
         program=options.program,
     ).legal
     plans = {size.nodes: size.plan for size in sizes} if config.nodes else {}
+    from .program_code import program_code
+
+    code = program_code(backend, options)
     candidates = []
     for size in sizes:
         # The run folder records the data entry as given, without the folder of this user.
         size_config = structs.replace(size.config, data=given_data)
-        bundle = make_bundle(size_config, size.plan, backend, options, plans)
+        bundle = make_bundle(
+            size_config,
+            size.plan,
+            backend,
+            options,
+            code,
+            sizes=plans,
+        )
         candidates.append(SizeCandidate(size_config, size.plan, bundle))
     return Submission(backend, candidates)
 
@@ -217,29 +229,17 @@ def make_bundle(
     plan: Plan,
     backend: Backend,
     options: SubmitOptions,
+    code: ProgramCode,
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> SubmissionBundle:
     """Returns the request of a plan with the files of its run folder. `sizes`: the plans of an
     elastic job by number of nodes."""
-    from orchestrator.run.code_snapshot import find_code
     from orchestrator.run.interpreter import Files, started_command
-    from orchestrator.run.left_out import with_left_out
-    from orchestrator.run.request import Code, Site, make_request
+    from orchestrator.run.request import Site, make_request
     from orchestrator.run.variables import machine_names
 
     from .program_python import program_interpreter
 
-    in_place = options.in_place
-    if in_place is None:
-        in_place = bool(options.command) and backend.shares_folders
-    if options.code is not None:
-        code = options.code
-    elif in_place:
-        code = Code(kind="none")
-    else:
-        code = find_code(options.cwd, runs_user_program=bool(options.command))
-        if options.command and code.kind != "none":
-            code = with_left_out(code)
     if config.run.dir:
         runs_dir = Path(config.run.dir).expanduser().absolute()
     else:
@@ -256,10 +256,11 @@ def make_bundle(
         program_python=interpreter.path if interpreter else "",
         environment_names=sorted(options.environ),
         cwd=str(options.cwd),
-        code=code,
+        code=code.code,
         agent_flags=list(backend.agent_flags),
         passes_all=backend.on_this_machine,
         machine_names=[] if backend.shares_folders else sorted(machine_names(options.environ)),
+        packed_code=code.archive,
     )
     return make_request(
         config,

@@ -62,6 +62,20 @@ FILES = {
 }
 
 
+_GAP = r"(?:\W|\\n)+"  # between words of JSON, in YAML or not
+#: What depends on the bytes of a program's archive, and so on the version of zlib.
+_OF_AN_ARCHIVE = (
+    r"(?<=[ \"])H4sI[A-Za-z0-9+/=]{100,}",
+    r"(?<=orch-code-)[0-9a-f]{32}",
+    r"(?<=orch\.dev/code: )[0-9a-f]{32}",
+    rf"(?<=packed){_GAP}sha256{_GAP}[0-9a-f]{{64}}{_GAP}bytes{_GAP}\d+",
+    rf"(?<=code\.tar\.gz){_GAP}mode{_GAP}0600{_GAP}size{_GAP}\d+{_GAP}sha256{_GAP}[0-9a-f]{{64}}",
+    r"(?<=code\.tar\.gz) \([^)]*\)",
+    r"(?<= \()\S+ \S+(?= compressed\))",
+    r"(?<=code\.000: \()\d+(?= bytes\))",
+)
+
+
 class Line(NamedTuple):
     """A command line of one backend."""
 
@@ -201,6 +215,8 @@ def normal(output_text: str, folder: Path, only_names: bool = False) -> str:
     output_text = re.sub(
         r"(?<=[ \"])eN[A-Za-z0-9+/=]{200,}", _unpacked, output_text
     )  # zlib's bytes depend on its version
+    for pattern in _OF_AN_ARCHIVE:
+        output_text = re.sub(pattern, "<ARCHIVE>", output_text)
     output_text = re.sub(r"\S*/orch-crash-\S+\.txt", "<TRACEBACK>", output_text)
     output_text = re.sub(
         r"this machine has .*? of memory", "this machine has <MACHINE>", output_text

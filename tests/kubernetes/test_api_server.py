@@ -100,6 +100,14 @@ def test_the_placement_lease_is_of_whoever_has_made_it(api):
     assert (answer["kept"], answer["left"]) == ([False, True], None)
 
 
+def test_a_program_is_stored_once_by_whoever_comes_first(api):
+    """Both of two submitters at once succeed; whoever has other content of that name does not."""
+    answer = ask(api, "code")
+    assert answer["content"] == [True, True] and answer["same"]
+    assert answer["owners"] == [["first", "second", "third"]] * 2
+    assert "does not hold the code that its name promises" in answer["other"]
+
+
 def test_missing_rights_are_told_with_the_rule_to_add(api):
     answer = ask(api, "look", user="user")
     assert answer["exit"] == Exit.SECURITY

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import json
+import os
 import re
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,17 +18,23 @@ from msgspec import structs
 
 from orchestrator.backends.kubernetes import names
 from orchestrator.backends.kubernetes.api.client import PATHS, kind_of
+from orchestrator.backends.kubernetes.backend import KubernetesBackend
+from orchestrator.backends.kubernetes.objects.code_maps import chunk_names, code_maps
 from orchestrator.backends.kubernetes.objects.gang import resolved
 from orchestrator.backends.kubernetes.objects.node_affinity import kueue_annotations
 from orchestrator.backends.kubernetes.objects.payload import pack_plan, unpack_plan
 from orchestrator.backends.kubernetes.objects.pod import pod_exit, pod_failure_policy, quantity
 from orchestrator.backends.kubernetes.objects.render import Manifest, render, to_yaml
 from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
+from orchestrator.backends.kubernetes.pod.program import unpack_code
+from orchestrator.backends.kubernetes.submission import check_code
+from orchestrator.cli.main import main
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, PlanError, seal
+from orchestrator.plan import Exit, Plan, PlanError, seal
 from orchestrator.plan.ranks import all_groups, as_dict
-from orchestrator.run.request import Code, Site, make_request
+from orchestrator.run.code_archive import pack
+from orchestrator.run.request import Code, PackedCode, Site, SubmissionBundle, make_request
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 from tests.planner.configs import build_plan
@@ -91,13 +102,17 @@ CASES: dict[str, dict] = {
 
 
 def request_of(
-    overrides: list[str], run_id: str, command: Sequence[str] = (), code: Code | None = None
+    overrides: list[str],
+    run_id: str,
+    command: Sequence[str] = (),
+    code: Code | None = None,
+    archive: bytes = b"",
 ):
     """(bundle, plan) of `orch submit backend=kubernetes` with these words."""
     config = load([*overrides, "backend=kubernetes", f"run.name={run_id.rpartition('-')[0]}"], None)
     plan = build_plan(config)
     site = Site(run_id=run_id, home="/h", runs_dir="/h/runs", python="/py", environment_names=["NCCL_DEBUG", "HOME"],
-                cwd="/w", code=code or Code(kind="none"))  # fmt: skip
+                cwd="/w", code=code or Code(kind="none"), packed_code=archive)  # fmt: skip
     return make_request(config, plan, site, command), plan
 
 
@@ -338,11 +353,100 @@ def test_names_that_would_be_too_long_are_refused_early():
         names.object_name("a" * 61, 8, "jobset")
 
 
-def test_a_program_in_a_folder_is_refused():
+def program_of(code: Code, archive: bytes = b"") -> tuple[SubmissionBundle, Plan]:
     overrides = ["cluster=h100x64", "model=llama3_8b"]
-    code = Code(kind="folder", root="/w")
-    with pytest.raises(OrchError, match="--in-place"):
-        render(manifest(request_of(overrides, "own-1", ["python", "train.py"], code), {}))
+    return request_of(overrides, "own-1", ["python", "train.py"], code, archive)
+
+
+def test_a_program_travels_in_config_maps_named_after_its_content():
+    """The golden file holds what pods mount; every ConfigMap is below Kubernetes' limit."""
+    archive = bytes(range(256)) * 10_000
+    packed = PackedCode(sha256="ab" * 32, bytes=len(archive))
+    code = Code(kind="git", root="/home/me/x", subfolder="src", packed=packed)
+    bundle, plan = program_of(code, archive)
+    maps = code_maps(packed, archive, "llm")
+    chunks = [base64.b64decode(*body["binaryData"].values()) for body in maps]
+    assert b"".join(chunks) == archive and max(map(len, chunks)) < 1 << 20
+    assert [body["metadata"]["name"] for body in maps] == chunk_names(packed)
+    assert KubernetesBackend.most_code_bytes // len(chunks[0]) == 20
+    objects = render(manifest((bundle, plan), {}))
+    request = json.loads(objects[1]["data"]["request.json"])
+    assert request["worker"]["cwd"] == "/orch/code/own-1/src"
+    job = objects[-1]["spec"]["template"]["spec"]["volumes"]
+    drafts = [*code_maps(packed, None, "llm"), {"volumes": job}]
+    path = GOLDEN / "program.yaml"
+    if not path.exists():
+        path.write_text(to_yaml(drafts))
+        pytest.fail(f"{path.name} did not exist: written, look at it and run again")
+    assert to_yaml(drafts) == path.read_text()
+    with refusal("through the controller: .*controller=never.*--in-place", Exit.CONFIG):
+        check_code(bundle.request)
+
+
+def test_orch_render_packs_the_folder_and_refuses_a_large_one(tmp_path, monkeypatch, capsys):
+    """The dry run of a controller refuses it too."""
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "program").mkdir()
+    monkeypatch.chdir(tmp_path / "program")
+    Path("train.py").write_text("print()")
+    Path("outside").symlink_to("/etc")
+    argv = ["render", "--run-id", "own-1", "backend=kubernetes", "backend.options.image=x:1"]
+    argv += ["nproc=1"]
+    program = ["--", "python", "train.py"]
+    assert main([*argv, *program]) == Exit.DONE
+    out, err = capsys.readouterr()
+    assert "has 1 file, 7 B (" in err and "leaves out links out of it: outside" in err
+    chunk, *objects = yaml.safe_load_all(out)
+    assert unpacked_names(base64.b64decode(chunk["binaryData"]["code.000"])) == ["train.py"]
+    assert [body["kind"] for body in objects][-1] == "Job"
+    assert main([*argv, "backend.options.controller=always", *program]) == Exit.CONFIG
+    monkeypatch.setattr(KubernetesBackend, "most_code_bytes", 4096)
+    Path("data.bin").write_bytes(os.urandom(5000))
+    assert main([*argv, *program]) == Exit.CONFIG
+    err = capsys.readouterr().err
+    assert "over 4.00 KiB (largest: data.bin 4.88 KiB, train.py 7 B)" in err
+    assert "leave files out by .orchignore, or build the program into the image" in err
+    Path(".orchignore").write_text("*.bin")
+    assert main([*argv[:2], "own-2", *argv[3:], *program]) == Exit.DONE
+
+
+def unpacked_names(archive: bytes) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        return tar.getnames()
+
+
+def test_a_program_of_the_image_starts_where_the_image_does():
+    objects = render(manifest(program_of(Code(kind="none")), {}))
+    assert json.loads(objects[1]["data"]["request.json"])["worker"]["cwd"] == "."
+
+
+def test_a_pod_unpacks_once_what_was_submitted_and_nothing_else(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_bytes(os.urandom(1_500_000))
+    archive = pack(tmp_path, ["src/train.py"])
+    packed = PackedCode(sha256=hashlib.sha256(archive).hexdigest(), bytes=len(archive))
+    code = Code(kind="folder", root="/x", subfolder="work/empty", packed=packed)
+    bundle, _ = program_of(code, archive)
+    request = bundle.request
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    for body in code_maps(packed, archive, ""):
+        [(name, content)] = body["binaryData"].items()
+        (mounted / name).write_bytes(base64.b64decode(content))
+    unpack_code(request, mounted, tmp_path / "code")
+    unpacked = tmp_path / "code" / "own-1"
+    assert (unpacked / "src" / "train.py").stat().st_size == 1_500_000
+    assert (unpacked / "work" / "empty").is_dir()
+    (unpacked / "written.txt").touch()
+    (mounted / "code.001").write_bytes(b"something else")
+    unpack_code(request, mounted, tmp_path / "code")
+    assert (unpacked / "written.txt").exists()
+    with refusal("was submitted: delete its ConfigMaps", Exit.SECURITY):
+        unpack_code(request, mounted, tmp_path / "other")
+    (mounted / "code.001").unlink()
+    with refusal("No such file", Exit.SECURITY):
+        unpack_code(request, mounted, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("gang", ["workload", "volcano", "coscheduling", "kai"])

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.run.code_snapshot import copy, find_code
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.left_out import describe_left_out, explain, with_left_out
+from orchestrator.run.left_out import describe_copy, explain, with_left_out
 from orchestrator.run.request import Code
 from orchestrator.run.state import read_state
 from tests.backends.test_verbs import home, orch
@@ -55,7 +55,7 @@ def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
     sizes = {file.name: file.bytes for file in code.left_out or []}
     assert list(sizes) == ["sub/w.pt", "data/", ".env", "build/", "sub/lib/"]
     assert sizes["data/"] == 4024
-    (line,) = describe_left_out(code)
+    (line,) = describe_copy(code)  # nobody has counted its files
     assert (
         "leaves out sub/w.pt (2.00 MiB), data/ (3.93 KiB), .env (10 B), build/ (7 B)" in line
         and "git ignores" in line
@@ -65,9 +65,9 @@ def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
 def test_without_git_the_names_decide(tmp_path):
     code = with_left_out(find_code(fill(tmp_path / "p", git=False), runs_user_program=True))
     assert [file.name for file in code.left_out or []] == [".env", "build/"]
-    assert "by their names" in describe_left_out(code)[0]
+    assert "by their names" in describe_copy(code)[0]
     (tmp_path / "q").mkdir()
-    assert describe_left_out(with_left_out(Code(kind="folder", root=str(tmp_path / "q")))) == []
+    assert describe_copy(with_left_out(Code(kind="folder", root=str(tmp_path / "q")))) == []
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_missing_file_is_explained_where_the_copy_is_to_blame(tmp_path, line, 
     copy(code, run)
     (root / "later.txt").write_text("")
     at = {"code": run.code, "root": root}
-    cause = explain(code, run.code, run.code, ["Traceback", line.format(**at), "  more"])
+    cause = explain(code, run.code, ["Traceback", line.format(**at), "  more"])
     assert cause is None if says is None else says.format(**at) in (cause or ""), cause
-    assert explain(Code(kind="none"), run.code, run.code, [line]) is None
+    assert explain(Code(kind="none"), run.code, [line]) is None
 
 
 @pytest.mark.process
@@ -128,6 +128,7 @@ def test_a_run_says_both(home, capsys):
     arguments = ["--snapshot", "backend.max_restarts=0", "--json", "--", sys.executable, "train.py"]
     code, out, err = orch(capsys, "submit", *arguments)
     assert code == 0 and "leaves out data/ (2.00 KiB), which git ignores: --in-place" in err
+    assert f"the copy of {Path.cwd()} has 2 files, 23 B" in err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     wait_end(folder)
     cause = read_state(folder).cause

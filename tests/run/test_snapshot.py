@@ -11,8 +11,9 @@ import pytest
 
 from orchestrator.errors import OrchError
 from orchestrator.run import code_snapshot as snapshot
-from orchestrator.run.code_snapshot import copy, find_code
+from orchestrator.run.code_snapshot import copy, counted, find_code
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.left_out import describe_copy, with_left_out
 from orchestrator.run.request import Code
 
 
@@ -143,6 +144,36 @@ def test_without_git(tmp_path, folder):
     assert set(contents(folder)) == {"a.py", "pkg/b.py"}
 
 
+def test_an_orchignore_alone_decides_and_marks_the_folder_that_is_copied(project, folder):
+    """It takes along what git ignores, and leaves tracked files out. Nothing that works only here
+    is copied."""
+    sub = project / "sub"
+    content = "# data of other runs\nold/*\n!old/kept.log\n/top.py\n"
+    for name in ("old/kept.log", "old/x", "top.py", "lib/top.py", ".venv/pyvenv.cfg", "deep/a.log"):
+        (sub / name).parent.mkdir(parents=True, exist_ok=True)
+        (sub / name).write_text(name)
+    (sub / ".orchignore").write_text(content)
+    (sub / "data").symlink_to("old")
+    code = find_code(sub / "deep", runs_user_program=True)
+    assert (code.root, code.subfolder, code.has_rules) == (str(sub), "deep", True)
+    copy(code, folder)
+    inner = ("old/kept.log", "lib/top.py", "deep/a.log")
+    assert contents(folder) == {
+        ".orchignore": content,
+        "deep ü\n.py": "deep",
+        **{name: name for name in inner},
+    }
+    assert (folder.code / "data").is_symlink()
+    code = with_left_out(counted(code))
+    assert (code.files, [file.name for file in code.left_out or []]) == (6, ["top.py", "old/x"])
+    assert "leaves out top.py (6 B), old/x (5 B), by .orchignore" in describe_copy(code)[1]
+    # a parent's file is not looked for above git's top folder, or above the folder without git
+    (project.parent / ".orchignore").write_text("*")
+    assert find_code(project, runs_user_program=True).kind == "git"
+    (project.parent / "plain").mkdir()
+    assert not find_code(project.parent / "plain", runs_user_program=True).has_rules
+
+
 def test_the_run_folder_is_not_copied_into_itself(tmp_path):
     run = RunFolder(tmp_path / "home" / "runs" / "run-1")
     run.create()
@@ -166,7 +197,11 @@ def test_a_checkout_of_orch_is_copied_for_the_bundled_trainer_too():
 def test_too_much_is_refused_naming_the_largest(project, folder, monkeypatch):
     monkeypatch.setattr(snapshot, "MOST_BYTES", 1 << 20)
     (project / "weights.bin").write_bytes(b"x" * (3 << 20))
-    largest = r"3.00 MiB, over 1.00 MiB; largest is weights\.bin \(3.00 MiB\): ignore it in"
+    (project / "more.bin").write_bytes(b"x" * 2048)
+    largest = (
+        r"has 3.00 MiB, over 1.00 MiB \(largest: weights\.bin 3.00 MiB, more\.bin 2.00 KiB, .*\):"
+        r" leave files out by \.orchignore, or"
+    )
     with pytest.raises(OrchError, match=largest) as refused:
         copy(find_code(project, runs_user_program=True), folder)
     assert refused.value.exit == 65

@@ -366,7 +366,7 @@ class WorkerControl:
         """Returns the end of a worker's log; adds orch's explanation of it there and to the log."""
         path = self._folder.rank_log(rank)
         tail = tail_of(path, self._log_starts.get(rank, 0))
-        if explanation := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
+        if explanation := explain(self._code, Path(self._worker.cwd), tail):
             tail.append(f"orch: {explanation}")
             append(path, f"orch: {explanation}\n")
         return tail

@@ -43,7 +43,8 @@ from orchestrator.run.state import RunState, read_state
 from . import train_run_client as train_runs
 from .api.client import Cluster, in_background
 from .cluster_view import ClusterSnapshot, read_snapshot
-from .names import CONTAINER, RUNS
+from .names import CONTAINER, RUNS, JsonObject
+from .objects.code_maps import MOST_BYTES, code_maps
 from .options import places_itself, read_options
 from .record import KubernetesRecord
 
@@ -78,6 +79,7 @@ class KubernetesBackend(
     name = "kubernetes"
     agent_is_init = True
     shares_folders = False
+    most_code_bytes = MOST_BYTES
     replaces_lost_nodes = True
 
     def __init__(self) -> None:
@@ -103,7 +105,7 @@ class KubernetesBackend(
         from .objects.render import to_yaml
         from .submission import draft_objects
 
-        return to_yaml(draft_objects(request, plan))
+        return to_yaml([*_code_maps(request), *draft_objects(request, plan)])
 
     def look_ahead(self, config: Config) -> None:
         """Starts to read, in the background, what `submit` needs of the cluster, while the job is
@@ -119,7 +121,7 @@ class KubernetesBackend(
             )
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
-        from .submission import draft_objects
+        from .submission import check_code, draft_objects
 
         request = bundle.request
         check_installed("kubernetes", "submitting to Kubernetes")
@@ -128,6 +130,8 @@ class KubernetesBackend(
         drafts = draft_objects(request, plan)
         options = read_options(request.backend_options)
         controlled = self._is_controlled(options)
+        if controlled:
+            check_code(request)
         with create_run_folder(bundle, self.name) as folder:
             if controlled:
                 cluster = self._cluster(options.context, options.namespace)
@@ -167,7 +171,8 @@ class KubernetesBackend(
             record = record_of(request, options, namespace)
             # with its record the run is found once somebody has applied the objects
             write_record(folder, record, durable=True)
-            return to_yaml(render(manifest))
+            archive = bundle.contents.get(folder.packed_code.name)
+            return to_yaml([*_code_maps(request, archive), *render(manifest)])
 
     def resume(
         self,
@@ -350,6 +355,14 @@ class KubernetesBackend(
         self._ahead = None
         self.__dict__.pop("_observer", None)  # its observations are older than this command
         return ahead[1] if ahead and time.monotonic() < ahead[0] + _FRESH_S else None
+
+
+def _code_maps(request: LaunchRequest, archive: bytes | None = None) -> list[JsonObject]:
+    """Returns the ConfigMaps of a program that travels; without its archive as a dry run shows
+    them."""
+    namespace = read_options(request.backend_options).namespace or ""
+    packed = request.code.packed
+    return code_maps(packed, archive, namespace) if packed else []
 
 
 def _plans(bundle: SubmissionBundle) -> list[Plan]:

@@ -24,6 +24,7 @@ RETURNS = "batch.kubernetes.io/job-index-ignored-failure-count"
 # index that the Job gives each pod; a label too since Kubernetes 1.28
 INDEX = "batch.kubernetes.io/job-completion-index"
 PLAN = "orch.dev/plan-hash"
+CODE_DIGEST = "orch.dev/code"  # label of ConfigMaps that hold a program; its value is their digest
 SUBMISSION = "orch.dev/submission"  # id of the submission that sent the object
 NODES = "orch.dev/nodes"  # the nodes chosen for a run without a queue
 SUMMARY = "orch.dev/summary"
@@ -47,6 +48,7 @@ OWN_FIELDS = {
 
 ROOT = "/orch"  # holds everything that orch writes inside a pod; the same volume is its /tmp
 RUNS = f"{ROOT}/runs"  # the claim is mounted here
+CODE = f"{ROOT}/code"  # holds a folder per run, with the program that travelled
 INPUT = "/etc/orch/run"  # ConfigMap and Secret together, read only
 
 

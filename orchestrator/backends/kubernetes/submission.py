@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -27,9 +27,11 @@ from orchestrator.run.request import LaunchRequest
 
 from .api.client import PATHS, Cluster, gather, in_background, kind_of
 from .cluster_view import ClusterSnapshot, Reservation, reserve_nodes
+from .code_store import owner_of, store_code
 from .names import RUN, SUBMISSION, Body, JsonObject, object_name
+from .objects.code_maps import code_maps
 from .objects.gang import resolved
-from .objects.render import NO_KEY, Manifest, elastic_sizes, render
+from .objects.render import NO_KEY, Manifest, elastic_sizes, render, secret
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
 
@@ -42,6 +44,8 @@ def draft_objects(request: LaunchRequest, plan: Plan) -> list[JsonObject]:
     """Renders the objects of a run without its key, nodes and topology, which are known only when
     they are sent. OrchError (65)."""
     options = read_options(request.backend_options)
+    if options.controller == "always":
+        check_code(request)
     return render(
         Manifest(
             request=request,
@@ -51,6 +55,16 @@ def draft_objects(request: LaunchRequest, plan: Plan) -> list[JsonObject]:
             namespace=options.namespace or "",
         )
     )
+
+
+def check_code(request: LaunchRequest) -> None:
+    """Raises OrchError (65) for a program whose folder would have to travel in a TrainRun."""
+    if request.code.packed:
+        message = (
+            "a program's folder does not travel through the controller: submit it directly"
+            " (backend.options.controller=never), or build it into the image (--in-place)"
+        )
+        raise OrchError(message, Exit.CONFIG)
 
 
 def submit_objects(
@@ -80,21 +94,23 @@ def submit_objects(
         return
     free_at = time.monotonic()
     write_record(folder, record, durable=True)
-    with reserve_nodes(cluster, plan, options, folder.run_id, snapshot) as reservation:
+    manifest = manifest_of(
+        folder,
+        request,
+        plan,
+        options,
+        environ,
+        namespace=cluster.namespace,
+        submission=submission,
+        generation=generation,
+    )
+    with (
+        stored_code(cluster, folder, manifest) as store_code_again,
+        reserve_nodes(cluster, plan, options, folder.run_id, snapshot) as reservation,
+    ):
         for warning in reservation.warnings:
             print(f"orch: warning: {warning}", file=sys.stderr)
-        manifest = manifest_of(
-            folder,
-            request,
-            plan,
-            options,
-            environ,
-            namespace=cluster.namespace,
-            submission=submission,
-            generation=generation,
-            reservation=reservation,
-        )
-        objects = render(manifest)
+        objects = render(on_nodes(manifest, reservation))
         if time.monotonic() > free_at + _TRUSTED_S:
             is_sent(cluster, drafts, submission)
         main = apply_all(
@@ -104,10 +120,49 @@ def submit_objects(
             submission,
             reservation.check,
         )
-        # while the placement lock is given back
-        owned = in_background(lambda: set_owner(cluster, objects, main, submission))
+
+        def finish() -> None:
+            set_owner(cluster, objects, main, submission)
+            store_code_again()
+
+        owned = in_background(finish)  # while the placement lock is given back
     write_record(folder, structs.replace(record, sent=True), durable=True)
     owned.result()
+
+
+@contextlib.contextmanager
+def stored_code(
+    cluster: Cluster,
+    folder: RunFolder,
+    manifest: Manifest,
+) -> Iterator[Callable[[], None]]:
+    """Stores a program that travels before the body, and deletes what was sent if the body raises.
+    Yields what stores it once more where it has vanished since: the last other run with the same
+    code may have been deleted, and Kubernetes deletes what it began to collect.
+
+    This is done before nodes are reserved, because it may take longer than they can be. The run's
+    Secret, which owns the code, is therefore sent first.
+    """
+    packed = manifest.request.code.packed
+    if not packed:
+        yield lambda: None
+        return
+    maps = code_maps(packed, folder.packed_code.read_bytes(), cluster.namespace)
+    run_secret = secret(manifest)
+    try:
+        sent = _apply(cluster, run_secret, folder.run_id, manifest.submission)
+        store = partial(
+            store_code,
+            cluster,
+            maps,
+            owner_of(sent),
+            _manager(manifest.submission),
+        )
+        store()
+        yield store
+    except BaseException:
+        _delete_sent(cluster, [run_secret], manifest.submission)
+        raise
 
 
 def _resolve_owner(
@@ -144,12 +199,10 @@ def manifest_of(
     namespace: str,
     submission: str = "",
     generation: int = 0,
-    reservation: Reservation | None = None,
 ) -> Manifest:
-    """Collects what the objects are rendered from: the run's key, and the values of variables that
-    are passed on, among it."""
+    """Collects what the objects are rendered from, before nodes are reserved: the run's key, and
+    the values of variables that are passed on, among it."""
     key = folder.key.read_text().strip() if folder.key.exists() else NO_KEY
-    reservation = reservation or Reservation()
     elastic = elastic_sizes(request, options)
     return Manifest(
         request=request,
@@ -159,12 +212,19 @@ def manifest_of(
         namespace=namespace,
         key=key,
         environment=values_elsewhere(request.environment, environ),
-        topology=reservation.topology,
-        chosen=reservation.chosen,
-        excluded=reservation.excluded,
         submission=submission,
         generation=generation,
         sizes={size: load_plan(folder.sized_plan(size)) for size in elastic},
+    )
+
+
+def on_nodes(manifest: Manifest, reservation: Reservation) -> Manifest:
+    """Returns the manifest of the same run on the reserved nodes."""
+    return structs.replace(
+        manifest,
+        topology=reservation.topology,
+        chosen=reservation.chosen,
+        excluded=reservation.excluded,
     )
 
 

@@ -119,6 +119,7 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
 
     from orchestrator.backends.base import Queueing, get_backend
     from orchestrator.cli.session import options_from_here
+    from orchestrator.submit.program_code import program_code
     from orchestrator.submit.submission import make_bundle
 
     try:
@@ -127,7 +128,10 @@ def _starts(sizes: Sizes, config: Config) -> list[str]:
             return []
         options = options_from_here(run_id="plan", in_place=True)
         # A generator: no bundle is made before the scheduler has answered.
-        bundles = (make_bundle(size.config, size.plan, backend, options) for size in sizes.legal)
+        code = program_code(backend, options)
+        bundles = (
+            make_bundle(size.config, size.plan, backend, options, code) for size in sizes.legal
+        )
         return backend.starts(bundles, os.environ)
     except OrchError:
         return []

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.backends.base import Rendering
     from orchestrator.config.compose import load
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
     from orchestrator.run.variables import describe_dropped
     from orchestrator.submit.submission import check, choose, prepare, render
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
     )
     bundle = candidate.bundle
-    print_messages(describe_left_out(bundle.request.code))
+    print_messages(describe_copy(bundle.request.code))
     print_messages(describe_dropped(bundle.dropped))
     script = render(bundle, backend, options)
     if args.json:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.api import prepare_job
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
 
     options = submit_options(args, args.dry_run, overrides)
     if args.multirun:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return _show(bundle, job.candidate.plan, backend, args.json, messages)
     if messages:
         backend.check(bundle.request)  # a refused job gets the line of its refusal alone
-    print_messages([*describe_left_out(bundle.request.code), *messages])
+    print_messages([*describe_copy(bundle.request.code), *messages])
     with HeldSignals() as signals:
         submitted = job.send(options)
         if args.follow:
@@ -133,7 +133,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     follow one another and are watched."""
     from orchestrator.config.sweep import members
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import describe_left_out
+    from orchestrator.run.left_out import describe_copy
     from orchestrator.submit.sweep import prepare_sweep, send_sweep
     from orchestrator.submit.this_machine import load_job
 
@@ -149,7 +149,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
     messages = [line for run in runs for line in run.messages]
-    print_messages([*describe_left_out(runs[0].bundle.request.code), *messages])
+    print_messages([*describe_copy(runs[0].bundle.request.code), *messages])
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
     with HeldSignals():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from orchestrator.run.left_out import describe_left_out
+from orchestrator.run.left_out import describe_copy
 from orchestrator.run.request import Code, LaunchRequest
 from orchestrator.style import Style, si
 
@@ -26,7 +26,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         ("run folder", f"{request.run_dir} (0700)"),
         ("plan", request.plan_hash[:16]),
         ("code", _source(request.code)),
-        *[("", line) for line in describe_left_out(request.code)],
+        *[("", line) for line in describe_copy(request.code)],
         ("agents", agents),
         ("", shlex.join(first.argv)),
         ("workers", f"{request.summary['world_size']}, one per rank"),

@@ -6,6 +6,7 @@ Prints one JSON value; an OrchError becomes {"error": message, "exit": code}.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -15,8 +16,10 @@ from functools import partial
 import msgspec
 from msgspec import structs
 
-from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.api.client import Cluster, gather
 from orchestrator.backends.kubernetes.cluster_view import read_snapshot
+from orchestrator.backends.kubernetes.code_store import owner_of, store_code
+from orchestrator.backends.kubernetes.objects.code_maps import chunk_names, code_maps
 from orchestrator.backends.kubernetes.objects.render import render
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.backends.kubernetes.placement_lock import NAME, placement_lock
@@ -24,6 +27,7 @@ from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_
 from orchestrator.backends.kubernetes.train_run import Spec, TrainRun, body_of
 from orchestrator.backends.kubernetes.train_run_client import complete_draft
 from orchestrator.errors import OrchError
+from orchestrator.run.request import PackedCode
 from tests.kubernetes.test_render import CASES, manifest, request_of
 
 SMALL_KINDS = ("Secret", "ConfigMap", "Service")
@@ -171,6 +175,36 @@ def drafts() -> dict[str, object]:
     return {"said": complaints, "left": left}
 
 
+def code() -> dict[str, object]:
+    """Two submitters at once with the same program, a third with another one of the same name."""
+    cluster = Cluster()
+    archive = bytes(range(256)) * 5000
+    packed = PackedCode(sha256=hashlib.sha256(archive).hexdigest(), bytes=len(archive))
+    maps = code_maps(packed, archive, cluster.namespace)
+    owners = []
+    for name in ("first", "second", "third"):
+        metadata = {"name": name}
+        secret = cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})
+        owners.append(owner_of(secret))
+    gather(partial(store_code, cluster, maps, owner, owner["name"]) for owner in owners[:2])
+    stored = [cluster.get("ConfigMap", name) for name in chunk_names(packed)]
+    store_code(cluster, maps, owners[2], "third")
+    store_code(cluster, maps, owners[2], "third")
+    again = [cluster.get("ConfigMap", name) for name in chunk_names(packed)]
+    other = code_maps(packed, archive[::-1], cluster.namespace)
+    return {
+        "content": [
+            body["binaryData"] == sent["binaryData"] for body, sent in zip(again, maps, strict=True)
+        ],
+        "same": [body["metadata"]["uid"] for body in stored]
+        == [body["metadata"]["uid"] for body in again],
+        "owners": [
+            sorted(owner["name"] for owner in body["metadata"]["ownerReferences"]) for body in again
+        ],
+        "other": complaint(lambda: store_code(cluster, other, owners[0], "first")),
+    }
+
+
 STEPS: dict[str, Callable[[], object]] = {
     "dry-run": dry_run,
     "twice": twice,
@@ -179,6 +213,7 @@ STEPS: dict[str, Callable[[], object]] = {
     "look": look,
     "lease": lease,
     "drafts": drafts,
+    "code": code,
 }
 
 if __name__ == "__main__":

@@ -106,12 +106,12 @@ class Orch:
         code: int | None = 0,
         env: Mapping[str, str | None] | None = None,
         timeout: float = 600,
+        cwd: Path = Path("/"),
     ) -> subprocess.CompletedProcess[str]:
         """Runs `orch`. `env`: changes of the shell's variables; None: not set."""
         shell = self.bed.env | self._environ({}) | dict(env or {})
         environ = {name: value for name, value in shell.items() if value is not None}
-        # A program runs in pods where it is submitted from, and that folder must be in their image.
-        done = self.bed.commands.run(argv, environ, self.home, timeout, cwd=Path("/"))
+        done = self.bed.commands.run(argv, environ, self.home, timeout, cwd=cwd)
         return base.checked(done, code)
 
     def alone(

@@ -29,7 +29,9 @@ from orchestrator.backends.kubernetes.options import KubernetesOptions, Tolerati
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import FATAL, Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
+from orchestrator.run.request import PackedCode
 
+from .code_maps import code_sources
 from .node_affinity import ChosenNodes, both_spellings, node_affinity, without_hosts
 from .pod_patch import patched
 
@@ -53,11 +55,13 @@ def pod_template(
     chosen: ChosenNodes | None,
     subdomain: bool,
     excluded: Sequence[str] | None = None,
+    packed: PackedCode | None = None,
 ) -> JsonObject:
     """Builds `spec.template` of the Job. `grace_s`: the seconds that the agent gives its workers;
     the kubelet gives MARGIN_S more.
 
     `excluded`: hostname labels of the nodes of `options.without`; None: they were not looked up.
+    `packed`: a program that travels into the pod.
     """
     spec: JsonObject = {
         "restartPolicy": "Never",  # podFailurePolicy decides, by the exit code
@@ -67,7 +71,7 @@ def pod_template(
         "securityContext": _pod_security(options),
         "tolerations": tolerations(plan, options),
         "containers": [_container(plan, options)],
-        "volumes": _volumes(name, plan, options),
+        "volumes": _volumes(name, plan, options, packed),
     }
     if subdomain:
         spec["subdomain"] = name
@@ -215,9 +219,16 @@ def quantity(gib: float) -> str:
     return f"{mib}Mi" if mib % 1024 else f"{mib // 1024}Gi"
 
 
-def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[JsonObject]:
+def _volumes(
+    name: str,
+    plan: Plan,
+    options: KubernetesOptions,
+    packed: PackedCode | None,
+) -> list[JsonObject]:
     shm = {"medium": "Memory", "sizeLimit": quantity(memory_gib(plan, options)[1])}
-    sources = [{"configMap": {"name": name}}, {"secret": {"name": name}}]
+    sources: list[JsonObject] = [{"configMap": {"name": name}}, {"secret": {"name": name}}]
+    if packed is not None:
+        sources += code_sources(packed)
     volumes: list[JsonObject] = [
         {"name": "work", "emptyDir": {}},
         {"name": "shm", "emptyDir": shm},

@@ -70,7 +70,7 @@ def render(run: Manifest) -> list[JsonObject]:
             " docs/kubernetes.md",
             Exit.CONFIG,
         )
-    objects = [_secret(run), _config_map(run)]
+    objects = [secret(run), _config_map(run)]
     if run.options.kind == "job":  # JobSet makes its own
         objects.append(_service(run))
     if run.options.network_policy:
@@ -111,12 +111,19 @@ def pod_request(
             f"{run_dir}/plan.json",
         ]
         worker = structs.replace(worker, argv=argv, cwd=run_dir)
-    elif request.code.kind != "none":
-        message = (
-            "the program's folder does not travel into pods: build it into the image and submit"
-            " with --in-place"
+    elif request.code.packed:
+        folder = PurePosixPath(names.CODE, request.run_id, request.code.subfolder)
+        worker = structs.replace(worker, cwd=str(folder))
+    else:
+        worker = structs.replace(worker, cwd=".")  # where the image starts process 1
+    code = request.code
+    if not code.packed:
+        code = structs.replace(
+            code,
+            kind="none",
+            root="",
+            holds_orch=False,
         )
-        raise OrchError(message, Exit.CONFIG)
     environment = structs.replace(
         request.environment,
         names=[],
@@ -135,12 +142,7 @@ def pod_request(
         worker=worker,
         environment=environment,
         policy=policy,
-        code=structs.replace(
-            request.code,
-            kind="none",
-            root="",
-            holds_orch=False,
-        ),
+        code=code,
         files=[],
         # An elastic run needs a folder that its pods share. Without one a Job has one size, and
         # `orch resize` creates another Job.
@@ -189,22 +191,23 @@ def _metadata(run: Manifest, **annotations: str) -> JsonObject:
     return metadata
 
 
-def _secret(run: Manifest) -> JsonObject:
+def secret(run: Manifest) -> JsonObject:
+    """Returns the run's first object, which does not depend on its nodes."""
     values = {
         "key": run.key,
         "environment.json": msgspec.json.encode(run.environment, order="sorted").decode(),
     }
     _check_size("Secret", sum(map(len, values.values())))
-    secret = {
+    body = {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": _metadata(run),
         "type": "Opaque",
     }
     if run.key == NO_KEY:
-        return {**secret, "stringData": values}
+        return {**body, "stringData": values}
     encoded = {name: base64.b64encode(value.encode()).decode() for name, value in values.items()}
-    return {**secret, "data": encoded}
+    return {**body, "data": encoded}
 
 
 def _config_map(run: Manifest) -> JsonObject:
@@ -313,6 +316,7 @@ def _job_spec(run: Manifest) -> JsonObject:
         chosen=run.chosen,
         subdomain=options.kind == "job",
         excluded=run.excluded,
+        packed=run.request.code.packed or None,
     )
     containers = {container["name"]: container for container in template["spec"]["containers"]}
     agent = containers[names.CONTAINER]

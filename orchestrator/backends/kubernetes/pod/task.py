@@ -40,6 +40,7 @@ from orchestrator.run.request import AgentCommand, LaunchRequest, from_bytes, to
 from orchestrator.run.state import RunState, pending_again, read_state, write_state
 
 from .attempts import PeersLost, ProcessStart
+from .program import unpack_code
 from .rank_mapping import RankMapping, map_ranks, node_names
 from .rendezvous import Join, Start, rendezvous
 from .status_lines import StatusLineWriter
@@ -205,6 +206,9 @@ def read_input(run: Path) -> Input:
     try:
         topology = run / "topology.bin"
         request = from_bytes((run / "request.json").read_bytes())
+        if not os.path.isabs(request.worker.cwd):  # a program of the image
+            worker = structs.replace(request.worker, cwd=os.path.abspath(request.worker.cwd))
+            request = structs.replace(request, worker=worker)
         return Input(
             request=request,
             sizes={
@@ -238,6 +242,7 @@ def _run_attempt(pod: Pod, run_input: Input) -> tuple[int, str]:
     """Runs from the rendezvous to the end of this pod's agent: (exit code of the pod, why)."""
     folder = RunFolder(Path(run_input.request.run_dir))
     _make_folder(folder, run_input)
+    unpack_code(run_input.request, Path(names.INPUT), Path(names.CODE))
     if _is_done(folder):
         return int(Exit.DONE), "the run is done"
     if run_input.request.sizes:

@@ -1,0 +1,75 @@
+"""Stores a program's folder in the cluster: once for all runs of a namespace with the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+from .api.client import Cluster, gather
+from .names import Body, JsonObject
+
+_TRIES = 5  # runs of others may delete and create the same object meanwhile
+
+
+def store_code(
+    cluster: Cluster,
+    maps: Sequence[Body],
+    owner: JsonObject,
+    manager: str,
+) -> None:
+    """Makes sure that these ConfigMaps exist and that `owner` is among their owners: creates those
+    that are missing, and changes nothing but the owners of the others.
+
+    OrchError: 78 if one of these names holds something else, 65 and 78 for what the cluster
+    refuses.
+    """
+    gather(partial(_store, cluster, body, owner, manager) for body in maps)
+
+
+def owner_of(secret: JsonObject) -> JsonObject:
+    """Returns the reference by which a run's Secret owns the code: it is the run's first object,
+    and is deleted with its Job."""
+    metadata = secret["metadata"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+    }
+
+
+def _store(cluster: Cluster, body: Body, owner: JsonObject, manager: str) -> None:
+    name = body["metadata"]["name"]
+    for last in (*[False] * (_TRIES - 1), True):
+        stored = cluster.get("ConfigMap", name)
+        try:
+            if stored is None:
+                metadata = {**body["metadata"], "ownerReferences": [owner]}
+                cluster.apply({**body, "metadata": metadata}, manager)
+                return
+            _check_same(cluster, body, stored)
+            owners = stored["metadata"].get("ownerReferences") or []
+            if owner["uid"] not in [reference["uid"] for reference in owners]:
+                # with the uid it is refused, and not created without content, if the object is gone
+                uid = stored["metadata"]["uid"]
+                metadata = {"name": name, "uid": uid, "ownerReferences": [owner]}
+                change = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+                cluster.apply(change, manager)
+            return
+        except OrchError as error:
+            if last or getattr(error, "status", None) not in (404, 409):
+                raise
+
+
+def _check_same(cluster: Cluster, body: Body, stored: Body) -> None:
+    """Raises OrchError (78) if a stored object of this name has other content."""
+    if stored.get("binaryData") == body["binaryData"] and stored.get("immutable"):
+        return
+    message = (
+        f"ConfigMap {body['metadata']['name']} in {cluster.namespace} does not hold the code that"
+        " its name promises: delete it"
+    )
+    raise OrchError(message, Exit.SECURITY)
