@@ -31,7 +31,7 @@ def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
         raise DeviceError(
             f"rank {env.rank} wants GPU {env.local_rank} of {env.node},"
             f" which has {usable_gpus} usable"
-            f" (cluster {plan.cluster.name!r} is a cuda cluster; `+cluster=local` trains on the"
+            f" (cluster {plan.cluster.name!r} is a cuda cluster; `cluster=local` trains on the"
             " CPU)"
         )
     return torch.device("cuda", env.local_rank)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from orchestrator.run.folder import RunFolder
     from orchestrator.style import Style
 
-OVERRIDES = ("+cluster=local", "parallel=tp2_pp2_zero1")
+OVERRIDES = ("cluster=local", "parallel=tp2_pp2_zero1")
 #: Metrics that the demonstration shows.
 SHOWN = (
     "orch_step_total",
@@ -199,5 +199,5 @@ def summary(
     lines += [f"  orch status {handle}        the same numbers, live during a run"]
     lines += [f"  orch logs {handle} --rank 0"]
     lines += [f"  {folder.path / 'report.json'}   planned against measured"]
-    lines += ["  orch plan +cluster=h100x64 parallel=tp8_pp4_zero1   a plan for 64 GPUs"]
+    lines += ["  orch plan cluster=h100x64 parallel=tp8_pp4_zero1   a plan for 64 GPUs"]
     return "\n".join(lines)
