@@ -186,6 +186,7 @@ def verbs() -> str:
     Pythons."""
     from importlib import import_module
 
+    from orchestrator.cli.examples import epilog
     from orchestrator.cli.main import help_text
     from orchestrator.cli.parser import make_parser
     from orchestrator.cli.verbs import VERBS
@@ -195,7 +196,9 @@ def verbs() -> str:
         parser = make_parser(name, verb)
         import_module(f"orchestrator.cli.verbs.{name}").add_arguments(parser)
         words = [
-            action.metavar or action.dest for action in parser._actions if not action.option_strings
+            action.metavar or action.dest
+            for action in parser._actions
+            if not action.option_strings and not verb.rest
         ]
         line = " ".join(["orch", name, *map(_shown, words)]) + parser.tail
         parts += [
@@ -204,6 +207,10 @@ def verbs() -> str:
             verb.help + ".",
             "",
             f"`{line}`",
+            "",
+            "```text",
+            epilog(name),
+            "```",
             "",
             "| argument | |",
             "|---|---|",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from orchestrator.cli.streams import lost_output, open_standard_streams
-from orchestrator.cli.verbs import VERBS, Verb
+from orchestrator.cli.verbs import GROUPS, VERBS, Verb
 from orchestrator.errors import EXTRAS, Interrupted, OrchError, did_you_mean, nearest, not_installed
 from orchestrator.plan.exits import MEANING, Exit
 
@@ -156,18 +156,21 @@ def _overrides(
 def help_text() -> str:
     """Returns the page of `orch --help`."""
     width = max(map(len, VERBS))
-    verbs = _table((f"{name:<{width}}", verb.help) for name, verb in VERBS.items())
+    groups = []
+    for title, verbs in GROUPS.items():
+        rows = _table((f"{name:<{width}}", verb.help) for name, verb in verbs.items())
+        groups.append(f"{title}:\n{rows}")
+    verbs_by_group = "\n\n".join(groups)
     codes = _table((f"{int(code):>3}", meaning) for code, meaning in MEANING.items())
     return f"""usage: orch <verb> [flags] [key=value ...] [-- program args]
 
 From "this model, this cluster" to a placed, running, observed training job.
 
-verbs:
-{verbs}
+{verbs_by_group}
 
 configuration (Hydra overrides; `orch config --choices` lists groups and files):
-  cluster=h100x64         a file of a group (Hydra users type +cluster=h100x64);
-                          without a cluster: local
+  cluster=h100x64         a file of a group; Hydra users type +cluster=h100x64,
+                          which is the same; without a cluster: local
   parallel=tp8_pp4_zero1  degrees as a word: tpN ppN dpN cpN epN zeroN vppN spN;
                           without dp: all remaining GPUs
   train.steps=100         one key
@@ -175,6 +178,7 @@ configuration (Hydra overrides; `orch config --choices` lists groups and files):
                           conf/.orch exists
 
 start here:
+  orch run --nproc-per-node 8 train.py
   orch plan cluster=h100x64 parallel=tp8_pp4_zero1
   orch submit cluster=local parallel=tp2_pp2_zero1 --follow
 
@@ -182,8 +186,8 @@ exit codes:
 {codes}
   {INTERRUPTED:>3}  interrupted (128 and the signal's number: 129 hangup, 143 terminated)
 
-`orch <verb> --help` shows a verb's flags. Every verb takes --json.
-ORCH_DEBUG=1 or --debug shows tracebacks."""
+`orch <verb> --help` shows a verb's flags and two examples. Every verb takes
+--json. ORCH_DEBUG=1 or --debug shows tracebacks."""
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

@@ -6,11 +6,19 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from orchestrator.cli.examples import epilog
 from orchestrator.cli.verbs import Verb
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 _WIDTH = 80
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Folds descriptions and keeps the lines of an epilog as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,11 +28,12 @@ class Parser(argparse.ArgumentParser):
         raise OrchError(f"{self.prog}: {message}", Exit.USAGE)
 
     def format_usage(self) -> str:
-        usage = super().format_usage().rstrip()
+        usage = super().format_usage().rstrip().removesuffix("...").rstrip()
         if usage.endswith(self.tail):  # argparse may return this usage line itself
             return f"{usage}\n"
         last_line = usage.rsplit("\n", 1)[-1]
-        separator = "\n" + " " * 10 if len(last_line) + len(self.tail) > _WIDTH else ""
+        below = "\n" + " " * len(f"usage: {self.prog}")
+        separator = below if len(last_line) + len(self.tail) > _WIDTH else ""
         return f"{usage}{separator}{self.tail}\n"
 
     def format_help(self) -> str:
@@ -45,11 +54,15 @@ def make_parser(name: str, verb: Verb) -> Parser:
     parser = Parser(
         prog=f"orch {name}",
         description=verb.help,
+        epilog=epilog(name),
+        formatter_class=_Formatter,
         allow_abbrev=False,
         conflict_handler="resolve",
     )
-    if verb.overrides:
+    if verb.overrides and not verb.rest:
         parser.tail += " [key=value ...]"
+    if verb.rest:
+        parser.tail += " [key=value ...] script [args]"
     if verb.command:
         parser.tail += " [-- program args]"
     parser.add_argument("--json", action="store_true", help="print JSON; errors too")

@@ -21,6 +21,8 @@ from .expert_load import ExpertLoad
 
 #: The format of checkpoints that workers write.
 CHECKPOINT = "orch.checkpoint/2"
+#: The format of the token files that workers make of a corpus.
+TOKENS = "orch.tokens/2"
 #: The file of a checkpoint that describes its others.
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8})")

@@ -21,11 +21,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from orchestrator.plan.worker import TOKENS
 from trainer.data.tokenizer import Tokenizer
 from trainer.durable import sync_folder
 from trainer.errors import DataError, UnreadableData
 
-FORMAT = "orch.tokens/2"
+FORMAT = TOKENS
 #: A sample of 4,096 tokens costs one or two hashes of this size, in the loader's thread.
 BLOCK_BYTES = 1 << 16
 _DIGEST = 32  # bytes of a sha256

@@ -18,69 +18,94 @@ class Verb(NamedTuple):
     rest: bool = False  # its last argument takes everything that follows, also flags
 
 
+#: Verbs by what one does with them, in the order of `orch --help`.
+GROUPS: dict[str, dict[str, Verb]] = {
+    "run": {
+        "run": Verb(
+            "start a program with torchrun's command line: placed, elastic and watched",
+            overrides=True,
+            rest=True,
+            acts=True,
+        ),
+        "submit": Verb(
+            "plan a job, start it and print its handle",
+            overrides=True,
+            command=True,
+            acts=True,
+        ),
+        "demo": Verb("train a tiny model on this machine, and show its loss, metrics and logs"),
+        "render": Verb(
+            "write the folder of a run and print its job script",
+            overrides=True,
+            command=True,
+        ),
+        "resume": Verb("continue a stopped run from its last checkpoint", acts=True),
+        "resize": Verb("continue an elastic run on another number of nodes", acts=True),
+        "cancel": Verb("stop a run after it has saved", acts=True),
+    },
+    "look": {
+        "list": Verb("list the runs of this machine"),
+        "status": Verb("show a run: state, step, loss, tokens/s, memory"),
+        "logs": Verb("print the output of the workers or agents of a run"),
+        "report": Verb(
+            "compare the measurements of a run with its plan; show its memory over time"
+        ),
+        "nodes": Verb("list the bad nodes, which failed and which later runs avoid; --forget one"),
+    },
+    "plan": {
+        "plan": Verb(
+            "place a model on a cluster: show layout, memory, step time and bottleneck",
+            overrides=True,
+        ),
+        "tune": Verb(
+            "search every legal layout: the fastest that fits, and smaller near-ties",
+            overrides=True,
+        ),
+        "whatif": Verb("compare plans, with GPU-hours to a token target", overrides=True),
+        "config": Verb(
+            "show the resolved configuration, or the choices of each group", overrides=True
+        ),
+        "predict": Verb("predict every row of a table of training runs, and score the predictions"),
+        "calibrate": Verb(
+            "fit the cost model to a table of runs, or to a run or orch bench of this site",
+            overrides=True,
+        ),
+    },
+    "prove": {
+        "verify": Verb(
+            "train a layout and one process on the same tokens, and compare everything",
+            overrides=True,
+        ),
+        "twin": Verb(
+            "run ranks at full size without GPUs, and compare them with the plan", overrides=True
+        ),
+        "drill": Verb(
+            "break parts of a run on purpose, and measure how often and how fast it recovers",
+            acts=True,
+        ),
+        "reproduce": Verb(
+            "compare the headline results of the papers with this planner (docs/reproduce.md)"
+        ),
+    },
+    "clusters": {
+        "init": Verb("write Slurm profiles or the Helm chart as a starting point", acts=True),
+        "bench": Verb(
+            "measure links and GPUs of a cluster, for later plans of it",
+            overrides=True,
+            acts=True,
+        ),
+        "topology": Verb("show, import or compare descriptions of a cluster's network"),
+    },
+    "other": {
+        "export": Verb("write the weights of a run as one safetensors file"),
+        "paths": Verb("list every folder and file that orch reads or writes"),
+        "rm": Verb("remove ended runs with everything in their folders", acts=True),
+        "gc": Verb("remove old ended runs, by age or down to a total size", acts=True),
+        "completion": Verb("print a completion script for bash, zsh or fish"),
+        "version": Verb("print the versions of orch, its dependencies and its file formats"),
+    },
+}
+
 VERBS: dict[str, Verb] = {
-    "plan": Verb(
-        "place a model on a cluster: show layout, memory, step time and bottleneck", overrides=True
-    ),
-    "verify": Verb(
-        "train a layout and one process on the same tokens, and compare everything", overrides=True
-    ),
-    "twin": Verb(
-        "run ranks at full size without GPUs, and compare them with the plan", overrides=True
-    ),
-    "tune": Verb(
-        "search every legal layout: the fastest that fits, and smaller near-ties", overrides=True
-    ),
-    "whatif": Verb("compare plans, with GPU-hours to a token target", overrides=True),
-    "predict": Verb("predict every row of a table of training runs, and score the predictions"),
-    "reproduce": Verb(
-        "compare the headline results of the papers with this planner (docs/reproduce.md)"
-    ),
-    "calibrate": Verb(
-        "fit the cost model to a table of runs, or to a run or orch bench of this site",
-        overrides=True,
-    ),
-    "submit": Verb(
-        "plan a job, start it and print its handle",
-        overrides=True,
-        command=True,
-        acts=True,
-    ),
-    "run": Verb(
-        "start a program with torchrun's command line: placed, elastic and watched",
-        overrides=True,
-        rest=True,
-        acts=True,
-    ),
-    "render": Verb(
-        "write the folder of a run and print its job script",
-        overrides=True,
-        command=True,
-    ),
-    "list": Verb("list the runs of this machine"),
-    "status": Verb("show a run: state, step, loss, tokens/s, memory"),
-    "report": Verb("compare the measurements of a run with its plan; show its memory over time"),
-    "drill": Verb(
-        "break parts of a run on purpose, and measure how often and how fast it recovers", acts=True
-    ),
-    "nodes": Verb("list the bad nodes that later runs avoid for a while; --forget one"),
-    "logs": Verb("print the output of the workers or agents of a run"),
-    "cancel": Verb("stop a run after it has saved", acts=True),
-    "resume": Verb("continue a stopped run from its last checkpoint", acts=True),
-    "resize": Verb("continue an elastic run on another number of nodes", acts=True),
-    "rm": Verb("remove ended runs with everything in their folders", acts=True),
-    "gc": Verb("remove old ended runs, by age or down to a total size", acts=True),
-    "paths": Verb("list every folder and file that orch reads or writes"),
-    "export": Verb("write the weights of a run as one safetensors file"),
-    "init": Verb("write Slurm profiles or the Helm chart as a starting point", acts=True),
-    "demo": Verb("train a tiny model on this machine, and show its loss, metrics and logs"),
-    "config": Verb("show the resolved configuration, or the choices of each group", overrides=True),
-    "bench": Verb(
-        "measure links and GPUs of a cluster, for later plans of it",
-        overrides=True,
-        acts=True,
-    ),
-    "topology": Verb("show, import or compare descriptions of a cluster's network"),
-    "completion": Verb("print a completion script for bash, zsh or fish"),
-    "version": Verb("print the versions of orch, its dependencies and its file formats"),
+    name: verb for verbs_of_group in GROUPS.values() for name, verb in verbs_of_group.items()
 }
