@@ -267,6 +267,8 @@ class ProgressReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_d
     phase: str
     waiting: str | None = None  # the collective in which the rank waits
     moves: int = 0  # grows with every sign of progress
+    #: Seconds without progress that the phase may take; None: the phase is part of a step.
+    limit_s: float | None = None
 
 
 Report = StepReport | EventReport | ProgressReport

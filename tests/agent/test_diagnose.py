@@ -98,6 +98,31 @@ def test_programs_without_progress_reports_are_not_judged():
     assert diagnose(PLAN, [], RULES) is None
 
 
+@pytest.mark.parametrize("program", [False, True])
+def test_a_phase_with_a_limit_is_waited_for_and_then_at_fault(program):
+    """A program reports from no thread of its own: its ranks that wait are silent."""
+    plan = structs.replace(PLAN, program=program)
+    late = {"step_s": 500.0, "still_s": 500.0}
+    silent_s = 500.0 if program else 0.5
+    peers = [
+        waits(0, silent_s=silent_s, **late),
+        works(1, **late),  # a program need not say that it waits
+        waits(3, silent_s=silent_s, **late),
+    ]
+    saves = works(2, phase="save", limit_s=100.0, step_s=500.0, still_s=99.0)
+    assert diagnose(plan, [*peers, saves], RULES) is None
+    diagnosis = diagnose(plan, [*peers, structs.replace(saves, still_s=101.0)], RULES)
+    assert (diagnosis.kind, diagnosis.rank) == ("worker_stuck", 2)
+    assert ", in save" in diagnosis.text
+
+
+def test_a_program_s_ranks_that_all_wait_are_not_blamed_for_their_silence():
+    silent = [waits(rank, silent_s=40.0) for rank in range(4)]
+    assert diagnose(PLAN, silent, RULES).kind == "worker_stuck"
+    program = structs.replace(PLAN, program=True)
+    assert diagnose(program, silent, RULES).kind == "collective_hung"
+
+
 def slow_nodes(plan, seen, ratio=1.5):
     peers = peer_medians_s(plan, seen)
     by_node = {

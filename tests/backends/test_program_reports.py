@@ -7,16 +7,23 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import orch_report
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import read_state
 from tests.beds.bundles import wait_end, wait_for
+from tests.beds.programs import SIMULATED_NODES
 from tests.patience import PATIENCE_S
+from trainer.verify.ranks import run_ranks
 
 from .test_verbs import home, orch, program
 
@@ -142,7 +149,7 @@ def test_children_of_the_process_that_reports_are_silent_though_they_have_its_pi
         f"import os, subprocess; from orch_report import report; again = {again!r}; report(step=1);"
         f" {child}"
     )
-    assert [line["step"] for line in reports_of(code, tmp_path)] == [1, 1]
+    assert steps_of(code, tmp_path) == [1]
 
 
 def test_a_program_below_a_shell_and_one_that_executes_itself_again_report(tmp_path):
@@ -151,13 +158,121 @@ def test_a_program_below_a_shell_and_one_that_executes_itself_again_report(tmp_p
         "sys.argv[1] == '1' and os.execv(sys.executable, [*sys.orig_argv[:-1], '2'])"
     )
     shell = f"import os; os.system({shlex.join([sys.executable, '-c', code, '1'])!r})"
-    assert {line["step"] for line in reports_of(shell, tmp_path)} == {1, 2}
+    assert steps_of(shell, tmp_path) == [1, 2]
+
+
+def test_phases_are_no_part_of_a_step_and_last_until_the_next_sign(tmp_path):
+    code = (
+        "import time, orch_report\n"
+        "orch_report.report(step=7)\n"
+        "with orch_report.phase('evaluation', limit_s=60):\n"
+        "    orch_report.alive()\n"
+        "    with orch_report.phase('save'):\n"
+        "        time.sleep(0.5)\n"
+        "orch_report.alive('compile', limit_s=9)\n"
+        "orch_report.report(step=8, own_s=0.25)\n"
+    )
+    reports = reports_of(code, tmp_path)
+    pulses = [report for report in reports if report["kind"] == "pulse"]
+    assert [(pulse["phase"], pulse.get("limit_s")) for pulse in pulses] == [
+        ("train", None),
+        ("evaluation", 60.0),
+        ("evaluation", 60.0),
+        ("save", 1800.0),
+        ("evaluation", 60.0),
+        ("train", None),
+        ("compile", 9.0),
+        ("train", None),
+    ]
+    assert [pulse["step"] for pulse in pulses] == [8] * 7 + [9]  # the step in progress
+    step = reports[-2]
+    assert step["phase_s"]["checkpoint"] >= 0.5 > step["step_s"] and step["own_s"] == 0.25
+
+
+def test_a_worker_of_a_data_loader_reports_nothing_and_a_forked_child_can_be_ended(tmp_path):
+    """A pool of multiprocessing that cannot end its processes waits for them without end."""
+    code = """
+import multiprocessing, os, signal, torch.utils.data
+import orch_report
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        orch_report.report(step=99)
+        return index
+
+orch_report.save_requested()
+os.environ.pop("ORCH_REPORT_PID")  # as if no process had reported yet
+assert list(torch.utils.data.DataLoader(Data(), num_workers=1, batch_size=None)) == [0, 1]
+child = multiprocessing.get_context("fork").Process(target=signal.pause)
+child.start()
+child.terminate()
+child.join()
+assert child.exitcode == -signal.SIGTERM and not orch_report.save_requested()
+orch_report.report(step=1)
+"""
+    assert steps_of(code, tmp_path) == [1]
+
+
+def test_a_first_call_in_another_thread_says_where_it_belongs(monkeypatch):
+    monkeypatch.setattr(orch_report, "_worker", orch_report._Worker())
+    errors: list[str] = []
+
+    def call() -> None:
+        try:
+            orch_report.must_save()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "must first be called in the main thread" in errors[0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("step_s", [0.0005, 1.1])
+def test_the_ranks_agree_on_one_call_and_rarely_where_steps_are_short(step_s, monkeypatch):
+    """The second rank alone gets the signal. Long steps are answered at once."""
+
+    def train(rank: int) -> list[int]:
+        orch_report._worker = orch_report._Worker()
+        orch_report.save_requested()
+        exchanges: list[int] = []
+        all_reduce = torch.distributed.all_reduce
+        torch.distributed.all_reduce = lambda *args, **options: (
+            exchanges.append(1),
+            all_reduce(*args, **options),
+        )
+        signal_at = 1 if step_s > 1 else 300
+        for call in range(1, 2000):
+            time.sleep(step_s)
+            if rank == 1 and call == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if orch_report.must_save():
+                return [call, len(exchanges)]
+        return []
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    calls, exchanges = first
+    if step_s > 1:
+        assert calls == exchanges == 1
+    else:
+        assert 300 <= calls <= 350 and exchanges <= calls / 20
 
 
 @pytest.mark.parametrize("name", ["RANK", "ORCH_EPOCH", "ORCH_REPORT_FD", "ORCH_REPORT_PID"])
 @pytest.mark.parametrize("value", ["", "x", "-1", "99999999999999999999"])
 def test_variables_that_are_no_numbers_end_no_import(tmp_path, name, value):
     reports_of("import orch_report; orch_report.report(step=1)", tmp_path, {name: value})
+
+
+def steps_of(code: str, folder: Path) -> list[int]:
+    """The steps that a worker that runs this code reports."""
+    return [line["step"] for line in reports_of(code, folder) if line["kind"] == "step"]
 
 
 def reports_of(code: str, folder: Path, extra: dict[str, str] | None = None) -> list[dict]:
@@ -207,6 +322,32 @@ def test_a_child_of_a_worker_does_not_write_into_its_own_files(home, capsys):
     assert (Path.cwd() / "mine").read_text() == "3\n"
     steps = [json.loads(line)["step"] for line in folder.metrics("node-0").read_text().splitlines()]
     assert steps == [1, 2]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_slow_node_a_long_save_and_a_hung_rank_of_a_program(home, capsys, tmp_path):
+    """All in one run, as each rank imports torch: the slow node is named and not the one that waits
+    for it, a save longer than the limit for hangs is none, and the rank that stands still is at
+    fault."""
+    script = str(PROGRAMS / "watched.py")
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--detach", "--json"]
+    limits = ["backend.hang_after_s=6", "backend.hang_after_steps=1"]
+    argv = [*words, *SIMULATED_NODES, *limits, script, str(tmp_path), "0.05"]
+    code, out, err = orch(capsys, "run", *argv)
+    assert code == 0, err
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+
+    wait_for(lambda: read_state(folder).slow, what="a slow node")
+    assert list(read_state(folder).slow) == ["node-1"]
+    (tmp_path / "save").touch()
+    wait_for((tmp_path / "saved").exists, what="the end of the save")
+    assert read_state(folder).restarts == 0
+    (tmp_path / "hang").touch()
+    cause = wait_for(lambda: read_state(folder).epochs[0].cause, what="a hang")
+    assert (cause.kind, cause.rank) == ("worker_stuck", 1), cause.text
+    assert "did not enter all-reduce of gradients" in cause.text
+    wait_end(folder)
 
 
 @pytest.mark.process

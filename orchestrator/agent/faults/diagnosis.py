@@ -81,10 +81,12 @@ def diagnose(
         return None
     if min(worker.step_s for worker in workers) < hang_timeout_s(workers, rules):
         return None
-    not_waiting = [worker for worker in workers if worker.waiting is None or _is_mute(worker)]
+    if min(worker.still_s for worker in workers) < _phase_limit_s(workers):
+        return None
+    not_waiting = [worker for worker in workers if not _waits(worker, plan)]
     if not not_waiting:
         return _network_diagnosis(workers)
-    suspect = min(not_waiting, key=lambda worker: (worker.step, -worker.still_s, worker.rank))
+    suspect = min(not_waiting, key=_innocence)
     # On a busy machine a worker that computes may get little of a core.
     if suspect.busy >= _SPINNING_LOAD or suspect.state == "R":
         behavior = (
@@ -96,6 +98,30 @@ def diagnose(
         idleness = f"without a progress report for {suspect.silent_s:g} s"
     behavior = f"{idleness}, state {suspect.state}, for {suspect.still_s:g} s"
     return _rank_diagnosis("worker_stuck", plan, suspect, workers, behavior)
+
+
+def _phase_limit_s(workers: Collection[WorkerStatus]) -> float:
+    """Returns how long no rank needs to make progress because one of them saves, evaluates or the
+    like."""
+    limits_s = [worker.limit_s for worker in workers if worker.limit_s is not None]
+    return max(limits_s, default=0.0)
+
+
+def _waits(worker: WorkerStatus, plan: Plan) -> bool:
+    """Whether a worker waits for others, as far as its last report is still true.
+
+    The trainer reports twice a second from a thread of its own; a program reports only when it
+    makes progress, so its silence contradicts nothing.
+    """
+    return worker.waiting is not None and (plan.program or not _is_mute(worker))
+
+
+def _innocence(worker: WorkerStatus) -> tuple:
+    """Sorts workers that do not wait: the first is at fault.
+
+    If a phase has exceeded its limit, it is a rank in that phase.
+    """
+    return worker.step, worker.limit_s is None, -worker.still_s, worker.rank
 
 
 def _is_mute(worker: WorkerStatus) -> bool:

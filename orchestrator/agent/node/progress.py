@@ -86,6 +86,7 @@ class _Rank:
             status,
             step=report.step,
             phase=_printable(report.phase),
+            limit_s=report.limit_s,
             waiting=_printable(report.waiting) if report.waiting else None,
         )
 

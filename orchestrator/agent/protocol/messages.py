@@ -88,6 +88,7 @@ class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     rank: int
     step: int = 0  # the current step; 0 before the first
     phase: str = ""
+    limit_s: float | None = None  # seconds without progress that the phase may take
     waiting: str | None = None  # the collective that it waits in
     still_s: float = 0.0  # seconds without progress
     step_s: float = 0.0  # seconds in this step so far

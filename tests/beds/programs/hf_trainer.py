@@ -6,10 +6,12 @@ import sys
 import time
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
-import orch_report
+sys.modules["datasets"] = None  # transformers would import it, and pandas, which takes seconds
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
+
+import orch_report  # noqa: E402
 
 
 class Line(torch.nn.Module):
