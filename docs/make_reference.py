@@ -1,5 +1,5 @@
-"""`python docs/make_reference.py` writes docs/reference: configuration, options, verbs and the API,
-from the code.
+"""`python docs/make_reference.py` writes docs/reference from the code: configuration, options, verbs,
+the API, codes, metrics, events and the files of a run.
 
 tests/docs/test_reference.py fails when a page is not what this writes.
 """
@@ -34,6 +34,9 @@ def pages() -> dict[str, str]:
         "verbs.md": verbs(),
         "python.md": python(),
         "codes.md": codes(),
+        "metrics.md": metrics(),
+        "events.md": events(),
+        "files.md": files(),
     }
 
 
@@ -88,7 +91,7 @@ def _made_default(module: str, name: str, field: str) -> str:
 
 
 def table(found: list[Field], prefix: str) -> list[str]:
-    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in found:
         if field.name.startswith("_"):
             continue
@@ -105,8 +108,11 @@ def _cell(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Words in a table; what looks like markup is no markup."""
-    return re.sub(r"([|<*_\[\]])", r"\\\1", text)
+    """Words in a table; what looks like markup is no markup, except code."""
+    shown = []
+    for number, span in enumerate(text.split("`")):
+        shown.append(_cell(span) if number % 2 else re.sub(r"([|<*_\[\]])", r"\\\1", span))
+    return "`".join(shown)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -121,21 +127,56 @@ def configuration() -> str:
     parts = [NOTE, "# Configuration", "", _configuration_head()]
     _, top = fields(module, "Config")
     parts += ["## Groups", "", *table(top, "")]
-    names = [field.name for field in top]
-    for name, kind in vars(schema).items():
-        of_ours = (
-            isinstance(kind, type)
-            and issubclass(kind, msgspec.Struct)
-            and kind.__module__ == module
-        )
-        if not of_ours or name == "Config":
+    kinds = [name for name, kind in vars(schema).items() if _is_struct_of(kind, module)]
+    prefixes = _prefixes(module, kinds)
+    for name in kinds:
+        if name == "Config":
             continue
         about, found = fields(module, name)
-        owner = next((field.name for field in top if field.type.split(" ")[0] == name), "")
-        prefix = f"{owner}." if owner in names and owner else ""
-        title = f"`{owner}`" if prefix else f"`{name}`"
-        parts += [f"## {title}", "", *([about, ""] if about else []), *table(found, prefix)]
+        if name == "MoeSpec":  # the plan's, of which it changes some fields
+            about, found = _with_changes(found)
+        parts += _section(prefixes[name], about, found)
+    for name in ("Mla", "Yarn", "Mtp"):
+        parts += _section(prefixes[name], *fields("orchestrator.plan.model", name))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _with_changes(changed: list[Field]) -> tuple[str, list[Field]]:
+    """The plan's description of experts, of which the configuration changes some types."""
+    about, inherited = fields("orchestrator.plan.model", "Moe")
+    changes = {field.name: field for field in changed}
+    found = []
+    for field in inherited:
+        change = changes.get(field.name, field)
+        change.about = field.about
+        found.append(change)
+    return about, found
+
+
+def _is_struct_of(kind: object, module: str) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module
+
+
+def _section(prefix: str, about: str, found: list[Field]) -> list[str]:
+    title = prefix.rstrip(".")
+    return [f"## `{title}`", "", *([about, ""] if about else []), *table(found, prefix)]
+
+
+def _prefixes(module: str, kinds: list[str]) -> dict[str, str]:
+    """Name of a struct -> how its keys begin, such as `cluster.gpu.`."""
+    prefixes = {"Config": ""}
+    waiting = ["Config"]
+    while waiting:
+        owner = waiting.pop()
+        if owner not in kinds:
+            continue
+        for field in fields(module, owner)[1]:
+            for word in re.findall(r"\w+", field.type):
+                if word in (*kinds, "Mla", "Yarn", "Mtp") and word not in prefixes:
+                    in_list = "N." if field.type.startswith("list") else ""
+                    prefixes[word] = f"{prefixes[owner]}{field.name}.{in_list}"
+                    waiting.append(word)
+    return prefixes
 
 
 def _configuration_head() -> str:
@@ -157,7 +198,7 @@ def options() -> str:
         ],
         "kubernetes": [
             ("orchestrator.backends.kubernetes.options", name)
-            for name in ("KubernetesOptions", "Toleration", "Volume", "Owner")
+            for name in ("KubernetesOptions", "Toleration", "Volume", "Egress", "Owner")
         ],
     }
     parts = [
@@ -212,7 +253,7 @@ def verbs() -> str:
             epilog(name),
             "```",
             "",
-            "| argument | |",
+            "| argument | meaning |",
             "|---|---|",
         ]
         for action in parser._actions:
@@ -310,19 +351,20 @@ def _described(text: str) -> str:
 
 def codes() -> str:
     """Exit codes, states and causes of a run, and the names of the formats."""
-    from typing import get_args
-
     from orchestrator.cli.verbs.version import formats
-    from orchestrator.plan.exits import MEANING
-    from orchestrator.run.state import CAUSES, FINAL, Phase
+    from orchestrator.plan.exits import MEANING, REACTIONS
+    from orchestrator.run.state import CAUSES, FINAL, PHASES
 
-    parts = [NOTE, "# Codes, states, formats", "", "## Exit codes", "", "| code | |", "|---|---|"]
-    parts += [f"| {int(code)} | {text} |" for code, text in MEANING.items()]
-    parts += ["", "## States of a run", "", "| state | |", "|---|---|"]
-    parts += [
-        f"| `{name}` | {'final' if name in FINAL else 'under way'} |" for name in get_args(Phase)
-    ]
-    parts += ["", "## Causes of a fault", "", "| cause | |", "|---|---|"]
+    parts = [NOTE, "# Codes, states, formats", "", "## Exit codes", "", _codes_head()]
+    parts += ["| code | meaning | the run, after a worker | Slurm, after a job |"]
+    parts[-1] += " Kubernetes, after a pod |"
+    parts += ["|---|---|---|---|---|"]
+    for code, text in MEANING.items():
+        parts.append(f"| {int(code)} | {text} | {' | '.join(REACTIONS[code])} |")
+    parts += ["", "## States of a run", "", "| state | meaning | |", "|---|---|---|"]
+    for name, text in PHASES.items():
+        parts.append(f"| `{name}` | {text} | {'final' if name in FINAL else 'under way'} |")
+    parts += ["", "## Causes of a fault", "", "| cause | meaning |", "|---|---|"]
     parts += [f"| `{name}` | {text} |" for name, text in CAUSES.items()]
     parts += [
         "",
@@ -335,6 +377,106 @@ def codes() -> str:
     ]
     parts += [f"| {name} | `{text}` |" for name, text in formats().items()]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _codes_head() -> str:
+    text = """
+    From `orchestrator/plan/exits.py`. A worker, an agent, a job, a pod and the command that follows a run use the same
+    codes; each layer reacts to the code of the layer below. What to do about each:
+    [When it fails](../guides/failures.md#by-exit-code).
+    """
+    return textwrap.dedent(text).strip() + "\n"
+
+
+def metrics() -> str:
+    """Every metric of agents and of the controller on Kubernetes."""
+    from orchestrator.agent.node.metrics import families
+    from orchestrator.backends.kubernetes.controller.series import OF_CONTROLLER, OF_RUNS
+
+    head = "| name | type | labels | meaning |"
+    parts = [
+        NOTE,
+        "# Metrics",
+        "",
+        _metrics_head(),
+        "## Of each node",
+        "",
+        head,
+        "|---|---|---|---|",
+    ]
+    for family in families():
+        parts.append(_metric(*family))
+    parts += ["", "## Of each run, by the controller on Kubernetes", "", head, "|---|---|---|---|"]
+    for name, (family_class, meaning, labels) in OF_RUNS.items():
+        kind = family_class.__name__.removesuffix("MetricFamily").lower()
+        shown = f"{name}_total" if kind == "counter" else name
+        parts.append(_metric(shown, kind, ["namespace", "job", *labels], meaning))
+    parts += ["", "## Of the controller itself", "", head, "|---|---|---|---|"]
+    for name, meaning in OF_CONTROLLER.items():
+        kind = "histogram" if name.endswith("_seconds") else "gauge"
+        parts.append(_metric(name, kind, [], meaning))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _metrics_head() -> str:
+    text = """
+    From `orchestrator/agent/node/metrics.py` and `orchestrator/backends/kubernetes/controller/series.py`. `job` is the
+    run's id. There is no label for ranks: a series is the sum or the maximum over the ranks of its node. How to scrape
+    them: [Operate](../guides/operate.md#metrics-and-alerts).
+    """
+    return textwrap.dedent(text).strip() + "\n"
+
+
+def _metric(name: str, kind: str, labels: list[str], meaning: str) -> str:
+    shown = ", ".join(f"`{label}`" for label in labels)
+    return f"| `{name}` | {kind} | {shown} | {_text(meaning)} |"
+
+
+def events() -> str:
+    """Every event of a run."""
+    from orchestrator.observe.events import EVENTS
+
+    parts = [NOTE, "# Events", "", _events_head()]
+    for writer in ("coordinator", "agent", "worker"):
+        parts += [f"## Of the {writer}", "", "| event | meaning | fields |", "|---|---|---|"]
+        for name, event in EVENTS.items():
+            if event.writer == writer:
+                shown = ", ".join(f"`{field}`" for field in event.fields.split())
+                parts.append(f"| `{name}` | {_text(event.meaning)} | {shown} |")
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _events_head() -> str:
+    text = """
+    The lines of `events/<node>.jsonl`, from `orchestrator/observe/events.py`. Every line has `at` (Unix seconds),
+    `kind`, `name` and `epoch`; lines of agents and of the coordinator (`kind` is `agent`) have `node`, the node that
+    writes, and often `on`, the node that the event is about. Lines of workers (`kind` is `event`) have `rank` and
+    `step`, and the fields below are inside `fields`. A program of your own writes `checkpoint_saved` by
+    `orch_report.saved`.
+    """
+    return textwrap.dedent(text).strip() + "\n"
+
+
+def files() -> str:
+    """Every file of a run folder."""
+    from orchestrator.run.files import RUN_FILES
+
+    parts = [NOTE, "# Files of a run", "", _files_head()]
+    parts += ["| file | written by | format | meaning |", "|---|---|---|---|"]
+    for file in RUN_FILES:
+        meaning = file.meaning if "](" in file.meaning else _text(file.meaning)
+        parts.append(f"| `{file.name}` | {file.writer} | {file.form} | {meaning} |")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _files_head() -> str:
+    text = """
+    A run's folder is `<home>/runs/<run>` (`orch paths RUN`), from `orchestrator/run/files.py`. Folders have mode 0700
+    and files 0600. A file is replaced as a whole or grows by lines, so that a reader sees no half-written document. Who
+    may write when: [Protocol](../protocol.md#the-run-folder).
+    """
+    return textwrap.dedent(text).strip() + "\n"
 
 
 def main() -> None:

@@ -49,11 +49,12 @@ def _lenient_stream(number: int, replaced: TextIO | None) -> TextIO:
     """Returns a text stream of a descriptor, with the encoding and the buffering of the stream that
     it replaces."""
     wrapped = replaced if isinstance(replaced, io.TextIOWrapper) else None
-    line_buffering = wrapped.line_buffering if wrapped else number == 2
+    line_buffering = bool(wrapped and wrapped.line_buffering)
     return io.TextIOWrapper(
         io.BufferedWriter(_LenientFile(number, "w", closefd=False)),
         encoding=wrapped.encoding if wrapped else "utf-8",
-        line_buffering=line_buffering,
+        # Under PYTHONUNBUFFERED the replaced standard error has none: nothing below it keeps lines.
+        line_buffering=line_buffering or number == 2,
         write_through=bool(wrapped and wrapped.write_through),
     )
 

@@ -105,15 +105,15 @@ Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class GpuSpec(Frozen):
-    name: Name
-    memory_gib: Positive
+    name: Name  # The GPU's model, as its maker spells it.
+    memory_gib: Positive  # Memory of one GPU.
     #: Dense TFLOP/s by precision. The GPU cannot compute in a precision that is left out.
     peak_tflops: dict[
         Literal["fp64", "fp32", "bf16", "fp16", "fp8"],
         Positive,
     ]
-    hbm_gb_per_s: Positive
-    source: Source
+    hbm_gb_per_s: Positive  # Rate of its memory, reads and writes together.
+    source: Source  # Where the numbers come from.
 
 
 class NvlinkSpec(Frozen):
@@ -121,31 +121,30 @@ class NvlinkSpec(Frozen):
 
     domain_nodes: Degree  # Nodes that share one domain; more than 1 for rack-scale systems.
     gb_per_s: Positive  # To all other GPUs of the domain together.
-    latency_us: NonNegative
-    source: Source
+    latency_us: NonNegative  # Of one message inside the domain.
+    source: Source  # Where the numbers come from.
     #: False: without NVSwitch, each pair of a node's GPUs has an equal part of their links.
     switched: bool = True
 
 
 class NicSpec(Frozen):
-    per_node: Degree
+    per_node: Degree  # Network cards of a node.
     rails: Degree  # NIC i of every node is on rail i % rails.
     gbit_per_s: Positive  # Of one NIC, in one direction.
-    latency_us: NonNegative
-    source: Source
+    latency_us: NonNegative  # Of one message between two nodes, at least.
+    source: Source  # Where the numbers come from.
 
 
 class LevelSpec(Frozen):
     """One tier of switches."""
 
-    name: Name
-    #: A list describes unequal switches: one entry per switch, in node order, with `nodes` as
-    #: their sum.
+    name: Name  # The level's name, such as leaf or spine.
+    #: A list describes unequal switches: one entry per switch, in node order.
     nodes_per_switch: Degree | list[Degree]
     #: Of the path of one NIC between two nodes that meet on this level, before oversubscription.
     gbit_per_s: Positive
-    latency_us: NonNegative
-    source: Source
+    latency_us: NonNegative  # Of one message between nodes that meet on this level.
+    source: Source  # Where the numbers come from.
     #: Of the links from this level's switches upwards; 1 means none.
     oversubscription: Annotated[float, Meta(ge=1)] = 1.0
 
@@ -153,12 +152,12 @@ class LevelSpec(Frozen):
 class HostSpec(Frozen):
     """A node beside its GPUs, for train.offload."""
 
-    memory_gib: Positive
-    memory_gb_per_s: Positive
+    memory_gib: Positive  # Memory of a node that offloaded state may use.
+    memory_gb_per_s: Positive  # Rate of the node's memory, for all its GPUs together.
     link_gb_per_s: Positive  # Between one GPU and the host's memory, in one direction.
-    disk_gib: Positive
+    disk_gib: Positive  # Space on a node's disk for offloaded state.
     disk_gb_per_s: Positive  # Reads and writes together.
-    source: Source
+    source: Source  # Where the numbers come from.
 
 
 #: Prefixes of `cluster.topology_file` that name the running cluster instead of a file.
@@ -168,13 +167,13 @@ LIVE = ("slurm:", "kubernetes:")
 class ClusterSpec(Frozen):
     """A regular description; the planner unfolds it to explicit nodes, domains and switches."""
 
-    name: Name
-    device: Literal["cpu", "cuda"]
-    nodes: Degree
-    gpus_per_node: Degree
-    gpu: GpuSpec
-    nvlink: NvlinkSpec
-    nic: NicSpec
+    name: Name  # The cluster's name, in plans, lists and the memory of bad nodes.
+    device: Literal["cpu", "cuda"]  # What ranks compute on.
+    nodes: Degree  # Number of nodes.
+    gpus_per_node: Degree  # GPUs of a node; on CPUs: processes of a node.
+    gpu: GpuSpec  # The GPU that every node has.
+    nvlink: NvlinkSpec  # The fast links inside a node or rack.
+    nic: NicSpec  # The network cards of a node.
     levels: list[LevelSpec]  # Tiers of switches, the innermost first.
     #: The real nodes and switches, in any form that `orch topology` reads. Speeds and latencies
     #: stay those of this description.
@@ -183,7 +182,7 @@ class ClusterSpec(Frozen):
     #: The number of nodes to take from the file. Unset: `cluster.nodes` if it was given on the
     #: command line, else all.
     topology_nodes: Degree | UnsetType = UNSET
-    host: HostSpec | None = None  # None: predictions of `train.offload` assume a host, and say so.
+    host: HostSpec | None = None  # For train.offload. None: predictions assume a host, and say so.
     #: Whether to plan with the rates that `orch bench` measured on this cluster, if it ran there.
     measured: bool = True
 
@@ -203,30 +202,30 @@ class MoeSpec(Moe):
 class ModelSpec(Frozen):
     """A transformer by its shapes; parameters and FLOPs are derived."""
 
-    name: Name
-    layers: Degree
-    hidden: Degree
-    heads: Degree
-    ffn_hidden: Degree
-    vocab: Count
-    max_seq_len: Count
-    norm: Literal["rms", "layer"]
-    position: Literal["rope", "learned", "none"]
-    mlp: Literal["gated", "plain"]
-    activation: Literal["silu", "gelu"]
-    bias: bool
-    tied_embeddings: bool
-    source: Source
-    kv_heads: Degree | None = None  # None: as many as `heads`. Always an integer after loading.
-    head_dim: Degree | None = None  # None: hidden / heads. Always an integer after loading.
-    norm_eps: Positive = 1e-5
-    rope_theta: Positive = 10000.0
-    causal: bool = True
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    moe: MoeSpec | None = None
-    mla: Mla | None = None
-    qk_norm: bool = False
-    yarn: Yarn | None = None
+    name: Name  # The model's name, in plans and lists.
+    layers: Degree  # Number of layers.
+    hidden: Degree  # Width of the hidden states.
+    heads: Degree  # Attention heads of a layer.
+    ffn_hidden: Degree  # Inner width of the feed-forward part.
+    vocab: Count  # Size of the vocabulary.
+    max_seq_len: Count  # The longest sequence that the model takes.
+    norm: Literal["rms", "layer"]  # RMSNorm or LayerNorm.
+    position: Literal["rope", "learned", "none"]  # How positions enter attention.
+    mlp: Literal["gated", "plain"]  # gated: three matrices (SwiGLU); plain: two.
+    activation: Literal["silu", "gelu"]  # The function between the matrices.
+    bias: bool  # Whether linear layers have a bias.
+    tied_embeddings: bool  # Whether the output projection is the input embedding.
+    source: Source  # Where the shapes come from.
+    kv_heads: Degree | None = None  # Heads of keys and values. None: as many as `heads`.
+    head_dim: Degree | None = None  # Width of a head. None: hidden / heads.
+    norm_eps: Positive = 1e-5  # Added to the variance in norms.
+    rope_theta: Positive = 10000.0  # The base of rotary positions.
+    causal: bool = True  # False: tokens also attend to later ones (an encoder).
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # Share of activations that dropout zeroes.
+    moe: MoeSpec | None = None  # A mixture of experts. None: dense layers.
+    mla: Mla | None = None  # Latent attention. None: attention with `heads` and `kv_heads`.
+    qk_norm: bool = False  # Whether queries and keys are normalised, per head.
+    yarn: Yarn | None = None  # YaRN's stretched rotary positions. None: as they are.
     mtp: Mtp | None = None  # Prediction of further tokens; depth 0 means none.
     block: Name | None = None  # Kind of the layers. None: pre_norm.
     #: Parameters outside the decoder, such as BERT's pooler, which are counted and not trained.
@@ -277,14 +276,12 @@ class ParallelSpec(Frozen):
     schedule: Name | None = None  # The pipeline's schedule. None: 1f1b, or interleaved if vpp > 1.
     #: A schedule of your own, as CSV or JSON: a table with one row of actions per pipeline rank.
     schedule_file: Path | None = None
-    cp_method: CpMethod | None = None  # None: zigzag.
-    #: Ranks that share one copy of the states that ZeRO shards (hybrid sharding). 0: all ranks
-    #: that hold the same weights.
+    cp_method: CpMethod | None = None  # How ranks share a long sequence. None: zigzag.
+    #: Ranks that share one copy of what ZeRO shards. 0: all that hold the same weights.
     zero_group: Natural = 0
     #: Samples per micro-batch. None: 1 on GPUs, up to 8 on CPUs.
     micro_batch_size: Degree | None = None
-    #: Whether some replicas may take one micro-batch more than others if the global batch cannot
-    #: be divided equally.
+    #: Whether some replicas may take one micro-batch more if the global batch does not divide.
     uneven: bool = False
     #: Layers of each of the pp * vpp stages. None: balanced by cost.
     stage_layers: list[Natural] | None = None
@@ -299,10 +296,10 @@ class ParallelSpec(Frozen):
 
 
 class DataSpec(Frozen):
-    name: Name
+    name: Name  # The corpus's name, in plans.
     #: Files or folders. "stdlib" stands for the sources of Python's standard library.
     paths: Annotated[list[Path], Meta(min_length=1)]
-    extensions: list[Extension]
+    extensions: list[Extension]  # Files in folders that belong to the corpus.
     tokenizer: Path = "bytes"  # "bytes", or the path of a JSON file of the `tokenizers` library.
     seed: Natural | None = None  # The seed of the order of samples. None: `train.seed`.
     cache_dir: Path | None = None  # The folder of token files. None: <home>/data.
@@ -316,40 +313,40 @@ class OptimSpec(Frozen):
     """The rule of the update, and its learning rate with a warm-up."""
 
     lr: Positive  # The peak of the learning rate.
-    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"  # The rule of the update.
     #: The format of moments. `bf16` is rounded stochastically; `8bit` has scales per block.
     state: Literal["wide", "bf16", "8bit"] = "wide"
-    min_lr_ratio: Ratio = 0.1
-    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
-    warmup_steps: Natural = 0
+    min_lr_ratio: Ratio = 0.1  # The lowest learning rate, as a share of `lr`.
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"  # The rate after the warm-up.
+    warmup_steps: Natural = 0  # Steps in which the learning rate rises from 0 to `lr`.
     #: For cosine: the step at which the learning rate is lowest; 0 means `train.steps`. For wsd:
     #: the length of the final decay; 0 means a tenth of the run.
     decay_steps: Natural = 0
-    beta1: Beta = 0.9  # For sgd, and for the matrices of muon, the momentum.
-    beta2: Beta = 0.95
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.1
+    beta1: Beta = 0.9  # Decay of the first moment; for sgd and muon's matrices, the momentum.
+    beta2: Beta = 0.95  # Decay of the second moment.
+    eps: Positive = 1e-8  # Added to the root of the second moment.
+    weight_decay: NonNegative = 0.1  # Decoupled decay of weights; norms and biases have none.
 
 
 class BatchRampSpec(Frozen):
     """The global batch grows linearly from `start` to its full size while the first `over` samples
     are consumed."""
 
-    #: Exactly one of the two `start` keys must be set, and exactly one of the two `over` keys.
+    #: The first batch, in samples. Set one of the `start` keys and one of the `over` keys.
     start_samples: Count | None = None
-    start_tokens: Count | None = None
-    over_samples: Count | None = None
-    over_tokens: Count | None = None
+    start_tokens: Count | None = None  # The first batch, in tokens.
+    over_samples: Count | None = None  # The length of the ramp, in samples.
+    over_tokens: Count | None = None  # The length of the ramp, in tokens.
 
 
 class TrainSpec(Frozen):
-    steps: Count
+    steps: Count  # Optimizer steps of the run.
     seq_len: Count  # Tokens per sample.
-    #: Exactly one of this and `global_batch_tokens` must be set.
+    #: Samples per step over all replicas. Set this or `global_batch_tokens`.
     global_batch_samples: Count | None = None
-    global_batch_tokens: Count | None = None
-    seed: Natural = 1234
-    precision: Precision = "bf16"
+    global_batch_tokens: Count | None = None  # Tokens per step over all replicas.
+    seed: Natural = 1234  # The seed of weights and dropout.
+    precision: Precision = "bf16"  # The format that layers compute in.
     #: The fp8 or fp4 recipe of the layers' matrix products. "": they compute in `precision`.
     matmul: Matmul = ""
     grad_dtype: Precision = "fp32"  # The precision in which gradients are accumulated and reduced.
@@ -374,13 +371,13 @@ class TrainSpec(Frozen):
     offload_dir: Path | None = None
     #: With offload=disk: host memory per rank through which the state passes.
     offload_buffer_mib: Positive = 256.0
-    batch_ramp: BatchRampSpec | None = None
+    batch_ramp: BatchRampSpec | None = None  # A batch that grows at the start. None: always full.
     #: The largest norm of the gradient. 0: gradients are not clipped.
     clip_grad_norm: NonNegative = 1.0
     #: How many steps in a row may have a gradient that is inf or nan, which is not applied, before
     #: the run stops.
     skip_non_finite_steps: Natural = 0
-    log_every_steps: Count = 1
+    log_every_steps: Count = 1  # Steps between two lines of loss in the logs.
     compile: bool | None = None  # Whether blocks are compiled, one by one. None: on GPUs only.
     deterministic: bool = False  # Whether GPUs use kernels that give the same bits every time.
 
@@ -405,14 +402,14 @@ class ExperimentSpec(Frozen):
     #: Seconds per optimizer step, as printed or as they follow from the printed figures.
     step_s: Positive
     published: Text  # The figure as printed, and what it counts.
-    source: Source
+    source: Source  # Where the figure was published.
 
 
 class CheckpointSpec(Frozen):
     #: Steps between two checkpoints. 0: only at the end and on a termination signal.
     every_steps: Natural = 0
     keep_last: Count = 2  # Number of checkpoints to keep.
-    dir: Path | None = None  # None: <run folder>/checkpoints.
+    dir: Path | None = None  # Where they are saved. None: <run folder>/checkpoints.
     #: Steps between two copies of the state in the memory of two nodes each, between checkpoints.
     #: 0: no copies.
     memory_every_steps: Natural = 0
@@ -421,10 +418,10 @@ class CheckpointSpec(Frozen):
 class MetricsSpec(Frozen):
     host: Annotated[
         str, Meta(pattern=r"^[A-Za-z0-9.:_-]{1,253}\Z", description="a host name or address")
-    ] = "127.0.0.1"
+    ] = "127.0.0.1"  # The address on which agents serve metrics; 0.0.0.0: every one.
     #: The port of the first node's agent. 0: any free port.
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    memory_every_steps: Count = 10
+    memory_every_steps: Count = 10  # Steps between two measurements of memory by category.
     #: Number of first steps whose timeline and memory are recorded, in one file per rank. 0: none.
     trace_steps: Annotated[int, Meta(ge=0, le=100)] = 0
     #: Finds steps in the lines that a program prints, by a group (?P<step>...). None: not read.
@@ -432,7 +429,7 @@ class MetricsSpec(Frozen):
 
 
 class BackendSpec(Frozen):
-    name: Name
+    name: Name  # local, slurm, kubernetes, or a backend of another package.
     #: The most restarts after failures; a worker's exit that asks for a restart does not count.
     max_restarts: Natural = 3
     grace_s: Positive = 30.0  # Seconds between the request to save and the kill of the workers.
@@ -471,7 +468,7 @@ class BackendSpec(Frozen):
 
 
 class RunSpec(Frozen):
-    name: RunName | None = None  # None: <model>-<choice of parallel>. Always a text after loading.
+    name: RunName | None = None  # How the run's id begins. None: <model>-<choice of parallel>.
     dir: Path | None = None  # The folder in which run folders are made. None: <home>/runs.
     allow_oom: bool = False  # Whether to submit a plan that does not fit the memory.
 
@@ -482,20 +479,20 @@ class RunSpec(Frozen):
 class Config(Frozen):
     """One resolved job. `choices` records the file or word that each group was chosen by."""
 
-    cluster: ClusterSpec
-    model: ModelSpec
-    parallel: ParallelSpec
-    data: DataSpec
-    optim: OptimSpec
-    train: TrainSpec
-    checkpoint: CheckpointSpec
-    metrics: MetricsSpec
-    backend: BackendSpec
-    run: RunSpec = RunSpec()
-    cost: CostSpec = CostSpec()
-    experiment: ExperimentSpec | None = None
+    cluster: ClusterSpec  # The machines.
+    model: ModelSpec  # The model by its shapes.
+    parallel: ParallelSpec  # The layout.
+    data: DataSpec  # The corpus.
+    optim: OptimSpec  # The optimizer and its learning rate.
+    train: TrainSpec  # Steps, batch, precision, memory.
+    checkpoint: CheckpointSpec  # When and where state is saved.
+    metrics: MetricsSpec  # What is measured, and where it is served.
+    backend: BackendSpec  # What starts the job, and what it does about failures.
+    run: RunSpec = RunSpec()  # The run's name and folder.
+    cost: CostSpec = CostSpec()  # What predictions assume.
+    experiment: ExperimentSpec | None = None  # A published result to compare with.
     #: Sizes that the job may be started at: 4..8, or 4:8. One number sets `cluster.nodes`.
     nodes: NodeRange | None = None
     #: Ranks of a user's program. None: as `parallel` says, else all of the cluster's GPUs.
     nproc: Degree | None = None
-    choices: dict[str, str] = {}
+    choices: dict[str, str] = {}  # Derived: the file or word by which each group was chosen.

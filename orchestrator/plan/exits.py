@@ -6,6 +6,7 @@ into scheduler rules.
 
 import errno
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Exit(IntEnum):
@@ -34,6 +35,60 @@ MEANING: dict[Exit, str] = {
     Exit.CAPACITY: "no capacity",
     Exit.FENCED: "fenced by a newer plan epoch",
     Exit.SECURITY: "refused for security",
+}
+
+
+class Reaction(NamedTuple):
+    """What the layers above do about an exit code."""
+
+    run: str  # after a worker has ended with it
+    slurm: str  # after a job has ended with it
+    kubernetes: str  # after a pod has ended with it
+
+
+_ENDS_JOB = "the job ends and is not requeued"
+_FAILS_JOB = "the Job fails at once"
+_ENDS_RUN = "the run ends with this code"
+
+REACTIONS: dict[Exit, Reaction] = {
+    Exit.DONE: Reaction(
+        run="the run is done once every worker has ended so",
+        slurm=_ENDS_JOB,
+        kubernetes="the pod is complete, and the Job once all pods are",
+    ),
+    Exit.USER: Reaction(
+        run="all workers restart while the budget lasts (`backend.max_restarts`)",
+        slurm=_ENDS_JOB,
+        kubernetes=_FAILS_JOB,
+    ),
+    Exit.USAGE: Reaction(run=_ENDS_RUN, slurm=_ENDS_JOB, kubernetes=_FAILS_JOB),
+    Exit.CONFIG: Reaction(run=_ENDS_RUN, slurm=_ENDS_JOB, kubernetes=_FAILS_JOB),
+    Exit.INTERNAL: Reaction(
+        run="all workers restart while the budget lasts (`backend.max_restarts`)",
+        slurm=_ENDS_JOB,
+        kubernetes=_FAILS_JOB,
+    ),
+    Exit.NODE: Reaction(
+        run="an elastic run continues without the node; any other run ends with this code",
+        slurm="the job is requeued without the node, at most `max_node_faults` times",
+        kubernetes="the pod comes back; this counts against `max_pod_failures`",
+    ),
+    Exit.RESTART: Reaction(
+        run="all workers restart, which no budget counts",
+        slurm="the job is requeued, at most `max_requeues` times",
+        kubernetes="the pod comes back; this is not counted",
+    ),
+    Exit.CAPACITY: Reaction(
+        run=_ENDS_RUN,
+        slurm="the job is requeued, at most `max_node_faults` times",
+        kubernetes=_FAILS_JOB,
+    ),
+    Exit.FENCED: Reaction(
+        run=_ENDS_RUN,
+        slurm=_ENDS_JOB,
+        kubernetes="the pod comes back; this is not counted",
+    ),
+    Exit.SECURITY: Reaction(run=_ENDS_RUN, slurm=_ENDS_JOB, kubernetes=_FAILS_JOB),
 }
 
 #: Codes after which a restart cannot help.

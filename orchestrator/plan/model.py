@@ -16,16 +16,16 @@ class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Moe(Frozen):
     """A mixture of experts: its shapes, how tokens choose, how their load is balanced."""
 
-    experts: int
-    top_k: int
-    ffn_hidden: int  # of one routed expert
-    shared_ffn_hidden: int = 0  # of all shared experts together
-    first_dense_layers: int = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    experts: int  # routed experts of a layer
+    top_k: int  # experts that each token uses
+    ffn_hidden: int  # inner width of one routed expert
+    shared_ffn_hidden: int = 0  # inner width of all shared experts together
+    first_dense_layers: int = 0  # layers at the start that have no experts
+    score: Literal["softmax", "sigmoid"] = "softmax"  # how router logits become weights
     norm_topk: bool = True  # the weights of a token's experts are divided by their sum
     routed_scale: float = 1.0  # factor of those weights after the division
     groups: int = 1  # groups of neighbouring experts, of which a token may use `top_groups`
-    top_groups: int = 1
+    top_groups: int = 1  # groups that the experts of a token may be in
     balance_loss: float = 0.0  # weight of the balance of choices in the loss
     z_loss: float = 0.0  # weight of the squared log-sum-exp of router logits in the loss
     # Options below are UNSET if unused: plans do not contain them, and older plans keep their hash.
@@ -43,8 +43,8 @@ class Yarn(Frozen):
     """Rotary positions stretched to longer sequences (YaRN, arXiv 2309.00071), with DeepSeek-V3's
     defaults."""
 
-    factor: float
-    original_seq_len: int
+    factor: float  # how much longer sequences may be
+    original_seq_len: int  # the length before stretching
     #: rotations over the original length above which a dimension is not stretched
     beta_fast: float = 32.0
     #: rotations over the original length below which a dimension is slowed down by `factor`
@@ -57,7 +57,7 @@ class Mtp(Frozen):
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): `depth` modules, each of
     which predicts one token further."""
 
-    depth: int
+    depth: int  # modules, each for one token further
     #: weight of the mean of the modules' losses; DeepSeek-V3 begins with 0.3 and ends with 0.1
     weight: float = 0.3
 
@@ -65,11 +65,11 @@ class Mtp(Frozen):
 class Mla(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    q_lora_rank: int  # width of the latent queries
+    kv_lora_rank: int  # width of the latent keys and values
+    qk_nope_head_dim: int  # width of a head's queries and keys without positions
+    qk_rope_head_dim: int  # width of their part with positions
+    v_head_dim: int  # width of a head's values
 
 
 class Model(Frozen):

@@ -24,16 +24,27 @@ from .intent import ask, due, wants_end
 SCHEMA = "orch.state/1"
 
 Phase = Literal[
-    "pending",  # accepted, nothing started
-    "starting",  # agents are starting and joining
-    "running",  # workers run
-    "restarting",  # workers of the last epoch are gone, those of the next not started yet
-    "stopping",  # a request to end was received: workers save
+    "pending",
+    "starting",
+    "running",
+    "restarting",
+    "stopping",
     "done",
     "failed",
-    "cancelled",  # ended by request; saved if the program can save
-    "stopped",  # ended by its scheduler or its machine; may be started again
+    "cancelled",
+    "stopped",
 ]
+PHASES: dict[Phase, str] = {
+    "pending": "accepted, nothing started",
+    "starting": "agents are starting and joining",
+    "running": "workers run",
+    "restarting": "workers of the last epoch are gone, those of the next not started yet",
+    "stopping": "a request to end was received: workers save",
+    "done": "every worker ended with 0",
+    "failed": "ended by a failure; `orch resume` continues it from its last save",
+    "cancelled": "ended by request; saved if the program can save",
+    "stopped": "ended by its scheduler or its machine; may be started again",
+}
 FinalPhase = Literal["done", "failed", "cancelled", "stopped"]
 End = Literal["done", "failed", "cancelled", "stopped"]
 FINAL: frozenset[str] = frozenset(get_args(FinalPhase))

@@ -44,6 +44,20 @@ def test_output_that_a_full_disk_does_not_take_is_no_success(runs, verb):
     assert shell(f"{ORCH} {verb} >/dev/full 2>/dev/full") == (76, "", "")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_warning_comes_before_what_follows_it(unbuffered):
+    """Also where the environment asks Python for streams without buffers, as in many images."""
+    lines = [
+        "import os, sys",
+        "from orchestrator.cli.streams import open_standard_streams",
+        "open_standard_streams()",
+        "print('warning', file=sys.stderr)",
+        "os.write(2, b'next')",
+    ]
+    program = shlex.join([sys.executable, "-c", "\n".join(lines)])
+    assert shell(f"PYTHONUNBUFFERED={unbuffered} {program}") == (0, "", "warning\nnext")
+
+
 @pytest.mark.parametrize("flags", ["", "--json"])
 @pytest.mark.parametrize(
     "where", [">&-", ">/dev/full", "2>/dev/full", "2>&-", ">/dev/full 2>&1", "2>&1 | true"]

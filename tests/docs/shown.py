@@ -1,7 +1,8 @@
 """Runs the commands that a page shows, and compares what they print with what it shows.
 
 A block ```console has commands (`$ ...`), each with its output below it; `…` stands for anything
-within a line, a line `...` for any lines. A block ```python file=NAME is that file.
+within a line, a line `...` for any lines. A block ```python file=NAME is that file. A block
+```console bed is for a test cluster, and its tests alone play it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(r"^```(\w+(?: bed)?)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
 
 
 class Command(NamedTuple):
@@ -25,12 +26,12 @@ class File(NamedTuple):
     text: str
 
 
-def steps(page: str) -> Iterator[Command | File]:
-    """The commands and files that the page shows, in its order."""
+def steps(page: str, kind_played: str = "console") -> Iterator[Command | File]:
+    """The commands of blocks of a kind and all files that the page shows, in its order."""
     for kind, name, body in _BLOCK.findall(page):
         if name:
             yield File(name, body)
-        elif kind == "console":
+        elif kind == kind_played:
             command: Command | None = None
             for line in body.splitlines():
                 if line.startswith("$ "):
@@ -60,12 +61,13 @@ def play(
     page: str,
     folder: Path,
     environ: Mapping[str, str],
+    kind_played: str = "console",
     limit_s: float = 600,
     enter: Sequence[str] = (),
 ) -> None:
     """Everything that the page shows, in a folder. AssertionError with what was printed in place of
     what is shown. `enter`: the words before a command that runs it on another machine."""
-    for step in steps(page):
+    for step in steps(page, kind_played):
         if isinstance(step, File):
             (folder / step.name).write_text(step.text)
             continue

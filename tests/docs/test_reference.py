@@ -3,6 +3,7 @@ somewhere."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -11,8 +12,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator import __version__
+from orchestrator.backends.kubernetes.objects.pod import pod_failure_policy
+from orchestrator.backends.slurm.script.fixed import LIFECYCLE
 from orchestrator.cli.verbs import VERBS
 from orchestrator.cli.verbs.version import formats
+from orchestrator.observe.events import BENCH_EVENTS, EVENTS
+from orchestrator.plan.exits import MEANING, REACTIONS, Exit
+from orchestrator.run.files import RUN_FILES, described
+from orchestrator.run.state import CAUSES
 from tests.house.rooms import MODULES, ROOT
 
 _LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
@@ -51,6 +58,93 @@ def test_the_reference_names_every_verb_key_and_option():
         assert f"| `{option}` |" in generated["options.md"], option
     for name in ("orch.plan", "Run.logs", "orch.StepUpdate", "orch_report.report"):
         assert f"`{name}`" in generated["python.md"], name
+
+
+def test_nothing_of_the_reference_lacks_its_meaning():
+    """Every key, option, argument, metric, event, code and file: the cell of its meaning."""
+    empty = []
+    for page, text in generator().pages().items():
+        column = None
+        for line in text.splitlines():
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if "meaning" in cells:
+                column = cells.index("meaning")
+            elif not cells:
+                column = None
+            elif column is not None and (not cells[column] or cells[column].startswith("None:")):
+                empty.append(f"{page}: {line}")
+    assert empty == []
+
+
+def written_events() -> dict[str, set[str]]:
+    """Name -> fields of each event that a line of the code writes under its own name."""
+    names: dict[str, set[str]] = {}
+    sources = [*(ROOT / "orchestrator" / "agent").rglob("*.py"), *(ROOT / "trainer").rglob("*.py")]
+    for source in sources:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr not in ("event", "record_event", "_record_event", "remove"):
+                continue
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            for name in (text for text in texts if isinstance(text, str)):
+                fields = {keyword.arg for keyword in node.keywords if keyword.arg}
+                names.setdefault(name, set()).update(fields - {"epoch"})
+    return names
+
+
+def test_every_event_is_described_with_its_fields():
+    """Names that the code computes: those of `_explain`, of the workers' start, of orch bench."""
+    computed = {"workers_started", "flush_started", "stopped"}
+    written = written_events()
+    assert len(written) > 40
+    assert written.keys() | computed == EVENTS.keys()
+    for name, fields in written.items():
+        assert fields <= set(EVENTS[name].fields.split()), name
+    bench = (ROOT / "trainer" / "bench" / "__main__.py").read_text()
+    assert set(re.findall(r'"(bench_\w+)"', bench)) == BENCH_EVENTS
+
+
+def test_reactions_are_those_of_the_job_script_and_of_the_pods_rules():
+    assert REACTIONS.keys() == MEANING.keys() == set(Exit)
+    cases = re.findall(r"^    ([\d|]+)\)", "\n".join(LIFECYCLE), re.M)
+    requeued = {int(code) for case in cases for code in case.split("|")}
+    rules = pod_failure_policy()["rules"]
+    codes_by_action = {
+        rule["action"]: set(rule["onExitCodes"]["values"])
+        for rule in rules
+        if "onExitCodes" in rule
+    }
+    for code, reaction in REACTIONS.items():
+        assert reaction.slurm.startswith("the job is requeued") == (code in requeued), code
+        fails = code in codes_by_action["FailJob"]
+        assert reaction.kubernetes.startswith("the Job fails") == fails, code
+        not_counted = code in codes_by_action["Ignore"]
+        assert reaction.kubernetes.endswith("not counted") == not_counted, code
+
+
+def test_the_guide_to_failures_has_every_code_and_every_cause():
+    page = (ROOT / "docs" / "guides" / "failures.md").read_text()
+    sections = {
+        section.partition("\n")[0]: re.findall(r"^\| `?(\w+)`?.* \|", section, re.M)
+        for section in page.split("\n## ")
+    }
+    codes = [int(row) for row in sections["By exit code"] if row.isdecimal()]
+    assert set(map(int, Exit)) <= set(codes)
+    assert sections["By first cause"] == ["cause", *CAUSES]
+
+
+def test_files_of_recorded_runs_are_described():
+    """Of each backend; tests/docs/test_shown.py and tests/slurm/test_guide.py compare those of
+    runs of their own."""
+    unknown = []
+    for backend in ("local", "slurm", "kubernetes"):
+        folder = ROOT / "tests" / "golden" / f"run_{backend}"
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        unknown += [name for name in names if not described(name)]
+    assert unknown == ["cancel.json"], "a request as earlier versions wrote it"
+    schemas = set(re.findall(r"`(orch\.\w+/\d+)`", " ".join(file.form for file in RUN_FILES)))
+    assert schemas <= set(" ".join(formats().values()).split())
 
 
 def pages() -> list[Path]:

@@ -1,4 +1,4 @@
-"""What pages show is what a newcomer gets: the tutorial, README's lines, the notebook."""
+"""What pages show is what a newcomer gets: the guides, README's lines, the notebook."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.observe.events import EVENTS
+from orchestrator.run.files import described
 from tests.docs.shown import Command, File, matches, play, steps
 from tests.house.rooms import ROOT
 
@@ -50,10 +52,24 @@ def test_how_output_is_compared():
     assert not matches(["a.b"], ["acb"]) and not matches(["acb"], ["a.b"])
 
 
+DOCS = ROOT / "docs"
+GUIDES = [DOCS / "tutorial.md", *sorted((DOCS / "guides").glob("*.md"))]
+
+
 @pytest.mark.process
 @pytest.mark.slow
-def test_the_tutorial(environ, tmp_path):
-    play((ROOT / "docs" / "tutorial.md").read_text(), tmp_path / "work", environ)
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_each_guide(guide, environ, tmp_path):
+    """Its commands one by one on this machine, in a folder and a home of their own. The reference
+    describes every file and every event that they leave."""
+    play(guide.read_text(), tmp_path / "work", environ)
+    runs = tmp_path / "home" / "runs"
+    for path in (path for path in runs.rglob("*") if path.is_file()):
+        name = "/".join(path.relative_to(runs).parts[1:])
+        assert described(name), name
+        if name.startswith("events/"):
+            events = [json.loads(line)["name"] for line in path.read_text().splitlines()]
+            assert set(events) <= EVENTS.keys()
 
 
 @pytest.mark.process

@@ -81,11 +81,11 @@ def test_the_controllers_values_meet_their_schema_and_its_alerts_name_its_series
     values["image"]["repository"] = "registry.example/orch"
     jsonschema.validate(values, json.loads((chart / "values.schema.json").read_text()))
     counters = {
-        name for name, (family, *_) in series._FAMILIES.items() if family is CounterMetricFamily
+        name for name, (family, *_) in series.OF_RUNS.items() if family is CounterMetricFamily
     }
     series_names = (
         {f"{name}_total" for name in counters}
-        | set(series._FAMILIES) - counters
+        | set(series.OF_RUNS) - counters
         | {"orch_controller_leads"}
     )
     named = set(re.findall(r"\borch_[a-z_]+\b", (chart / "files" / "rules.yaml").read_text()))

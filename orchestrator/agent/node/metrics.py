@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -114,7 +115,20 @@ _GAUGES = {
     "orch_plan_info": "The plan in force, as labels.",
     "orch_build_info": "The version of orch.",
 }
+_HISTOGRAMS = {
+    "orch_step_duration_seconds": (
+        "Duration of a step and of its phases, as reported by the node's first worker."
+    ),
+    "orch_checkpoint_duration_seconds": (
+        "Duration of a save, from the first byte to durable, if a worker of this node reports it."
+    ),
+    "orch_recovery_duration_seconds": (
+        "From the first sign of an epoch's end to the start of the next step, if steps were"
+        " interrupted."
+    ),
+}
 _EXTRA_LABELS = {
+    "orch_step_duration_seconds": ["phase"],
     "orch_loss_term": ["term"],
     "orch_expert_bytes": ["level"],
     "orch_expert_seconds": ["level"],
@@ -134,6 +148,29 @@ _EXTRA_LABELS = {
     "orch_plan_info": ["plan_hash", "tp", "cp", "ep", "pp", "dp", "zero", "schedule"],
     "orch_build_info": ["version"],
 }
+
+
+class Family(NamedTuple):
+    """The description of a metric, without its values."""
+
+    name: str  # as Prometheus shows it: a counter ends with `_total`
+    kind: str
+    labels: list[str]
+    meaning: str
+
+
+def families() -> Iterator[Family]:
+    """Yields the description of every metric of a node."""
+    for name, meaning in _COUNTERS.items():
+        yield Family(f"{name}_total", "counter", _labels(name), meaning)
+    for name, meaning in _GAUGES.items():
+        yield Family(name, "gauge", _labels(name, "plan_epoch"), meaning)
+    for name, meaning in _HISTOGRAMS.items():
+        yield Family(name, "histogram", _labels(name), meaning)
+
+
+def _labels(name: str, *further: str) -> list[str]:
+    return [*_LABELS, *further, *_EXTRA_LABELS.get(name, [])]
 
 
 class _Histogram:
@@ -332,7 +369,7 @@ class NodeMetrics(Collector):
             family = CounterMetricFamily(
                 name,
                 help_text,
-                labels=_LABELS + _EXTRA_LABELS.get(name, []),
+                labels=_labels(name),
             )
             for (series, labels), value in list(self._counters.items()):
                 if series == name:
@@ -342,7 +379,7 @@ class NodeMetrics(Collector):
             gauge = GaugeMetricFamily(
                 name,
                 help_text,
-                labels=[*_LABELS, "plan_epoch", *_EXTRA_LABELS.get(name, [])],
+                labels=_labels(name, "plan_epoch"),
             )
             for (series, labels), value in list(self._gauges.items()):
                 if series == name:
@@ -356,28 +393,16 @@ class NodeMetrics(Collector):
                         value,
                     )
             yield gauge
-        help_text = "Duration of a step and of its phases, as reported by the node's first worker."
-        yield self._histogram("orch_step_duration_seconds", help_text, ["phase"], self._durations)
-        help_text = (
-            "Duration of a save, from the first byte to durable, if a worker of this node"
-            " reports it."
-        )
-        yield self._histogram("orch_checkpoint_duration_seconds", help_text, [], self._saves)
-
-        help_text = (
-            "From the first sign of an epoch's end to the start of the next step, if steps were"
-            " interrupted."
-        )
-        yield self._histogram("orch_recovery_duration_seconds", help_text, [], self._recoveries)
+        yield self._histogram("orch_step_duration_seconds", self._durations)
+        yield self._histogram("orch_checkpoint_duration_seconds", self._saves)
+        yield self._histogram("orch_recovery_duration_seconds", self._recoveries)
 
     def _histogram(
         self,
         name: str,
-        help_text: str,
-        label_names: list[str],
         histograms: Mapping[tuple[str, ...], _Histogram],
     ) -> Metric:
-        family = HistogramMetricFamily(name, help_text, labels=[*_LABELS, *label_names])
+        family = HistogramMetricFamily(name, _HISTOGRAMS[name], labels=_labels(name))
         for labels, histogram in list(histograms.items()):
             family.add_metric(
                 [self._job, self._node, *labels],

@@ -29,9 +29,11 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class Toleration(Frozen):
-    key: Key | None = None  # None with operator Exists: every taint
+    key: Key | None = None  # the taint's key; None with operator Exists: every taint
+    #: Exists: any value of the key; Equal: `value` alone
     operator: Literal["Exists", "Equal"] = "Exists"
-    value: Value = ""
+    value: Value = ""  # the taint's value
+    #: the taint's effect; "": every effect
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute", ""] = ""
 
 
@@ -39,24 +41,25 @@ class Volume(Frozen):
     """A claim that every pod mounts in addition to the run's own, for data or a shared
     environment."""
 
-    claim: Name
-    path: Path
-    read_only: bool = True
+    claim: Name  # name of the claim, in the run's namespace
+    path: Path  # where pods mount it
+    read_only: bool = True  # whether pods may only read it
 
 
 class Egress(Frozen):
     """Addresses outside the run that its pods may reach, such as a data store or a registry of
     models."""
 
+    #: the addresses, such as 10.9.0.0/16
     cidr: Annotated[str, Meta(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}\Z")]
-    ports: list[Annotated[int, Meta(ge=1, le=65535)]] = []  # TCP; none: all
+    ports: list[Annotated[int, Meta(ge=1, le=65535)]] = []  # TCP ports; none: all
 
 
 class Owner(Frozen):
     """A ConfigMap whose deletion ends the run, because Kubernetes collects what it owns. The chart
     has one per run."""
 
-    name: Name
+    name: Name  # name of the ConfigMap
     uid: str = ""  # "": looked up when submitting
 
 
@@ -66,24 +69,26 @@ class KubernetesOptions(Frozen):
     # cluster
     #: context of the kubeconfig; None: the current one
     context: Annotated[str, Meta(max_length=253)] | None = None
-    #: None: the context's, or the launcher's own inside a cluster
+    #: where the objects go; None: the context's, or the launcher's own inside a cluster
     namespace: Label | None = None
-    kind: Literal["job", "jobset"] = "job"
+    kind: Literal["job", "jobset"] = "job"  # what holds the pods; jobset needs its controller
     #: submit to charts/orch-controller; auto: if it is installed
     controller: Literal["auto", "always", "never"] = "auto"
     # image and user
     image: Image | None = None  # contains this orch and torch; the Containerfile builds one
+    #: when nodes pull the image
     pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
-    pull_secrets: list[Name] = []
+    pull_secrets: list[Name] = []  # Secrets with the registry's credentials
     python: Annotated[str, Meta(min_length=1, max_length=255)] = "python3"  # in the image
     service_account: Name | None = None  # the pods', which never get its token
     user: Count = 10001  # uid and gid of the processes
     # how much, for one pod
-    cpus: Positive | None = None  # None: 8 per GPU, 1 per process on CPU clusters
-    memory_gib: Positive | None = None  # without /dev/shm; None: 64 per GPU, 2 per process
+    cpus: Positive | None = None  # cores of a pod; None: 8 per GPU, 1 per process on CPUs
+    #: of a pod, without /dev/shm; None: 64 per GPU, 2 per process
+    memory_gib: Positive | None = None
     #: /dev/shm, counted in the memory limit; None: 4 per GPU, 0.25 per process
     shm_gib: Positive | None = None
-    gpu_resource: Key = "nvidia.com/gpu"
+    gpu_resource: Key = "nvidia.com/gpu"  # the extended resource that counts GPUs
     #: in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
     rdma: dict[Key, Count] = {}
     #: baseline: with IPC_LOCK, which RDMA may need
@@ -104,7 +109,8 @@ class KubernetesOptions(Frozen):
     topology: Literal["preferred", "required", "none"] = "preferred"
     #: keep each TP/EP domain or pipeline under one switch of the innermost level
     slices: bool = True
-    node_selector: dict[Key, Value] = {}
+    node_selector: dict[Key, Value] = {}  # labels that the pods' nodes must have
+    #: taints that the pods tolerate, in addition to those of GPUs
     tolerations: list[Toleration] = []
     exclude: list[Name] = []  # nodes that no pod may use, by name or hostname label
     #: neither these, which orch fills in at each start from `orch nodes`
@@ -112,7 +118,7 @@ class KubernetesOptions(Frozen):
     # volumes
     #: PVC for the run folder: checkpoints, logs, history; None: the folder goes with the pods
     claim: Name | None = None
-    volumes: list[Volume] = []
+    volumes: list[Volume] = []  # further claims to mount
     # time limits, retries
     unreachable_s: Natural = 30  # after which pods leave an unresponsive node
     #: how long a pod waits for all others before it gives its node back
@@ -127,7 +133,8 @@ class KubernetesOptions(Frozen):
     #: how long a finished run stays in the cluster; None: forever
     ttl_s: Natural | None = 604800
     # names on everything
-    labels: dict[Key, Value] = {}
+    labels: dict[Key, Value] = {}  # labels of every object of the run
+    #: annotations of every object of the run
     annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
     #: any other field of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec:
     #: {runtimeClassName: x}}
@@ -136,7 +143,7 @@ class KubernetesOptions(Frozen):
     network_policy: bool = False
     #: with network_policy: its pods reach only one another, DNS and these; None: no limit
     egress: list[Egress] | None = None
-    owner: Owner | None = None
+    owner: Owner | None = None  # the object whose deletion ends the run
 
     @property
     def without(self) -> list[str]:

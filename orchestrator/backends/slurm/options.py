@@ -38,6 +38,7 @@ Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}\Z")]
 class Container(Frozen):
     """The container in which the agents and their workers run."""
 
+    #: what starts the container; none: agents run on the node itself
     runtime: Literal["none", "pyxis", "apptainer", "charliecloud"] = "none"
     #: pyxis: registry URI or .sqsh; apptainer: .sif or URI; charliecloud: folder or .sqfs, which
     #: has the mount points
@@ -58,9 +59,9 @@ class SlurmOptions(Frozen):
     ssh_python: str | None = None  # the login node's interpreter with orch; None: python3
     # the nodes
     partition: Words | None = None  # a,b: the first that can start it; None: the site's default
-    account: Word | None = None
-    qos: Word | None = None
-    reservation: Word | None = None
+    account: Word | None = None  # whom Slurm charges; None: the user's default
+    qos: Word | None = None  # quality of service; None: the default of account and partition
+    reservation: Word | None = None  # a reservation to run in
     constraint: Annotated[str, Meta(max_length=500)] | None = None  # features: a&b, [rack1|rack2]
     nodelist: list[str] = []  # host lists; only on tree or flat topologies
     exclude: list[str] = []  # host lists of nodes that the job must not get
@@ -70,22 +71,23 @@ class SlurmOptions(Frozen):
     #: How the site counts GPUs.
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     gpu_type: Word | None = None  # h100 in --gpus-per-node=h100:8
-    #: None: all CPUs of an exclusive node, else Slurm's default.
+    #: cores that the job asks for; None: all CPUs of an exclusive node, else Slurm's default
     cpus_per_node: Annotated[int, Meta(ge=1)] | None = None
     memory: Annotated[str, Meta(pattern=r"^[0-9]+[KMGT]?\Z")] = "0"  # of a node; 0: all
-    exclusive: bool = True
+    exclusive: bool = True  # whether the job gets whole nodes
     # the switches
-    #: auto: ask the cluster when submitting.
+    #: the kind of network that --switches or --segment is for; auto: asks the cluster
     topology: Literal["auto", "tree", "block", "none"] = "none"
     #: How long to wait for the fewest switches; the site caps it (max_switch_wait).
     switches_wait: str = "00:05:00"
     segment: Annotated[int, Meta(ge=1)] | None = None  # block topology; None: from the plan
-    spread_segments: bool = False
+    spread_segments: bool = False  # whether segments must be in different blocks
     # lifecycle
     #: --signal: the run saves and stops this long before the time limit.
     notice_s: Annotated[int, Meta(ge=0, le=65535)] = 180
     #: Write speed of a node to the shared files; for warnings.
     checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = 1.0
+    #: whether the job may start again after a save, a preemption or a lost node
     requeue: bool = True
     #: Requeues for any reason: preemption, time limit, lost nodes.
     max_requeues: Annotated[int, Meta(ge=0)] = 50
@@ -94,20 +96,23 @@ class SlurmOptions(Frozen):
     #: Keep the other nodes when one is lost; without it Slurm requeues the whole job.
     no_kill: bool = False
     dependency: Annotated[str, Meta(max_length=500)] | None = None  # afterok:123, singleton
+    #: earliest start, as sbatch takes it: 16:00, now+1hour
     begin: Annotated[str, Meta(max_length=64)] | None = None
     #: nodes=A..B: try a smaller size if this one would start later.
     start_within_s: Annotated[int, Meta(ge=0)] = 900
     # labels
+    #: free text that squeue and sacct show
     comment: Annotated[str, Meta(max_length=500)] | None = None
-    wckey: Word | None = None
-    mail_user: Annotated[str, Meta(max_length=254)] | None = None
+    wckey: Word | None = None  # the workload characterization key of sites that account by it
+    mail_user: Annotated[str, Meta(max_length=254)] | None = None  # address for Slurm's mails
+    #: when Slurm sends one: BEGIN,END,FAIL
     mail_type: Annotated[str, Meta(pattern=r"^[A-Z0-9_,]+\Z")] | None = None
     # environment
     modules: list[Module] = []  # environment modules, loaded in this order
     setup: list[Line] = []  # shell lines run before srun; trusted, as the profile is
     unset: list[Variable] = []  # environment variables to remove from the job
-    container: Container = Container()
-    shell: Annotated[str, Meta(max_length=255)] = "/bin/bash"
+    container: Container = Container()  # an image in which agents and workers run
+    shell: Annotated[str, Meta(max_length=255)] = "/bin/bash"  # the interpreter of the job script
     #: Further sbatch flags, e.g. {gres-flags: enforce-binding}.
     sbatch: dict[Flag, str | int | bool] = {}
     #: Further srun flags, e.g. {cpu-bind: none, mpi: none}.

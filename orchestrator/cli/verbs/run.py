@@ -110,7 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the handle without watching the run",
     )
     add_request_arguments(parser)
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="[key=value ...] script [args]")
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="[key=value ...] script [args]",
+        help="keys of the configuration, the program, and its own arguments",
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:

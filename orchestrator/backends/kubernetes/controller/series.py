@@ -32,21 +32,15 @@ class Series(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         self._runs: Callable[[], list[TrainRun]] | None = None
         self._ledger: Ledger | None = None
-        self._waited = self._times(
-            "orch_reconcile_wait_seconds", "Seconds from a change until its run is reconciled."
-        )
-        self._took = self._times(
-            "orch_reconcile_seconds", "Seconds per reconciliation of a run, its requests included."
-        )
-        self._decided = self._times(
-            "orch_decide_seconds", "Seconds per decision about which runs get which nodes."
-        )
+        self._waited = self._times("orch_reconcile_wait_seconds")
+        self._took = self._times("orch_reconcile_seconds")
+        self._decided = self._times("orch_decide_seconds")
         self.registry.register(self)
         if port:
             start_http_server(port, registry=self.registry)
 
-    def _times(self, name: str, description: str) -> Histogram:
-        return Histogram(name, description, registry=self.registry, buckets=_BUCKETS)
+    def _times(self, name: str) -> Histogram:
+        return Histogram(name, OF_CONTROLLER[name], registry=self.registry, buckets=_BUCKETS)
 
     def publish(self, runs: Callable[[], list[TrainRun]], ledger: Ledger) -> None:
         """Publishes the runs' metrics, because this replica leads from now on."""
@@ -61,14 +55,14 @@ class Series(Collector):
         self._decided.observe(took_s)
 
     def collect(self) -> Iterator[Metric]:
-        leads = GaugeMetricFamily("orch_controller_leads", "1 for the replica that leads.")
+        leads = _gauge("orch_controller_leads")
         leads.add_metric([], 1.0 if self._runs else 0.0)
         yield leads
         if self._runs is None or self._ledger is None:
             return
         families = {
             name: family(name, description, labels=[*_LABELS, *own_labels])
-            for name, (family, description, own_labels) in _FAMILIES.items()
+            for name, (family, description, own_labels) in OF_RUNS.items()
         }
         now = time.time()
         for run in self._runs():
@@ -82,12 +76,21 @@ class Series(Collector):
         held_nodes: set[str] = set()
         for allocation in self._ledger.book.allocations.values():
             held_nodes.update(allocation.held)
-        held = GaugeMetricFamily("orch_held_nodes", "Nodes that runs hold.")
+        held = _gauge("orch_held_nodes")
         held.add_metric([], float(len(held_nodes)))
         yield held
 
 
-_FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
+#: Metrics of the controller itself -> meaning. Those in seconds are histograms, the others gauges.
+OF_CONTROLLER = {
+    "orch_controller_leads": "1 for the replica that leads.",
+    "orch_held_nodes": "Nodes that runs hold.",
+    "orch_reconcile_wait_seconds": "Seconds from a change until its run is reconciled.",
+    "orch_reconcile_seconds": "Seconds per reconciliation of a run, its requests included.",
+    "orch_decide_seconds": "Seconds per decision about which runs get which nodes.",
+}
+#: Metrics of each run -> kind, meaning, labels beside namespace and job.
+OF_RUNS: dict[str, tuple[Any, str, list[str]]] = {
     "orch_run_state": (GaugeMetricFamily, "1 for the state that the run is in.", ["state"]),
     "orch_run_restarts": (
         CounterMetricFamily,
@@ -116,6 +119,10 @@ _FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
     "orch_run_running_nodes": (GaugeMetricFamily, "Running pods of the run.", []),
     "orch_run_age_seconds": (GaugeMetricFamily, "Seconds since the run was requested.", []),
 }
+
+
+def _gauge(name: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, OF_CONTROLLER[name])
 
 
 def _values(run: TrainRun, now: float) -> dict[str, float]:
