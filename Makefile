@@ -8,8 +8,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: gpu-check bench-guard docs mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
-demo: .venv/.ready
+# It installs the package and torch, unless everything is installed already.
+DEMO := $(if $(wildcard .venv/.ready),.venv/.ready,.venv/.demo)
+demo: $(DEMO)
 	.venv/bin/orch demo
+	@cat $<
 
 # Tier by tier, with the seconds of each and the slowest files: docs/testing.md.
 test: .venv/.ready lint
@@ -82,9 +85,11 @@ lint: .venv/.ready
 rooms: .venv/.ready
 	@$(PY) -m tests.house.rooms
 
-.venv/.ready: pyproject.toml .ci/constraints.txt .ci/setup
+.venv/.ready: pyproject.toml setup.py .ci/constraints.txt .ci/setup
 	.ci/setup
-	@touch $@
+
+.venv/.demo: pyproject.toml setup.py .ci/constraints.txt .ci/setup
+	.ci/setup demo
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -17,8 +17,10 @@ _WIDTH = 80
 class _Formatter(argparse.HelpFormatter):
     """Folds descriptions and keeps the lines of an epilog as they are."""
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n" in text else super()._fill_text(text, width, indent)
+    def _fill_text(self, paragraph: str, width: int, indent: str) -> str:
+        if "\n" in paragraph:
+            return paragraph
+        return super()._fill_text(paragraph, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
