@@ -67,7 +67,10 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         help="pass this variable to the program; repeatable",
     )
     code_location = parser.add_mutually_exclusive_group()
-    in_place_help = "run the program in this folder (the default where nodes share it)"
+    in_place_help = (
+        "run the program in this folder (the default where nodes share it); on Kubernetes, in that"
+        " of the image"
+    )
     code_location.add_argument(
         "--in-place",
         action="store_true",

@@ -66,11 +66,11 @@ def describe_copy(code: Code) -> list[str]:
         shown = ", ".join(f"{file.name} ({binary(file.bytes)})" for file in left_out[:_SHOWN])
         rest = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
         missing = f"the copy of {code.root} leaves out {shown}{rest}, {_chooser(code)}"
-        lines.append(f"{missing}: {_way_out(code)} runs the program with them")
+        lines.append(f"{missing}: {_advice(code, 'them')}")
     if code.packed and (links := code.packed.outside_links):
         shown = ", ".join(links[:_SHOWN])
         rest = f" and {len(links) - _SHOWN} more" if len(links) > _SHOWN else ""
-        lines.append(f"the copy of {code.root} leaves out links out of it: {shown}{rest}")
+        lines.append(f"the copy of {code.root} leaves out links to elsewhere: {shown}{rest}")
     return lines
 
 
@@ -81,11 +81,12 @@ def _chooser(code: Code) -> str:
     return "which git ignores" if code.kind == "git" else "by their names"
 
 
-def _way_out(code: Code) -> str:
-    """Names what runs the program with the files that its copy lacks."""
-    if code.packed:
-        return f"another {ignore_rules.NAME}" if code.has_rules else f"an {ignore_rules.NAME}"
-    return "--in-place"
+def _advice(code: Code, pronoun: str) -> str:
+    """Says how the program gets the files that its copy lacks. `pronoun`: that of the files."""
+    if code.packed or code.held_at:  # the folder itself is not there
+        article = "another" if code.has_rules else "an"
+        return f"{article} {ignore_rules.NAME} can include {pronoun}"
+    return f"--in-place runs the program with {pronoun}"
 
 
 def explain(code: Code, cwd: Path, lines: Sequence[str]) -> str | None:
@@ -114,7 +115,7 @@ def explain(code: Code, cwd: Path, lines: Sequence[str]) -> str | None:
         else:
             continue
         missing = f"{name} is not in the copy of {root} that the program runs in"
-        return f"{missing}: {reason}; {_way_out(code)} runs it there"
+        return f"{missing}: {reason}; {_advice(code, 'it')}"
     return None
 
 

@@ -395,7 +395,7 @@ def test_orch_render_packs_the_folder_and_refuses_a_large_one(tmp_path, monkeypa
     program = ["--", "python", "train.py"]
     assert main([*argv, *program]) == Exit.DONE
     out, err = capsys.readouterr()
-    assert "has 1 file, 7 B (" in err and "leaves out links out of it: outside" in err
+    assert "has 1 file, 7 B (" in err and "leaves out links to elsewhere: outside" in err
     chunk, *objects = yaml.safe_load_all(out)
     assert unpacked_names(base64.b64decode(chunk["binaryData"]["code.000"])) == ["train.py"]
     assert [body["kind"] for body in objects][-1] == "Job"

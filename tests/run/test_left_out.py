@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from orchestrator.run.code_snapshot import copy, find_code
+from orchestrator.run.code_snapshot import copy, counted, find_code
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.left_out import describe_copy, explain, with_left_out
-from orchestrator.run.request import Code
+from orchestrator.run.request import Code, PackedCode
 from orchestrator.run.state import read_state
 from tests.backends.test_verbs import home, orch
 from tests.beds.bundles import wait_end
@@ -68,6 +69,25 @@ def test_without_git_the_names_decide(tmp_path):
     assert "by their names" in describe_copy(code)[0]
     (tmp_path / "q").mkdir()
     assert describe_copy(with_left_out(Code(kind="folder", root=str(tmp_path / "q")))) == []
+
+
+def test_where_the_folder_is_not_another_orchignore_is_the_way_out(tmp_path):
+    root = fill(tmp_path / "p", git=True)
+    code = with_left_out(counted(find_code(root, runs_user_program=True)))
+    packed = structs.replace(code, packed=PackedCode("ab", 2048, ["data", "w"]))
+    size, left_out, links = describe_copy(packed)
+    assert size.endswith("has 3 files, 48 B (2.00 KiB compressed)")
+    assert left_out.endswith("which git ignores: an .orchignore can include them")
+    assert links.endswith("leaves out links to elsewhere: data, w")
+    pod = Path("/orch/code/run-1/sub")
+    line = "FileNotFoundError: [Errno 2] No such file or directory: '../data/a.bin'"
+    cause = explain(structs.replace(packed, subfolder="sub"), pod, [line])
+    assert cause and cause.startswith(f"data/a.bin is not in the copy of {root} that")
+    assert cause.endswith(
+        "it is a link that leads out of the copied folder; an .orchignore can include it"
+    )
+    shipped = structs.replace(code, held_at="/x")
+    assert describe_copy(shipped)[1].endswith("an .orchignore can include them")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +153,9 @@ def test_a_run_says_both(home, capsys):
     wait_end(folder)
     cause = read_state(folder).cause
     assert cause and "data/a.bin is not in the copy of" in cause.tail[-1]
-    assert "git ignores it; --in-place runs it there" in orch(capsys, "status", folder.run_id)[
-        1
-    ].replace("\n", " ")
+    assert "git ignores it; --in-place runs the program with it" in orch(
+        capsys, "status", folder.run_id
+    )[1].replace("\n", " ")
     code, out, _ = orch(
         capsys, "submit", "--snapshot", "--dry-run", "--", sys.executable, "train.py"
     )
