@@ -118,7 +118,7 @@ class Run:
         except OrchError:
             if not self.state.is_final:
                 raise
-        self.wait(timeout_s=_END_S)
+        self.wait(timeout_s=_CANCEL_S)
 
     @classmethod
     def find(cls, name: str | None = None) -> Run:
@@ -198,8 +198,9 @@ class Run:
             if state.is_final and not alive:
                 return state
             if step is not None:
-                steps = lines.read(state.nodes)
-                if any(line.epoch >= state.epoch and line.step >= step for line in steps):
+                epoch = max(state.epoch, state.first_epoch)
+                new_lines = lines.read(state.nodes)
+                if any(line.epoch >= epoch and line.step >= step for line in new_lines):
                     return state
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.id} is {state.state} after {timeout_s:g} s")

@@ -14,6 +14,7 @@ from orchestrator.backends.base import get_backend
 from orchestrator.backends.ssh import ship, wire
 from orchestrator.backends.ssh.backend import SshBackend, request_of
 from orchestrator.backends.ssh.session import Session
+from orchestrator.backends.ssh.sharing import sockets_folder
 from orchestrator.config.groups import folders, shipped
 from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
@@ -64,7 +65,7 @@ def prepare_on_host(
         )
     host = config.backend.options["ssh"]
     python = config.backend.options.get("ssh_python", _PYTHON)
-    session = Session(str(host), str(python))
+    session = Session(str(host), str(python), sockets_folder(options.home))
     code = Code(kind="none")
     if options.command:
         code = with_left_out(find_code(options.cwd, runs_user_program=True))

@@ -260,6 +260,7 @@ def test_a_run_from_its_start_to_its_report(home):
     for rank in range(2):
         (run.folder.checkpoints / f"rank-{rank}").write_text(str(steps - 2))
     assert run.resume() == run.handle
+    assert run.wait(PATIENCE_S, step=1).epoch == 1, "the steps of the attempt before do not count"
     lines = list(run.logs(1, follow=True))
     assert lines[0] == "starts after step 0" and lines[-1] == f"starts after step {steps - 2}"
     assert list(run.logs(1, last=1)) == lines[-1:]

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from orchestrator.run.request import Code
 from tests.beds import program_variables, sshd
 from tests.beds.bundles import wait_end, wait_for
 from tests.beds.program_variables import IN_FULL
+from tests.patience import PATIENCE_S
 
 from .test_program_variables import ALLOW, written_pins
 from .test_signals import interruptible
@@ -127,6 +130,74 @@ def test_a_program_goes_there_and_its_lines_state_and_report_come_back(
     ).read_text() == "there"  # of the shell there, not of this one
     assert json.loads(orch(capsys, "report", run, "--json")[1])["steps"]["completed"] == 5
     assert orch(capsys, "rm", run)[0] == 0 and not there.exists() and not local_folder.exists()
+
+
+@pytest.fixture
+def short_home(site, monkeypatch) -> Iterator[Path]:
+    """A home whose sockets have names that are short enough, as those of users have; those of tests
+    have not, and their commands share no connection."""
+    with tempfile.TemporaryDirectory(prefix="orch") as folder:
+        monkeypatch.setenv("ORCH_HOME", folder)
+        yield Path(folder)
+        for name in ("ssh", "own"):
+            leave_master(site, Path(folder) / name)
+
+
+def ask_master(site: sshd.LoginNode, folder: Path, request: str) -> str:
+    """What ssh says to a request of the master with its socket in this folder."""
+    argv = [site.path / "ssh", "-o", f"ControlPath={folder}/%C", "-O", request, sshd.NAME]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60).stderr
+
+
+def leave_master(site: sshd.LoginNode, folder: Path) -> None:
+    """Ends the master, if there is one."""
+    ask_master(site, folder, "exit")
+    wait_for(lambda: "pid=" not in ask_master(site, folder, "check"), what="its end")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_commands_of_a_laptop_share_one_connection(site, short_home, capsys):
+    """Also while the master has died or hangs, no command does; and whoever has told ssh how to
+    share connections is obeyed."""
+
+    def logins() -> int:
+        return (site.folder / "sshd.log").read_text().count("Accepted publickey")
+
+    def master() -> int:
+        return int(re.search(r"pid=(\d+)", ask_master(site, short_home / "ssh", "check"))[1])
+
+    def status() -> str:
+        code, out, err = orch(capsys, "status", "mine", "--json")
+        assert code == 0, err
+        state = json.loads(out)["state"]
+        assert "as of" not in (state["reason"] or "")
+        return state["state"]
+
+    argv = [sys.executable, "-m", "orchestrator", "submit", "nproc=1", "--run-id", "mine"]
+    argv += [*site.options(), "--env", "GO", "--", "python", "train.py", "hold"]
+    # A reader of its errors sees their end, although the master goes on.
+    submitted = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert submitted.returncode == 0, submitted.stderr
+    socket = next(path for path in (short_home / "ssh").iterdir() if path.is_socket())
+    assert (short_home / "ssh").stat().st_mode & 0o077 == 0 == socket.stat().st_mode & 0o077
+    wait_for(lambda: status() == "running", what="running")
+    wait_for(lambda: "hello" in orch(capsys, "logs", "mine")[1], what="its first line")
+    assert orch(capsys, "cancel", "mine")[0] == 0
+    assert status() == "cancelled" and logins() == 1
+    os.kill(master(), signal.SIGKILL)
+    assert status() == "cancelled" and logins() == 2
+    stopped = master()
+    os.kill(stopped, signal.SIGSTOP)
+    assert status() == "cancelled" and logins() == 3
+    os.kill(stopped, signal.SIGCONT)
+    assert status() == "cancelled" and logins() == 3
+    leave_master(site, short_home / "ssh")
+    (short_home / "own").mkdir(mode=0o700)
+    with (site.folder / "ssh_config").open("a") as config:
+        config.write(f"ControlMaster auto\nControlPersist 60\nControlPath {short_home}/own/%C\n")
+    assert status() == status() == "cancelled" and logins() == 4
+    assert not any(path.is_socket() for path in (short_home / "ssh").iterdir())
 
 
 @pytest.mark.process
@@ -374,7 +445,8 @@ def test_ctrl_c_while_it_is_sent_there_leaves_a_run_that_is_told(
 
     def ask(session, question, payload=b""):
         if isinstance(question, wire.Send):
-            session._process.send_signal(signal.SIGINT)
+            if os.getpgid(session._process.pid) == os.getpgrp():
+                session._process.send_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         elif not isinstance(question, wire.Prepare) and not news:
             raise OrchError("no answer", Exit.CAPACITY)

@@ -35,6 +35,7 @@ from orchestrator.run.state import RunState, finish, read_state, write_state
 
 from . import mirror, wire
 from .session import ConnectionLost, Session
+from .sharing import sockets_folder
 
 _FRESH_S = 0.5  # how long an answer of the host is reused
 
@@ -285,7 +286,8 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         record = self._record(folder)
         key = record.host, record.python
         if key not in self._sessions:
-            self._sessions[key] = Session(*key)
+            home = folder.path.parent.parent  # as in `folder_of`
+            self._sessions[key] = Session(*key, sockets_folder(home))
         return self._sessions[key].ask(question)
 
 

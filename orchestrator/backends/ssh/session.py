@@ -1,13 +1,15 @@
-"""A connection to the orch of another host: one process of the system's ssh, which lives as long as
-this command."""
+"""A conversation with the orch of another host: one process of the system's ssh, which lives as
+long as this command, over a connection that may outlive it (`sharing`)."""
 
 from __future__ import annotations
 
 import atexit
 import re
-import signal
+import shutil
 import subprocess
+import threading
 from contextlib import suppress
+from pathlib import Path
 
 from orchestrator import __version__
 from orchestrator.errors import OrchError
@@ -15,6 +17,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.start import BY_NAME
 
 from . import wire
+from .sharing import KEEP_ALIVE_FLAGS, sharing_flags
 
 #: A host as ssh takes it; its user, port and keys are for ~/.ssh/config, or `user@host`.
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
@@ -22,32 +25,32 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
 #: quotes for it.
 PYTHON = re.compile(r"(~/)?[A-Za-z0-9_./+-]{1,400}")
 _NOISE = 1 << 20  # bytes that a login shell may print before orch answers
-_KEEP_ALIVE_FLAGS = (
-    "-o",
-    "ConnectTimeout=20",
-    "-o",
-    "ServerAliveInterval=15",
-    "-o",
-    "ServerAliveCountMax=4",
-)
-
-
-def _ignore_ctrl_c() -> None:
-    """Lets ssh ignore the terminal's Ctrl-C, which would end it in the middle of an answer.
-
-    ssh ends when this process closes its pipe.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+#: Lets ssh ignore the terminal's Ctrl-C, which would end it in the middle of an answer. It ends
+#: when this process closes its pipe.
+_IGNORING_CTRL_C = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
 class ConnectionLost(OrchError):
     """The connection was lost before the host answered, which may or may not have acted."""
 
 
-class Session:
-    """Starts ssh at the first `ask`. OrchError (65) for an invalid host or interpreter."""
+class _Unreachable(OrchError):
+    """ssh has not come as far as to start orch on the host."""
 
-    def __init__(self, host: str, python: str):
+
+class Session:
+    """Starts ssh at the first `ask`. OrchError (65) for an invalid host or interpreter.
+
+    `sockets`: the folder by which commands share a connection; None: they do not. Several threads
+    may ask; each waits for the answer of the one before.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        python: str,
+        sockets: Path | None = None,
+    ):
         if not HOST.fullmatch(host):
             raise OrchError(
                 f"backend.options.ssh={host!r} is not a host as ssh takes it", Exit.CONFIG
@@ -59,7 +62,9 @@ class Session:
             )
         self.host = host
         self.python = python
+        self._sockets = sockets
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
 
     def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
         """Sends a question; returns the answer with its payload.
@@ -67,6 +72,17 @@ class Session:
         OrchError: what the other side refuses, with its exit code; 76 when the host does not
         answer, as ConnectionLost (76) when it may have received the question.
         """
+        with self._lock:
+            answer = self._ask(question, payload)
+        if isinstance(answer[0], wire.Refused):
+            codes = {int(code): code for code in Exit}
+            raise OrchError(
+                f"{self.host}: {answer[0].message}",
+                codes.get(answer[0].exit, Exit.INTERNAL),
+            )
+        return answer
+
+    def _ask(self, question: wire.Question, payload: bytes) -> tuple[wire.Answer, bytes]:
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
@@ -81,12 +97,6 @@ class Session:
             raise ConnectionLost(
                 f"ssh {self.host}: the connection was lost ({self._close_and_describe_exit()})",
                 Exit.CAPACITY,
-            )
-        if isinstance(answer[0], wire.Refused):
-            codes = {int(code): code for code in Exit}
-            raise OrchError(
-                f"{self.host}: {answer[0].message}",
-                codes.get(answer[0].exit, Exit.INTERNAL),
             )
         return answer
 
@@ -105,19 +115,27 @@ class Session:
             process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        if shutil.which("ssh") is None:
+            raise OrchError("ssh cannot be started: it is not on PATH", Exit.CAPACITY)
+        flags = sharing_flags(self.host, self._sockets) if self._sockets else []
+        if flags:
+            with suppress(_Unreachable):  # the master has died; ssh has printed how
+                return self._connect(flags)
+        return self._connect([])
+
+    def _connect(self, sharing: list[str]) -> subprocess.Popen[bytes]:
         # A login shell, because a site sets PATH and modules there. The line holds no text of a
         # user that would need quotes.
         shell_line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
-        argv = ["ssh", "-T", *_KEEP_ALIVE_FLAGS, "--", self.host, shell_line]
-        try:
-            self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                preexec_fn=_ignore_ctrl_c,
-            )
-        except OSError as error:
-            raise OrchError(f"ssh cannot be started: {error.strerror}", Exit.CAPACITY) from None
+        argv = ["ssh", "-T", *KEEP_ALIVE_FLAGS, *sharing, "--", self.host, shell_line]
+        # An ssh that uses a master asks for no password, and heeds Ctrl-C whatever it inherits: it
+        # gets no terminal.
+        self._process = subprocess.Popen(
+            argv if sharing else [*_IGNORING_CTRL_C, *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=bool(sharing),
+        )
         atexit.register(self.close)
         assert self._process.stdout
         bytes_read = 0
@@ -129,7 +147,7 @@ class Session:
                 break
         code = self._close_and_describe_exit()
         if code.endswith(" 255"):  # ssh's own exit code; ssh has printed the reason
-            raise OrchError(f"ssh {self.host} cannot reach the host ({code})", Exit.CAPACITY)
+            raise _Unreachable(f"ssh {self.host} cannot reach the host ({code})", Exit.CAPACITY)
         advice = "install the same version there, or set backend.options.ssh_python=PATH"
         raise OrchError(
             f"{self.host} has no orch under {self.python} ({code}): {advice}", Exit.CAPACITY
