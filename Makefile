@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu-check bench-guard docs mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
+.PHONY: gpu-check bench-guard docs mutations demo test test-fast test-pythons test-floor test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
 # It installs the package and torch, unless everything is installed already.
 DEMO := $(if $(wildcard .venv/.ready),.venv/.ready,.venv/.demo)
@@ -20,6 +20,14 @@ test: .venv/.ready lint
 
 test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes and not full"
+
+# Other versions than the pinned ones: quick tests of orchestrator under Python 3.11 to 3.14, and of the trainer with the
+# oldest torch that pyproject.toml allows.
+test-pythons: .venv/.ready
+	$(PY) -m tests.versions pythons --workers $(WORKERS)
+
+test-floor: .venv/.ready
+	$(PY) -m tests.versions floor --workers $(WORKERS)
 
 # The tier alone, with a later Slurm in a root of its own: some minutes and 300 MB the first time.
 test-slurm: .venv/.ready
