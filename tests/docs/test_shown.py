@@ -8,10 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.parser import make_parser
+from orchestrator.cli.verbs import VERBS
 from orchestrator.observe.events import EVENTS
 from orchestrator.run.files import described
 from tests.docs.shown import Command, File, matches, play, steps
@@ -75,6 +80,32 @@ def test_each_guide(guide, environ, tmp_path):
 @pytest.mark.process
 def test_what_the_readme_shows(environ, tmp_path):
     play(README, tmp_path / "work", environ)
+
+
+def suggested(page: str) -> Iterator[list[str]]:
+    """The words of each command line of orch in blocks that no test plays."""
+    for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S):
+        for line in block.replace("\\\n", " ").replace(";", "\n").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["orch"]:
+                yield words[1:]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_verbs_flags_and_keys_of_a_guide_exist(guide):
+    """Of the command lines that need a cluster: the guides only suggest them."""
+    reference = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    for verb, *words in suggested(guide.read_text()):
+        parser = make_parser(verb, VERBS[verb])
+        import_module(f"orchestrator.cli.verbs.{verb}").add_arguments(parser)
+        flags = {flag for action in parser._actions for flag in action.option_strings}
+        for word in takewhile(lambda word: word not in ("--", "train.py"), words):
+            key, is_override, _ = word.partition("=")
+            name = key.removeprefix("backend.options.").removeprefix("+")
+            if word.startswith("-"):
+                assert key in flags, f"orch {verb} {word}"
+            elif is_override and "/" not in key:
+                assert f"| `{name}` |" in reference, f"orch {verb} {word}"
 
 
 def quickstarts() -> dict[str, list[str]]:
