@@ -33,8 +33,7 @@ def program_code(backend: Backend, options: SubmitOptions) -> ProgramCode:
             return ProgramCode(code)
         return _packed(code, backend.most_code_bytes)
     except OSError as error:  # a file that this user may not read, or that has just been deleted
-        message = f"the program's folder cannot be copied: {error.filename}: {error.strerror}"
-        raise OrchError(message, Exit.CONFIG) from None
+        raise OrchError(f"the program's folder cannot be copied: {error}", Exit.CONFIG) from None
 
 
 def _chosen_code(backend: Backend, options: SubmitOptions) -> Code:

@@ -43,7 +43,7 @@ def owner_of(secret: JsonObject) -> JsonObject:
 
 def _store(cluster: Cluster, body: Body, owner: JsonObject, manager: str) -> None:
     name = body["metadata"]["name"]
-    for last in (*[False] * (_TRIES - 1), True):
+    for attempt in range(_TRIES):
         stored = cluster.get("ConfigMap", name)
         try:
             if stored is None:
@@ -60,7 +60,8 @@ def _store(cluster: Cluster, body: Body, owner: JsonObject, manager: str) -> Non
                 cluster.apply(change, manager)
             return
         except OrchError as error:
-            if last or getattr(error, "status", None) not in (404, 409):
+            was_overtaken = getattr(error, "status", None) in (404, 409)
+            if not was_overtaken or attempt == _TRIES - 1:
                 raise
 
 
