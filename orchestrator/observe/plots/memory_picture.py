@@ -95,7 +95,7 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
     ax.tick_params(labelbottom=False)
     ax.grid(axis="y", color="#e5e7eb", linewidth=0.6)
     ax.set_axisbelow(True)
-    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the grid
+    backdrop = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the grid
     for step in timeline.steps:
         ax.axvline(
             step.start * 1e3,
@@ -114,7 +114,7 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
             va="top",
             fontsize=9,
             color=INK,
-            bbox=ground,
+            bbox=backdrop,
         )
 
 
