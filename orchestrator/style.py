@@ -7,32 +7,19 @@ in all.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from msgspec import Struct
 
+#: Colours of words, as xterm's 256-colour codes. Those of areas: orchestrator/observe/colours.py.
 GRAY = 245
-RED = 203
-GREEN = 78
-YELLOW = 221  # of words
-
-#: Colours of areas, as xterm 256-colour codes, in terminals and pictures alike. Each has one
-#: meaning. Any two differ by a CIEDE2000 of 10 or more, also with the three common kinds of
-#: colour-blindness (tests/observe/test_colours.py).
-REPLICA = (67, 217, 107, 99, 186, 73, 177, 112)  # further replicas repeat them with a pattern
-CATEGORY_COLOUR = {"params": 60, "grads": 124, "optimizer": 100, "activations": 131, "buffers": 92}
-COMMUNICATION = 125
-COMPUTE = 245
-IDLE = 238
-FORWARD = 153
-BACKWARD = 86
+RED = 196
+GREEN = 71
+YELLOW = 221
 
 
-def hex_of(code: int) -> str:
-    """Returns #rrggbb of a code of the 256, from 16 on."""
-    if code >= 232:
-        return "#" + f"{8 + 10 * (code - 232):02x}" * 3
-    levels = (0, 95, 135, 175, 215, 255)
-    code = code - 16
-    return "#" + "".join(f"{levels[code // step % 6]:02x}" for step in (36, 6, 1))
+_COLOURS = re.compile(r"\033\[[0-9;]*m")
 
 
 class Style(Struct, frozen=True):
@@ -46,44 +33,72 @@ class Style(Struct, frozen=True):
     def paint(self, string: str, code: int | None = None, bold: bool = False) -> str:
         if not self.colour or (code is None and not bold):
             return string
-        codes = ["1"] if bold else []
+        codes = []
+        if bold:
+            codes.append("1")
         if code is not None:
             codes.append(f"38;5;{code}")
         return f"\033[{';'.join(codes)}m{string}\033[0m"
 
-    def fill(self, string: str, code: int) -> str:
-        """Returns text on a coloured background; plain without colour."""
-        return f"\033[48;5;{code};38;5;16m{string}\033[0m" if self.colour else string
+    def fill(self, string: str, code: int, ink: int) -> str:
+        """Returns text of the colour `ink` on a coloured ground; plain without colour."""
+        return f"\033[48;5;{code};38;5;{ink}m{string}\033[0m" if self.colour else string
+
+    def fold(self, line: str, indent: int = 0) -> list[str]:
+        """Folds a line at the width of the terminal; the lines after the first are indented."""
+        return fold(line, self.width, indent)
+
+    def rows(self, rows: Iterable[tuple[str, str]], indent: int) -> list[str]:
+        """Lines of a name and, from column `indent` on, its content, which is folded."""
+        width = max(30, self.width - indent)
+        start = " " * indent
+        lines = []
+        for name, content in rows:
+            first, *continuation = fold(content, width)
+            heading = self.paint(name.ljust(indent - 1), GRAY)
+            lines.append(f"{heading} {first}".rstrip())
+            lines += [start + line for line in continuation]
+        return lines
 
     def title(self, heading: str) -> str:
         dash = "─" if self.unicode else "-"
-        line = dash * max(0, self.width - len(heading) - 1)
-        return f"{self.paint(heading, bold=True)} {self.paint(line, GRAY)}"
+        room = self.width - len(heading) - 1
+        line = self.paint(dash * max(0, room), GRAY)
+        name = self.paint(heading, bold=True)
+        return f"{name} {line}"
 
     def bar(self, share: float, cells: int, code: int) -> str:
         """Draws a bar of `share` (0 to 1, more is cut) of `cells` cells, to an eighth of a cell."""
         share = min(max(share, 0.0), 1.0)
         if not self.unicode:
             full = round(share * cells)
-            return self.paint("#" * full, code) + "." * (cells - full)
+            rest = "." * (cells - full)
+            return self.paint("#" * full, code) + rest
         eighths = round(share * cells * 8)
         if share > 0:
             eighths = max(1, eighths)
         full, eighth = divmod(eighths, 8)
-        body = "█" * full + ("▏▎▍▌▋▊▉"[eighth - 1] if eighth else "")
-        return self.paint(body, code) + " " * (cells - full - (eighth > 0))
+        body = "█" * full
+        if eighth:
+            body += "▏▎▍▌▋▊▉"[eighth - 1]
+        rest = " " * (cells - len(body))
+        return self.paint(body, code) + rest
 
 
 def fold(line: str, width: int, indent: int = 0) -> list[str]:
     """Folds a line into as many as it needs, those after the first indented; a word that is too
-    long stays whole."""
-    if len(line) <= width:
-        return [line]
-    import textwrap
-
-    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * indent)
-    wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.wrap(line) or [""]
+    long stays whole. Colours take no room."""
+    lines = [""]
+    for spaced_word in re.findall(r"\s*\S+", line):
+        last = lines[-1]
+        longer = last + spaced_word
+        columns = len(_COLOURS.sub("", longer))
+        if columns > width and last.strip():
+            start = " " * indent
+            lines.append(start + spaced_word.lstrip())
+        else:
+            lines[-1] = longer
+    return lines
 
 
 def si(value: float, unit: str = "") -> str:

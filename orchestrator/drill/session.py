@@ -118,13 +118,14 @@ def session(
             return trials, error.message
         trials.append(trial)
         _record(drilled.folder, trial)
-        say(f"{style.paint(f'{index + 1:>4} of {len(plan)}', GRAY)}  {_line(trial, style)}")
+        say(f"{style.paint(f'{index + 1:>4} of {len(plan)}', GRAY)}  {trial_line(trial, style)}")
         if drilled.state().is_final:
             return trials, trial.problem
     return trials, ""
 
 
-def _line(trial: Trial, style: Style) -> str:
+def trial_line(trial: Trial, style: Style) -> str:
+    """What a trial did, to whom, and what came of it."""
     where = f"{trial.fault} rank {trial.rank} on {trial.node}"
     if not trial.ok:
         return f"{where}  {style.paint(trial.problem, RED)}"

@@ -139,7 +139,7 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
     assert "tp=8" in out and "Request" in out and "8, one per node, from node-0 to node-7" in out
     assert (
         "would refuse to submit it" in out
-        and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in out
+        and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in " ".join(out.split())
     )
     code, out, err = orch(capsys, "submit", *overrides)
     assert code == 76 and err.count("\n") == 1 and "this machine has no GPU" in err

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
 
+from orchestrator.accuracy.predict.score import Errors, Score
 from orchestrator.cli.verbs import VERBS
 from orchestrator.cli.verbs.whatif import page
-from orchestrator.style import fold
+from orchestrator.drill.session import trial_line
+from orchestrator.drill.trial import Trial
+from orchestrator.observe.pages import accuracy_page, drill_page
+from orchestrator.style import Style, fold
 from tests.backends.test_verbs import home, orch
 
 __all__ = ["home"]  # the fixture
@@ -53,6 +58,53 @@ def test_a_line_is_folded_at_words_and_a_long_word_stays_whole():
     assert fold("a b", 80) == ["a b"]
     assert fold("  name  one two three", 14, 8) == ["  name  one", "        two", "        three"]
     assert fold("x " + "y" * 30, 10) == ["x", "y" * 30]
+    assert fold("\033[1mone\033[0m two", 7) == ["\033[1mone\033[0m two"], "colours take no room"
+
+
+def test_the_lines_of_drills_and_of_scores_go_on_below_one_another():
+    look = Style(colour=True, width=80)
+    trial = Trial(
+        fault="slow_worker",
+        position="coordinator",
+        rank=12,
+        node="node-with-a-long-name-0012",
+        at=0.0,
+        epoch=1,
+        ok=True,
+        noticed_s=61.5,
+        stepping_s=4000.0,
+        lost_steps=12,
+    )
+    first, *further = look.fold(f"   1 of 20  {trial_line(trial, look)}", 12)
+    assert further and all(line.startswith(" " * 12) for line in further)
+    summary = {"p50": 61.5, "p95": 119.5, "max": 12}
+    row = {
+        "fault": "slow_worker",
+        "position": "coordinator",
+        "trials": 100,
+        "recovered": 99,
+        "noticed_s": summary,
+        "stepping_s": summary,
+        "lost_steps": summary,
+        "problems": ["the run has not made a step for 120 s: " + "a cause " * 9],
+    }
+    errors = Errors(
+        group="bloom_bigscience",
+        rows=1234,
+        mean=0.104,
+        p90=0.2,
+        bias=-0.021,
+        after_one=0.049,
+        inside68=0.92,
+        inside95=1.0,
+        fitted=0.039,
+    )
+    pages = [
+        drill_page.table([row], look),
+        accuracy_page.page(Score([errors], [errors], [], {})),
+    ]
+    lines = [first, *further, *(line for text in pages for line in text.splitlines())]
+    assert max(len(re.sub(r"\033\[[0-9;]*m", "", line)) for line in lines) <= 80
 
 
 def test_cases_side_by_side_go_on_below_one_another():

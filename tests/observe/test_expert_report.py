@@ -48,7 +48,7 @@ def test_the_page_shows_the_layer_that_is_least_even():
     assert rows["1"][1:4] == ["1.00", "to", "0.00"] and rows["1"][-3:] == ["-1", "to", "+2"]
     drawn = page.split("layer 1")[1].splitlines()[1:]
     assert [row.split("|")[1] for row in drawn] == ["====", "====", " @  "]
-    assert page.isascii() and max(map(len, page.splitlines())) <= 90
+    assert page.isascii() and max(map(len, page.splitlines())) <= 80
     assert render(PLAN, {}, Style()) == ""
 
 

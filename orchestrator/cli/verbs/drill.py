@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from functools import partial
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.style import Style
+
+_INDENT = 12  # columns of the number of a trial, whose line goes on below it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import sys
-    from functools import partial
 
     from orchestrator.cli.session import find_run
     from orchestrator.cli.terminal import print_json, style
@@ -93,7 +96,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         args.seed,
         args.random,
     )
-    say = partial(print, file=sys.stderr if args.json else sys.stdout)
     look = style()
     trials, stopped = session(
         drilled,
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         plan,
         for_s=args.for_s,
         every_s=args.every_s,
-        say=say,
+        say=partial(_say, look=look, as_json=args.json),
         style=look,
     )
     from orchestrator.drill.trial import score
@@ -122,3 +124,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print(table(rows, look))
     recovered = all(trial.ok for trial in trials) and not stopped
     return Exit.DONE if recovered else Exit.USER
+
+
+def _say(line: str, look: Style, as_json: bool) -> None:
+    """Prints a line of a drill, folded below its number; beside JSON on standard error."""
+    stream = sys.stderr if as_json else sys.stdout
+    print(*look.fold(line, _INDENT), sep="\n", file=stream)

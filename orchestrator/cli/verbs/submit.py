@@ -109,13 +109,12 @@ def _show(
     from orchestrator.cli.terminal import style
     from orchestrator.observe.pages.plan_page import render
     from orchestrator.observe.pages.request_page import request_page
-    from orchestrator.style import fold
 
     look = style()
     print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
     print(
         "",
-        *(folded for line in messages for folded in fold(line, look.width)),
+        *(folded for line in messages for folded in look.fold(line)),
         sep="\n",
     )
     print("Nothing was started or written. `--dry-run --json` prints what would be sent.")
@@ -124,7 +123,8 @@ def _show(
         if isinstance(backend, Rendering):  # the job script for the scheduler
             print("", backend.script(bundle.request, plan), sep="\n", end="")
     except OrchError as error:
-        print(f"This machine would refuse to submit it: {error.message}")
+        refusal = f"This machine would refuse to submit it: {error.message}"
+        print(*look.fold(refusal), sep="\n")
     return Exit.DONE
 
 

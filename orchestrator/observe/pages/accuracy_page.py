@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from orchestrator.accuracy.calibrate.table import Ablation
     from orchestrator.accuracy.predict.score import Errors, Score
 
+_WIDTH = 80
 NOTHING = "The table has no measured columns: step_time_s, peak_mem_gib, status."
 #: Column -> field of `Errors`.
 TIME = {"mean": "mean", "p90": "p90", "bias": "bias", "after 1": "after_one"}
@@ -89,13 +90,17 @@ def _table(
     signed: int = -1,
 ) -> str:
     """Formats shares as percentages; those of the column `signed` have a sign."""
-    rows = list(rows)
-    wide = max(24, *(len(str(row[0])) for row in rows)) + 2
-    lines = [f"{title:<{wide}}" + "".join(f"{name:>9}" for name in head)]
-    for row in rows:
-        cells = [_cell(value, index == signed) for index, value in enumerate(row)][1:]
-        lines.append(f"  {row[0]!s:<{wide - 2}}" + "".join(f"{cell:>9}" for cell in cells))
-    return "\n".join(line.rstrip() for line in lines)
+    table = [[title, *head]]
+    for name, *values in rows:
+        cells = [_cell(value, index == signed) for index, value in enumerate(values, start=1)]
+        table.append([f"  {name}", *cells])
+    names, *columns = (max(map(len, column)) for column in zip(*table, strict=True))
+    gap = 2 if names + sum(columns) + 2 * len(columns) <= _WIDTH else 1
+    lines = []
+    for name, *cells in table:
+        padded = [cell.rjust(width + gap) for cell, width in zip(cells, columns, strict=True)]
+        lines.append(name.ljust(names) + "".join(padded))
+    return "\n".join(lines)
 
 
 def _cell(value: Any, signed: bool) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.observe.expert_loads import Loads, rank_load, summary
 from orchestrator.plan import Plan
 from orchestrator.plan.expert_load import ExpertLoad
-from orchestrator.style import GRAY, Style, fold, three
+from orchestrator.style import GRAY, Style, three
 
 _STEPS = 10
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
@@ -24,7 +24,7 @@ def render(plan: Plan, loads: Loads, style: Style) -> str:
     lines = [style.title("Experts: load of the sampled steps")]
     head = (
         f"{'layer':<8}{'balance':>16}{'most/mean':>11}{'of a rank':>11}{'entropy':>9}"
-        f"{'dropped':>9}{'bias':>18}"
+        f"{'dropped':>9}{'bias':>16}"
     )
     lines.append(style.paint(head, GRAY))
     lines += [_layer_line(layer, statistics) for layer, statistics in numbers.items()]
@@ -33,7 +33,7 @@ def render(plan: Plan, loads: Loads, style: Style) -> str:
             f"fullest rank: {ranks['measured']:.3f} times the mean load, planned:"
             f" {ranks['planned']:.3f} (cost.expert_imbalance; orch calibrate --from RUN fits it)"
         )
-        lines += fold(comparison, style.width, 2)
+        lines += style.fold(comparison, 2)
     worst = min(numbers, key=lambda layer: numbers[layer]["balance"]["last"])
     head = f"tokens by expert over steps, layer {worst}: full height is twice the mean"
     lines += ["", style.paint(head, GRAY)]
@@ -50,7 +50,7 @@ def _layer_line(layer: str, statistics: Mapping[str, Any]) -> str:
     return (
         f"{layer:<8}{balance:>16}{three(statistics['load_ratio']):>11}"
         f"{three(statistics['rank_load_ratio']):>11}{statistics['router_entropy']:>9.2f}"
-        f"{statistics['dropped']:>9.1%}{bias:>18}"
+        f"{statistics['dropped']:>9.1%}{bias:>16}"
     )
 
 

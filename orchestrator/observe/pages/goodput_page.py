@@ -3,22 +3,13 @@ text."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.observe.colours import STATE
 from orchestrator.observe.goodput.intervals import STATES, WallState
-from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, seconds
+from orchestrator.style import GRAY, RED, Style, fold, seconds
 
-COLOUR = {
-    "productive": GREEN,
-    "replay": 141,
-    "startup": 80,
-    "checkpoint_stall": 75,
-    "rendezvous": YELLOW,
-    "waiting": GRAY,
-    "hang": RED,
-}
 LETTER = {state: state[0].upper() for state in STATES} | {"rendezvous": "Z"}
 _SHOWN = 0.2  # share of a cell from which lost time is visible
 _MOST_FAULTS = 20
@@ -50,10 +41,8 @@ def _states(seconds_of: Mapping[str, float], wall_s: float, style: Style) -> lis
     for state in STATES:
         spent = seconds_of.get(state, 0.0)
         if spent > 0:
-            name = style.paint(
-                f"{LETTER[state] + ' ' + state.replace('_', ' '):<22}", COLOUR[state]
-            )
-            bar = style.bar(spent / wall_s, 30, COLOUR[state])
+            name = style.paint(f"{LETTER[state] + ' ' + state.replace('_', ' '):<22}", STATE[state])
+            bar = style.bar(spent / wall_s, 30, STATE[state])
             lines.append(f"{name}{seconds(spent):>14}{spent / wall_s:>8.1%}  {bar}")
     return lines
 
@@ -62,11 +51,14 @@ def _samples(samples: Mapping[str, Any], style: Style) -> list[str]:
     if not samples["consumed"]:
         return []
     if samples["problems"]:
-        return [style.paint(f"samples: {problem}", RED) for problem in samples["problems"][:5]]
+        lines = []
+        for problem in samples["problems"][:5]:
+            lines += style.fold(style.paint(f"samples: {problem}", RED), 2)
+        return lines
     recomputed = ""
     if samples["undone_steps"]:
         recomputed = f", {samples['undone_steps']} steps were undone and recomputed"
-    return [f"{samples['consumed']:,} samples, each once{recomputed}"]
+    return style.fold(f"{samples['consumed']:,} samples, each once{recomputed}", 2)
 
 
 def strip(
@@ -93,7 +85,7 @@ def strip(
             spent_in[state] += max(0.0, min(end, cell_end) - max(start, cell_start))
         state = _cell_state(spent_in, cell_end - cell_start)
         character = "█" if style.colour and style.unicode else LETTER[state]
-        characters.append(style.paint(character, COLOUR[state]))
+        characters.append(style.paint(character, STATE[state]))
     return "".join(characters)
 
 
@@ -138,7 +130,7 @@ def _fault_lines(fault: Mapping[str, Any], style: Style) -> list[str]:
         f" {lost_steps:>5} {_seconds(fault['lost_s']):>8}  "
     )
     width = max(30, style.width - len(numbers))
-    first, *continuation = textwrap.wrap(fault["text"] or fault["kind"], width) or [""]
+    first, *continuation = fold(fault["text"] or fault["kind"], width)
     colour = None if fault["planned"] else RED
     indent = " " * len(numbers)
     return [

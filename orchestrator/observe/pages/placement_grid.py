@@ -1,5 +1,5 @@
-"""The placement grid: nodes by GPUs. Each cell is a rank, coloured by data-parallel replica and
-labelled by coordinate.
+"""The placement grid: nodes by GPUs. Each cell is a rank, coloured by replica and labelled by
+coordinate.
 
 More than 32 nodes are folded into ranges, so 2,048 nodes take a few lines and no information is
 lost.
@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 from functools import cached_property
 
+from orchestrator.observe.colours import MARK, REPLICA, ink_on, replica_colour, replica_round
 from orchestrator.plan import Plan
+from orchestrator.plan.batch import replica_of
 from orchestrator.plan.document import Coord
-from orchestrator.style import GRAY, REPLICA, Style
+from orchestrator.style import GRAY, Style
 
 MOST_LINES = 32  # nodes that are listed one by one
 MOST_FOLDED = 12  # lines of ranges for more nodes
@@ -22,6 +24,20 @@ _MOST_SWITCHES = 16  # of a level whose switches get headings
 def label_axes(plan: Plan) -> list[str]:
     """The axes of more than one rank, outermost first. Their coordinates label a cell."""
     return [axis for axis in reversed(plan.parallel.order) if getattr(plan.parallel, axis) > 1]
+
+
+def colour_key(plan: Plan) -> list[str]:
+    """What the colours of ranks mean, in the grid and in the plan's picture."""
+    par = plan.parallel
+    replicas = par.dp * par.ep
+    entries = []
+    if replicas > 1:
+        looks = "colour and pattern" if replicas > len(REPLICA) else "colour"
+        axes = "dp, ep" if par.ep > 1 else "dp"
+        entries.append(f"{looks}: replica ({axes})")
+    if par.pp > 1:
+        entries.append("tint: odd stage (pp)")
+    return entries
 
 
 def grid(plan: Plan, style: Style) -> list[str]:
@@ -43,8 +59,8 @@ class _Grid:
 
     def lines(self) -> list[str]:
         key = f"cell: {' '.join(self._axes)} coordinate" if self._axes else "one rank"
-        if self._colour_axis and self._style.colour:
-            key += f"; colour: {self._colour_axis}"
+        if self._style.colour:
+            key = "; ".join([key, *colour_key(self._plan)])
         lines = [self._style.paint(key, GRAY)]
         nodes = list(self._coords)
         if len(nodes) > MOST_LINES:
@@ -57,17 +73,17 @@ class _Grid:
         return lines
 
     @cached_property
-    def _colour_axis(self) -> str | None:
-        """Replicas differ in colour; if there is only one replica, pipeline stages do."""
+    def _cut_axis(self) -> str | None:
+        """The axis at whose coordinates a long run of nodes is cut."""
         for axis in ("dp", "pp", "ep", "cp", "tp"):
             if getattr(self._plan.parallel, axis) > 1:
                 return axis
         return None
 
-    def _colour(self, coord: Coord) -> int:
-        if self._colour_axis is None:
-            return REPLICA[0]
-        return REPLICA[getattr(coord, self._colour_axis) % len(REPLICA)]
+    def _fill(self, label: str, coord: Coord) -> str:
+        """Returns a label on the colour of its rank."""
+        code = replica_colour(replica_of(self._plan.parallel, coord), coord.pp)
+        return self._style.fill(label, code, ink_on(code))
 
     def _label(self, coord: Coord) -> str:
         return ".".join(str(getattr(coord, axis)) for axis in self._axes) or "0"
@@ -88,7 +104,7 @@ class _Grid:
         lines = []
         for start in range(0, len(coords), columns):
             cells = [
-                self._style.fill(self._label(coord).center(self._cell_width), self._colour(coord))
+                self._fill(self._label(coord).center(self._cell_width), coord)
                 for coord in coords[start : start + columns]
             ]
             name = node if start == 0 else " " * len(node)
@@ -132,16 +148,19 @@ class _Grid:
             f"{axis} {_range([getattr(coord, axis) for coord in coords])}" for axis in self._axes
         ]
         name = nodes[0] if len(nodes) == 1 else f"{nodes[0]} .. {nodes[-1]}"
-        mark = self._style.fill(" ", self._colour(coords[0])) if self._style.colour else "-"
+        mark = "-"
+        if self._style.colour:
+            replica = replica_of(self._plan.parallel, coords[0])
+            mark = self._fill(MARK[replica_round(replica)], coords[0])
         return f"  {mark} {name}  {'  '.join(ranges)}"
 
     def _pieces(self, run: list[str], limit: int) -> list[list[str]]:
-        """Cuts a run where the coordinate of the colour changes, and joins neighbours until there
+        """Cuts a run where the coordinate of `_cut_axis` changes, and joins neighbours until there
         are at most `limit` + 1 pieces."""
         pieces: list[list[str]] = []
         last_coordinates: object = None
         for node in run:
-            coordinates = self._colour_coordinates(node)
+            coordinates = self._cut_coordinates(node)
             if not pieces or coordinates != last_coordinates:
                 pieces.append([])
             pieces[-1].append(node)
@@ -152,8 +171,8 @@ class _Grid:
         joined = [pieces[start : start + step] for start in range(0, len(pieces), step)]
         return [list(itertools.chain(*neighbours)) for neighbours in joined]
 
-    def _colour_coordinates(self, node: str) -> list[int]:
-        axis = self._colour_axis
+    def _cut_coordinates(self, node: str) -> list[int]:
+        axis = self._cut_axis
         return sorted({getattr(coord, axis) for coord in self._coords[node]}) if axis else []
 
     def _heading_level(self) -> tuple[str, list[list[int]]]:

@@ -6,22 +6,17 @@ columns and without colour.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from orchestrator.observe.colours import CATEGORY, COMMUNICATION, COMPUTE, IDLE
 from orchestrator.observe.pages.placement_grid import grid
 from orchestrator.plan import AXES, Plan, batch
 from orchestrator.plan.document import AxisPlacement, Certificate
 from orchestrator.plan.expert_mesh import axes, expert_mesh
 from orchestrator.plan.interval import plus_minus
 from orchestrator.style import (
-    CATEGORY_COLOUR,
-    COMMUNICATION,
-    COMPUTE,
-    GRAY,
     GREEN,
-    IDLE,
     RED,
     YELLOW,
     Style,
@@ -155,12 +150,7 @@ def _training(plan: Plan) -> str:
 
 
 def _rows(title: str, rows: Sequence[tuple[str, str]], style: Style) -> str:
-    lines = [style.title(title)]
-    for name, content in rows:
-        wrapped = textwrap.wrap(content, max(20, style.width - 11))
-        lines.append(f"{style.paint(f'{name:<10}', GRAY)} {wrapped[0]}")
-        lines += [" " * 11 + continuation for continuation in wrapped[1:]]
-    return "\n".join(lines)
+    return "\n".join([style.title(title), *style.rows(rows, 11)])
 
 
 def _shares(plan: Plan) -> str:
@@ -183,16 +173,16 @@ def _days(value: float) -> str:
 def _placement(plan: Plan, style: Style) -> str:
     lines = [style.title("Placement"), *grid(plan, style), ""]
     for axis in _placed_axes(plan):
-        line = f"{MEANING[axis]}: {_groups(plan, axis)}"
+        line = f"{axis} {MEANING[axis]}: {_groups(plan, axis)}"
         if not plan.program:
             line += f"; {_traffic(plan.placement[axis])}"
-        first, *continuation = textwrap.wrap(line, style.width - 3)
-        lines.append(f"{style.paint(axis, bold=True)} {first}")
-        lines += [f"   {line}" for line in continuation]
+        first, *continuation = style.fold(line, 3)
+        lines.append(style.paint(axis, bold=True) + first.removeprefix(axis))
+        lines += continuation
     if plan.parallel.world_size == 1:
         lines.append("one rank: nothing to communicate")
     elif plan.certificate:
-        lines += textwrap.wrap(_certificate(plan.certificate), style.width)
+        lines += style.fold(_certificate(plan.certificate))
     return "\n".join(lines)
 
 
@@ -241,7 +231,7 @@ def _memory(plan: Plan, style: Style) -> str:
     lines = [style.title(f"Memory of the fullest rank ({memory.worst_rank}{stage}), {unit}")]
     for name in CATEGORIES:
         size = getattr(memory, name)
-        bar = style.bar(size / memory.capacity, cells, CATEGORY_COLOUR[name])
+        bar = style.bar(size / memory.capacity, cells, CATEGORY[name])
         lines.append(
             f"{name:<12} {three(size / scale):>8}  {bar} {percent(size / memory.capacity):>4}"
         )
@@ -296,28 +286,19 @@ def _time(plan: Plan, style: Style) -> str:
         lines.append(f"{name:<16} {seconds(value):>9} {bar} {percent(value / time.step_s):>4}")
     lines.append("")
     rates = f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%},"
-    lines += textwrap.wrap(
-        f"{rates} pipeline bubble {time.bubble_ratio:.1%} of the step", style.width
-    )
+    lines += style.fold(f"{rates} pipeline bubble {time.bubble_ratio:.1%} of the step")
     label = "limited by "
-    lines += textwrap.wrap(
-        label + time.limited_by,
-        style.width,
-        subsequent_indent=" " * len(label),
-    )
+    lines += style.fold(label + time.limited_by, len(label))
     if time.profile:
         software = "" if time.software == "orch" else f", as {time.software} would run it"
-        lines += textwrap.wrap(f"parameters {time.profile}{software}", style.width)
+        lines += style.fold(f"parameters {time.profile}{software}")
     return "\n".join(lines)
 
 
 def _warnings(plan: Plan, style: Style) -> str:
     lines = [style.title("Warnings")]
     for warning in plan.warnings:
-        mark = style.paint("!", YELLOW, bold=True)
-        wrapped = textwrap.wrap(warning, style.width - 2)
-        lines.append(f"{mark} {wrapped[0]}")
-        lines += ["  " + continuation for continuation in wrapped[1:]]
+        lines += style.fold(f"{style.paint('!', YELLOW, bold=True)} {warning}", 2)
     return "\n".join(lines)
 
 

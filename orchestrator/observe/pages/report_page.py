@@ -7,10 +7,10 @@ come with the style.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orchestrator.observe.colours import CATEGORY, COMPUTE
 from orchestrator.observe.expert_loads import Loads
 from orchestrator.observe.rank_trace import Timeline
 from orchestrator.plan import Plan
@@ -20,8 +20,6 @@ from orchestrator.plan.flops import (
     model_flops_per_token,
 )
 from orchestrator.style import (
-    CATEGORY_COLOUR,
-    COMPUTE,
     GRAY,
     YELLOW,
     Style,
@@ -90,7 +88,7 @@ def _run(report: dict[str, Any], style: Style) -> str:
     return "\n".join(
         [
             style.title("Report"),
-            *(f"{style.paint(f'{name:<10}', GRAY)} {content}" for name, content in rows),
+            *style.rows(rows, 11),
         ]
     )
 
@@ -147,9 +145,9 @@ def _verdict(
         return []
     position = "inside" if pair["inside"] else style.paint("outside", YELLOW, bold=True)
     interval = f"{show(pair['low'])} to {show(pair['high'])}"
-    lines = [f"{position} the interval of the prediction, {interval}"]
+    lines = style.fold(f"{position} the interval of the prediction, {interval}", 2)
     for cause in pair.get("drift", []):
-        lines += textwrap.wrap(cause, style.width, initial_indent="  ", subsequent_indent="    ")
+        lines += style.fold(f"  {cause}", 4)
     return lines
 
 
@@ -166,11 +164,11 @@ def _first_steps(timeline: Timeline, style: Style) -> str:
                 * round(peak[name] / largest * cells),
                 code,
             )
-            for name, code in ((name, CATEGORY_COLOUR[name]) for name in CATEGORIES if name in peak)
+            for name, code in ((name, CATEGORY[name]) for name in CATEGORIES if name in peak)
         )
         total = sum(peak.values())
         lines.append(f"{step.name:<8}{seconds(step.end - step.start):>9}{binary(total):>10}  {bar}")
-    legend = "  ".join(style.paint(name, CATEGORY_COLOUR[name]) for name in CATEGORIES)
+    legend = "  ".join(style.paint(name, CATEGORY[name]) for name in CATEGORIES)
     return "\n".join([*lines, f"{style.paint('of', GRAY)} {legend}"])
 
 
@@ -186,14 +184,14 @@ def _communication(report: dict[str, Any], style: Style) -> str:
     waits = {axis: value for axis, value in report["comm_s_per_step"]["measured"].items() if value}
     if waits:
         waited = ", ".join(f"{axis} {seconds(value)}" for axis, value in waits.items())
-        lines += textwrap.wrap(f"waited for, in the median step: {waited}", style.width)
+        lines += style.fold(f"waited for, in the median step: {waited}")
     if report["expert_bytes_per_step"]:
         spent = report["expert_s_per_step"]
         sent = [
             f"{level} {binary(size)}" + (f" in {seconds(spent[level])}" if level in spent else "")
             for level, size in report["expert_bytes_per_step"].items()
         ]
-        lines += textwrap.wrap(f"to experts of other ranks: {', '.join(sent)}", style.width)
+        lines += style.fold(f"to experts of other ranks: {', '.join(sent)}")
     return "\n".join(lines)
 
 
@@ -232,7 +230,7 @@ def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
 def _formulas(report: dict[str, Any], plan: Plan, style: Style) -> str:
     lines = [style.title("How it is counted")]
     for formula in formulas(report, plan):
-        lines += textwrap.wrap(formula, style.width, subsequent_indent="  ")
+        lines += style.fold(formula, 2)
     return "\n".join(lines)
 
 

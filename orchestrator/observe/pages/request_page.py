@@ -8,7 +8,7 @@ from orchestrator.run.left_out import describe_copy
 from orchestrator.run.request import Code, LaunchRequest
 from orchestrator.style import Style, si
 
-from .run_page import labelled_rows
+from .run_page import INDENT
 
 
 def request_page(request: LaunchRequest, style: Style) -> str:
@@ -37,7 +37,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         ("restarts", f"{policy.max_restarts} after failures; {policy.grace_s:g} s to save"),
         ("files", ", ".join(files)),
     ]
-    return "\n".join([style.title("Request"), *labelled_rows(rows, style)])
+    return "\n".join([style.title("Request"), *style.rows(rows, INDENT)])
 
 
 def _source(code: Code) -> str:

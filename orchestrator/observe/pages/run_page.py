@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from orchestrator.plan.exits import Exit, meaning
 from orchestrator.run.bad_nodes import BadNode
 from orchestrator.run.state import Cause, RunState
-from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, fold, seconds, si, three
+from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, seconds, si, three
 
 if TYPE_CHECKING:  # measurements of a run, which a job that is only submitted does not have
     from orchestrator.observe.goodput.account import Account
     from orchestrator.observe.live import Live
 
-_INDENT = 12  # columns of a row's name
+INDENT = 12  # columns of a row's name
 _MOST_NODES = 64  # that are listed
 COLOUR = {
     "done": GREEN,
@@ -48,7 +48,7 @@ def run_page(
         *(_goodput_rows(state, spent, style) if spent else []),
         ("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"),
     ]
-    lines = [style.title("Run"), *labelled_rows(rows, style)]
+    lines = [style.title("Run"), *style.rows(rows, INDENT)]
     if state.nodes:
         lines += ["", style.title("Nodes"), *_nodes(state, live, style)]
     earlier = [epoch.cause for epoch in state.epochs if epoch.cause and epoch.outcome == "restart"]
@@ -150,7 +150,7 @@ def _goodput_rows(state: RunState, spent: Account, style: Style) -> list[Row]:
         (start - state.created_at, end - state.created_at, wall_state)
         for start, end, wall_state in spent.intervals
     ]
-    cells = max(20, style.width - _INDENT)
+    cells = max(20, style.width - INDENT)
     return [
         ("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{loss}"),
         ("", strip(intervals, spent.wall_s, style, cells)),
@@ -201,7 +201,7 @@ def end_lines(state: RunState, style: Style) -> list[str]:
     ending = f"{state.state}: {state.reason}"
     if state.exit_code:
         ending += f", exit code {state.exit_code} ({_meaning(state, state.exit_code)})"
-    first, *continuation = fold(ending, style.width, 2)
+    first, *continuation = style.fold(ending, 2)
     name = style.paint(state.state, COLOUR.get(state.state), bold=True)
     lines = [name + first.removeprefix(state.state), *continuation]
     if state.cause:
@@ -242,7 +242,7 @@ def list_page(rows: list[tuple[str, ...]], style: Style) -> str:
             cells[1] = style.paint(cells[1], COLOUR.get(row[1]))
         job_lines = []
         if is_narrow:  # the job gets its own line
-            job_lines = fold(f"  {cells.pop(2).rstrip()}", style.width, 4)
+            job_lines = style.fold(f"  {cells.pop(2).rstrip()}", 4)
         row_lines = ["  ".join(cells).rstrip(), *job_lines]
         if index == 0:
             row_lines = [style.paint(line, GRAY) for line in row_lines]
@@ -266,13 +266,14 @@ def _widths(table: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _aligned(table: Sequence[Sequence[str]], style: Style) -> list[str]:
-    """The rows of a table as aligned lines; the first row is its head."""
+    """The rows of a table as aligned lines; the first row is its head, and long rows are folded."""
     widths = _widths(table)
-    lines = []
+    lines: list[str] = []
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return [style.paint(lines[0], GRAY), *lines[1:]]
+        line = "  ".join(cells).rstrip()
+        lines += style.fold(line if lines else style.paint(line, GRAY), 4)
+    return lines
 
 
 def _known(**values: float | None) -> list[str]:
@@ -308,21 +309,9 @@ def _node_row(name: str, state: RunState, live: Live) -> tuple[str, ...]:
 
 
 def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
-    lines = [style.title(title), style.paint(cause.text, RED)]
+    lines = [style.title(title), *style.fold(style.paint(cause.text, RED), 2)]
     if cause.stack:
-        lines.append(style.paint(f"stack: {cause.stack}", GRAY))
+        lines += style.fold(style.paint(f"stack: {cause.stack}", GRAY), 2)
     if cause.log:
         lines.append(style.paint(f"{cause.log}:", GRAY))
     return lines + [f"  {line}" for line in cause.tail[-tail:]]
-
-
-def labelled_rows(rows: Sequence[Row], style: Style) -> list[str]:
-    """Rows of a name and its content, which wraps."""
-    width = max(30, style.width - _INDENT)
-    lines = []
-    for name, content in rows:
-        wrapped = textwrap.wrap(content, width, break_on_hyphens=False, break_long_words=False)
-        first, *continuation = wrapped or [""]
-        lines.append(f"{style.paint(f'{name:<{_INDENT - 1}}', GRAY)} {first}")
-        lines += [" " * _INDENT + line for line in continuation]
-    return lines

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from orchestrator.observe.colours import hex_of
 from orchestrator.observe.pages.plan_page import CATEGORIES
 from orchestrator.observe.rank_trace import Timeline
 from orchestrator.style import binary, seconds
@@ -94,6 +95,7 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
     ax.tick_params(labelbottom=False)
     ax.grid(axis="y", color="#e5e7eb", linewidth=0.6)
     ax.set_axisbelow(True)
+    backdrop = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the grid
     for step in timeline.steps:
         ax.axvline(
             step.start * 1e3,
@@ -112,6 +114,7 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
             va="top",
             fontsize=9,
             color=INK,
+            bbox=backdrop,
         )
 
 
@@ -140,9 +143,21 @@ def _memory_legend(ax: Axes) -> None:
 def _actions(ax: Axes, timeline: Timeline) -> None:
     for name, spans in itertools.groupby(sorted(timeline.actions), key=lambda span: span.name):
         bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
-        colour, pattern, label = ACTION.get(name, (MUTED, "", name))
-        look = {"facecolors": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
-        ax.broken_barh(bars, (0, 1), label=label, **look)
+        colour = MUTED
+        pattern = ""
+        label = name
+        if name in ACTION:
+            tints, pattern, label = ACTION[name]
+            colour = hex_of(tints[0])
+        ax.broken_barh(
+            bars,
+            (0, 1),
+            label=label,
+            facecolors=colour,
+            edgecolor=STROKE,
+            linewidth=0,
+            hatch=pattern,
+        )
     ax.set_yticks([])
     ax.set_ylim(0, 1)
     ax.set_xlabel("milliseconds")

@@ -6,15 +6,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from orchestrator import style
 from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
 from orchestrator.cost.memory.recipe import recipe_of
 from orchestrator.cost.of_plan import pipeline_timeline
 from orchestrator.cost.workload import Workload
+from orchestrator.observe import colours
+from orchestrator.observe.colours import hex_of, ink_on
 from orchestrator.plan import Plan
 from orchestrator.plan.interval import interval
 from orchestrator.plan.schedules import Span, Timeline
-from orchestrator.style import hex_of, seconds
+from orchestrator.style import seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,21 +25,17 @@ MUTED = "#6b7280"
 LINE = "#d1d5db"
 INK = "#1f2937"
 STROKE = (0.12, 0.16, 0.22, 0.45)  # of patterns, over any colour
-REPLICA = tuple(map(hex_of, style.REPLICA))
-#: Patterns of the replicas beyond the colours: one per round of the colours.
-PATTERN = ("", "////", "....", "xxxx", "----", "oooo", "\\\\\\\\", "++++")
-CATEGORY = {name: hex_of(code) for name, code in style.CATEGORY_COLOUR.items()}
-#: Kind of action -> colour, pattern and label. The two halves of a backward pass have its colour
-#: and a pattern.
+CATEGORY = {name: hex_of(code) for name, code in colours.CATEGORY.items()}
+#: Kind of action -> colours of even and odd chunks, pattern and label. The two halves of a backward
+#: pass have its colours and a pattern.
 ACTION = {
-    "F": (hex_of(style.FORWARD), "", "forward"),
-    "B": (hex_of(style.BACKWARD), "", "backward"),
-    "I": (hex_of(style.BACKWARD), "////", "input's gradient"),
-    "W": (hex_of(style.BACKWARD), "....", "weight's gradient"),
+    "F": (colours.FORWARD, "", "forward"),
+    "B": (colours.BACKWARD, "", "backward"),
+    "I": (colours.BACKWARD, "////", "input's gradient"),
+    "W": (colours.BACKWARD, "....", "weight's gradient"),
 }
 GIB = 1 << 30
 _MOST_ROWS = 16  # pipeline ranks beyond which rows have no labels
-Colour = tuple[float, float, float]  # red, green, blue
 
 RC = {
     "font.family": "sans-serif",
@@ -59,16 +56,6 @@ RC = {
     "hatch.linewidth": 0.6,
     "figure.facecolor": "white",
 }
-
-
-def shade(colour: str, amount: float) -> Colour:
-    """Mixes a #rrggbb colour with white: amount 0 is the colour, 1 is white."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return (
-        red + (1 - red) * amount,
-        green + (1 - green) * amount,
-        blue + (1 - blue) * amount,
-    )
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
@@ -120,6 +107,7 @@ def memory(ax: Axes, plan: Plan) -> None:
     capacity = plan.memory.capacity / GIB
     ax.axvline(
         capacity,
+        ymax=0.96,  # below the legend
         color=INK,
         linewidth=1.4,
         linestyle=(0, (4, 3)),
@@ -196,8 +184,8 @@ def _time_rows(plan: Plan) -> list[tuple[str, float, str]]:
     """(name, seconds, colour) of each bar; the last one is the whole step."""
     prediction = plan.time
     exposed = prediction.exposed_comm_s
-    communication = hex_of(style.COMMUNICATION)
-    rows = [("compute", prediction.compute_s, hex_of(style.COMPUTE))]
+    communication = hex_of(colours.COMMUNICATION)
+    rows = [("compute", prediction.compute_s, hex_of(colours.COMPUTE))]
     rows += [
         (
             f"{axis} comm.",
@@ -209,7 +197,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, float, str]]:
     ]
     if plan.parallel.pp > 1:
         bubble = prediction.step_s - prediction.compute_s - sum(exposed.values())
-        rows.append(("bubble", max(0.0, bubble), hex_of(style.IDLE)))
+        rows.append(("bubble", max(0.0, bubble), hex_of(colours.IDLE)))
     rows.append(("step", prediction.step_s, "white"))
     return rows
 
@@ -248,7 +236,9 @@ def pipeline(ax: Axes, plan: Plan) -> None:
     count = f"first {shown} of {plan.parallel.micro_batches}"
     if shown == plan.parallel.micro_batches:
         count = f"all {shown}"
-    ax.set_title(f"Pipeline timeline, {plan.parallel.schedule}   [{count} micro-batches]", pad=24)
+    tint = ", tint: odd chunks of layers" if plan.parallel.vpp > 1 else ""
+    title = f"Pipeline timeline, {plan.parallel.schedule}   [{count} micro-batches{tint}]"
+    ax.set_title(title, pad=24)
     ax.tick_params(length=0)
 
 
@@ -256,15 +246,14 @@ def _actions(ax: Axes, plan: Plan, timeline: Timeline, scale: float) -> list[Pat
     """Draws all actions. Returns the handles for the legend."""
     pp = plan.parallel.pp
     boxes: dict[str, list[Any]] = {name: [] for name in ACTION}
-    colours: dict[str, list[Any]] = {name: [] for name in ACTION}
+    fills: dict[str, list[Any]] = {name: [] for name in ACTION}
     for rank, spans in enumerate(timeline.spans):
         for span in spans:
             kind = span.action.kind.name
             chunk = timeline.schedule.model_stage(span.action.stage) // pp
-            tint = 0.5 * chunk / max(1, plan.parallel.vpp - 1)
-            colour = shade(ACTION[kind][0], tint)
+            colour = ACTION[kind][0][chunk % 2]
             boxes[kind].append(_box(span, rank, scale))
-            colours[kind].append(colour)
+            fills[kind].append(hex_of(colour))
             label = str(span.action.micro_batch)
             label_share = 0.006 * (1 + len(label))
             if pp <= _MOST_ROWS and (span.end - span.start) / timeline.makespan > label_share:
@@ -276,7 +265,7 @@ def _actions(ax: Axes, plan: Plan, timeline: Timeline, scale: float) -> list[Pat
                     label=label,
                     colour=colour,
                 )
-    return _action_boxes(ax, boxes, colours)
+    return _action_boxes(ax, boxes, fills)
 
 
 def _box(span: Span, rank: int, scale: float) -> list[tuple[float, float]]:
@@ -295,11 +284,11 @@ def _action_label(
     scale: float,
     *,
     label: str,
-    colour: Colour,
+    colour: int,
 ) -> None:
     """Writes an action's micro-batch, on a backdrop that hides the strokes of a pattern."""
     _, pattern, _ = ACTION[span.action.kind.name]
-    backdrop = {"facecolor": colour, "edgecolor": "none", "pad": 0.5}
+    backdrop = {"facecolor": hex_of(colour), "edgecolor": "none", "pad": 0.5}
     ax.text(
         (span.start / scale + span.end / scale) / 2,
         rank,
@@ -307,6 +296,7 @@ def _action_label(
         ha="center",
         va="center",
         fontsize=6.5,
+        color=hex_of(ink_on(colour)),
         bbox=backdrop if pattern else None,
     )
 
@@ -314,19 +304,19 @@ def _action_label(
 def _action_boxes(
     ax: Axes,
     boxes: dict[str, list[Any]],
-    colours: dict[str, list[Any]],
+    fills: dict[str, list[Any]],
 ) -> list[Patch]:
     """Draws the boxes of each kind of action. Returns the handles for the legend."""
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
     handles = []
-    for kind, (colour, pattern, label) in ACTION.items():
+    for kind, (tints, pattern, label) in ACTION.items():
         if not boxes[kind]:
             continue
         filled = PolyCollection(
             boxes[kind],
-            facecolors=colours[kind],
+            facecolors=fills[kind],
             edgecolors=STROKE,
             linewidths=0,
             hatch=pattern,
@@ -340,7 +330,7 @@ def _action_boxes(
         )
         ax.add_collection(border)
         handle = Patch(
-            facecolor=colour,
+            facecolor=hex_of(tints[0]),
             hatch=pattern,
             edgecolor=STROKE,
             linewidth=0,

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.observe.pages.placement_grid import label_axes
+from orchestrator.observe.colours import (
+    HATCH,
+    REPLICA,
+    hex_of,
+    ink_on,
+    replica_colour,
+    replica_round,
+)
+from orchestrator.observe.pages.placement_grid import colour_key, label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
 from orchestrator.plan.document import Coord
 
-from .panels import MUTED, PATTERN, REPLICA, STROKE, ranges, shade
+from .panels import MUTED, STROKE, ranges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,14 +172,12 @@ class Topology:
     # ----------------------------------------------------------------------------------------------
     #     nodes
 
-    def _colour(self, coord: Coord) -> tuple[float, float, float]:
-        par = self.plan.parallel
-        tint = 0.0 if par.pp == 1 else 0.55 * coord.pp / (par.pp - 1)
-        return shade(REPLICA[replica_of(par, coord) % len(REPLICA)], tint)
+    def _colour(self, coord: Coord) -> int:
+        return replica_colour(replica_of(self.plan.parallel, coord), coord.pp)
 
     @staticmethod
     def _pattern(replica: int) -> str:
-        return PATTERN[replica // len(REPLICA) % len(PATTERN)]
+        return HATCH[replica_round(replica)]
 
     def _cells(self, ax: Axes, columns: Columns) -> None:
         """Draws a labelled cell per GPU, and the node names below."""
@@ -189,14 +195,14 @@ class Topology:
                 (x + 0.03, y + 0.06),
                 0.86,
                 0.88,
-                facecolor=colour,
+                facecolor=hex_of(colour),
                 edgecolor=STROKE,
                 linewidth=0,
                 hatch=pattern,
             )
             ax.add_patch(cell)
             # A backdrop keeps the strokes of a pattern out of the label.
-            backdrop = {"facecolor": colour, "edgecolor": "none", "pad": 1.2}
+            backdrop = {"facecolor": hex_of(colour), "edgecolor": "none", "pad": 1.2}
             ax.text(
                 x + 0.46,
                 y + 0.5,
@@ -204,6 +210,7 @@ class Topology:
                 ha="center",
                 va="center",
                 fontsize=label_size,
+                color=hex_of(ink_on(colour)),
                 bbox=backdrop if pattern else None,
             )
         for node, x in columns.items():
@@ -221,10 +228,11 @@ class Topology:
         """Draws an image per switch if there are too many nodes for labels: a column per node, a
         row per GPU, and the replicas below."""
         import numpy as np
+        from matplotlib.colors import to_rgb
 
         par = self.plan.parallel
         coords = {(self._node_index[rank.node], rank.gpu): rank.coord for rank in self.plan.ranks}
-        colours = {gpu: self._colour(coord) for gpu, coord in coords.items()}
+        colours = {gpu: to_rgb(hex_of(self._colour(coord))) for gpu, coord in coords.items()}
         replicas = {gpu: replica_of(par, coord) for gpu, coord in coords.items()}
         for block in self._blocks:
             nodes = [node for node in block if node in columns]
@@ -296,15 +304,8 @@ class Topology:
                     ax.add_patch(Rectangle(corner, length, height, hatch=pattern, **style))
 
     def _legend(self) -> str:
-        par = self.plan.parallel
         axes = label_axes(self.plan)
-        entries = []
-        if par.dp * par.ep > 1:
-            has_patterns = par.dp * par.ep > len(REPLICA)
-            replica_axes = "dp, ep" if par.ep > 1 else "dp"
-            entries.append(f"colour{' and pattern' * has_patterns}: replica ({replica_axes})")
-        if par.pp > 1:
-            entries.append("tint: stage (pp)")
+        entries = colour_key(self.plan)
         if self.labelled and axes:
             entries.append(f"label: {'.'.join(axes)}")
         entries += [
