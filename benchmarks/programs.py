@@ -1,40 +1,67 @@
-"""One DDP program under `orch run` and torchrun, 2 nodes of 2 ranks: a worker killed, a node lost.
+"""Programs of users under `orch run` and torchrun, 2 nodes of 2 ranks: a worker killed, a node lost,
+ended and resumed.
 
-`python -m benchmarks.programs --trials N` makes each trial with a new job and writes it as a line
-of `RESULTS`: seconds until the program steps again in a new attempt, of whatever size, and the load
-average. torchrun is tried as it is and with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: else its
-workers find in their store the addresses that those of the attempt before have left there (torch
-2.15). `--page` prints the table of docs/programs.md.
+`python -m benchmarks.programs --programs ddp,trl --launchers orch,torchrun` runs each program under
+each launcher with all faults, writes one line of `RESULTS` for each, and writes the table of
+docs/programs.md with `--page`. torchrun can also be tried with
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` (`torchrun_new_store`): without it, its workers find in their
+store the addresses that those of the attempt before have left there (torch 2.15).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
+from tests.beds.programs import SIMULATED_NODES
 from tests.patience import PATIENCE_S
 
-PROGRAM = Path(__file__).parents[1] / "tests" / "beds" / "programs" / "ddp.py"
+ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "programs.jsonl"
-STEPS = 400
+PAGE = ROOT / "docs" / "programs.md"
 STEP_S = 0.25
-#: How long a trial waits for the steps after its fault; a job that has not stepped before it is no
-#: trial.
-TRIAL_LIMIT_S = 120.0
+#: How long the table waits for steps after a fault.
+TRIAL_LIMIT_S = 150.0
+
+
+class Program(NamedTuple):
+    """A user's program, in tests/beds/programs: `script STEPS FOLDER SECONDS_A_STEP`."""
+
+    script: str
+    packages: tuple[str, ...] = ()  # that it needs besides torch
+    overrides: tuple[str, ...] = ()  # words for `orch run`
+    steps: int = 200
+    saved_after: int = 5  # the step of its first checkpoint
+    #: Relative difference of losses that another number of ranks or another order of sums makes.
+    tolerance: float = 1e-3
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "tests" / "beds" / "programs" / self.script
+
+
+PROGRAMS = {
+    "ddp": Program("ddp.py", steps=400, saved_after=1),
+    "nanogpt": Program("nanogpt.py"),
+    "fsdp_tp": Program("fsdp_tp.py", overrides=("parallel=tp2",)),
+    "accelerate": Program("accelerate_loop.py", packages=("accelerate",)),
+    "lightning": Program("lightning_trainer.py", packages=("pytorch_lightning",)),
+    "trl": Program("trl_sft.py", packages=("trl", "datasets")),
+}
 
 
 class Step(NamedTuple):
@@ -48,11 +75,12 @@ class Launcher:
     """One program in a folder of its own, with so many ranks on each of two nodes; subclasses start
     it."""
 
-    def __init__(self, home: Path, ranks_per_node: int = 2):
+    def __init__(self, program: Program, home: Path, ranks_per_node: int = 2):
+        self.program = program
         self.home = home
         self.ranks_per_node = ranks_per_node
         home.mkdir(parents=True)
-        self.argv = [str(PROGRAM), str(STEPS), str(home), str(STEP_S)]
+        self.argv = [str(program.path), str(program.steps), str(home), str(STEP_S)]
         self.environment = {**os.environ, "ORCH_HOME": str(home / "orch"), "OMP_NUM_THREADS": "1"}
 
     def start(self) -> None:
@@ -95,23 +123,33 @@ class Launcher:
 
         return until(reached, limit_s)[1].at - since
 
+    def workers(self) -> dict[int, psutil.Process]:
+        """Rank -> its process: the topmost one with the program's arguments and a rank."""
+        workers: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if str(self.home) not in process.cmdline():
+                    continue
+                rank = process.environ().get("RANK", "")
+                if rank.isdecimal():
+                    earliest = workers.setdefault(int(rank), process)
+                    if process.create_time() < earliest.create_time():
+                        workers[int(rank)] = process
+        return workers
+
     def kill_worker(self, limit_s: float = PATIENCE_S) -> float:
         """Seconds to the second step of an attempt with a new rank 0: until then the peers may step
         on."""
-        first = self.home / "pid-0"
-        last = self.home / f"pid-{2 * self.ranks_per_node - 1}"
-        before = first.read_text()
+        workers = self.workers()
         began = time.time()
-        os.kill(int(last.read_text()), signal.SIGKILL)
-
-        def stepped() -> list[Step]:
-            if first.read_text() in ("", before):
-                return []
-            attempt = first.stat().st_mtime
-            later = [one for one in self.steps() if one.at > attempt]
-            return later if len(later) > 1 else []
-
-        return until(stepped, limit_s)[1].at - began
+        workers[max(workers)].kill()
+        until(lambda: not workers[0].is_running(), limit_s, every_s=0.1)
+        restarted_at = until(
+            lambda: 0 in (new := self.workers()) and new[0].create_time(),
+            limit_s,
+            every_s=0.5,
+        )
+        return restarted_at - began + self.stepped(restarted_at, limit_s=limit_s)
 
     def kill_node(self, limit_s: float = PATIENCE_S) -> float:
         agent = psutil.Process(self.node())
@@ -120,13 +158,13 @@ class Launcher:
         return self.stepped(time.time(), self.ranks_per_node, limit_s)
 
 
-def until(condition: Callable, limit_s: float = PATIENCE_S):
+def until(condition: Callable, limit_s: float = PATIENCE_S, every_s: float = 0.02):
     end = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (value := condition()):
         if time.monotonic() > end:
             raise TimeoutError(f"nothing within {limit_s:g} s")
-        time.sleep(0.02)
-    return found
+        time.sleep(every_s)
+    return value
 
 
 class Orch(Launcher):
@@ -134,13 +172,12 @@ class Orch(Launcher):
         words = ["run", "cluster=local_nodes", "--nnodes", "1:2"]
         words += ["--nproc-per-node", str(self.ranks_per_node)]
         words += ["--max-restarts", "20", "--detach", "--json"]
+        words += [*SIMULATED_NODES, *self.program.overrides]
         self.run_id = json.loads(self._orch(*words, *self.argv).stdout)["run_id"]
 
     def _orch(self, *words: str) -> subprocess.CompletedProcess:
         argv = [sys.executable, "-m", "orchestrator", *words]
-        return subprocess.run(
-            argv, env=self.environment, cwd=PROGRAM.parents[3], capture_output=True, text=True
-        )
+        return subprocess.run(argv, env=self.environment, cwd=ROOT, capture_output=True, text=True)
 
     def _state(self) -> dict:
         return json.loads((self.home / "orch" / "runs" / self.run_id / "state.json").read_text())
@@ -191,12 +228,11 @@ class Torchrun(Launcher):
             time.sleep(2.0)  # the first hosts the store
 
     def node(self) -> int:
-        held = {int((self.home / f"pid-{rank}").read_text()) for rank in range(self.ranks_per_node)}
+        first = self.workers()[0]
         return next(
             agent.pid
             for agent in self.agents
-            if not held
-            & {child.pid for child in psutil.Process(agent.pid).children(recursive=True)}
+            if first not in psutil.Process(agent.pid).children(recursive=True)
         )
 
     def end(self) -> int:
@@ -232,102 +268,132 @@ class Torchrun(Launcher):
 class TorchrunWithNewStore(Torchrun):
     """Each attempt has a store of its own."""
 
-    def __init__(self, home: Path, ranks_per_node: int = 2):
-        super().__init__(home, ranks_per_node)
+    def __init__(self, program: Program, home: Path, ranks_per_node: int = 2):
+        super().__init__(program, home, ranks_per_node)
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {
-    "orch run": Orch,
+    "orch": Orch,
     "torchrun": Torchrun,
-    "torchrun, new store": TorchrunWithNewStore,
+    "torchrun_new_store": TorchrunWithNewStore,
 }
-FAULTS = ("kill_worker", "kill_node")
 
 
-def trial(name: str, launcher: Launcher, fault: str) -> dict:
-    """One fault in a new job. `again_s` is None where it did not step again within
-    `TRIAL_LIMIT_S`."""
-    found: dict = {"launcher": name, "fault": fault, "load": round(os.getloadavg()[0], 1)}
+def measure(launcher: Launcher, limit_s: float = PATIENCE_S) -> dict:
+    """Seconds to steps, exit codes, and the loss of every step. Where the program does not step
+    again after a fault within the limit, `problem` names the fault."""
+    record: dict = {}
+    stage = "start"
     try:
         began = time.time()
         launcher.start()
-        found["first_steps_s"] = round(
-            launcher.stepped(began, ranks=2 * launcher.ranks_per_node), 2
-        )
-        found["again_s"] = None
-        found["again_s"] = round(getattr(launcher, fault)(TRIAL_LIMIT_S), 2)
-        found["ranks"] = launcher.steps()[-1].ranks
+        record["first_steps_s"] = launcher.stepped(began, ranks=2 * launcher.ranks_per_node)
+        stage = "first checkpoint"
+        until(lambda: any(one.step > launcher.program.saved_after for one in launcher.steps()))
+        stage = "worker_killed"
+        record["worker_killed_s"] = launcher.kill_worker(limit_s)
+        stage = "node_lost"
+        record["node_lost_s"] = launcher.kill_node(limit_s)
+        stage = "end"
+        record["ended_code"] = launcher.end()
+        record["steps_at_end"] = max(one.step for one in launcher.steps())
+        began = time.time()
+        stage = "resume"
+        launcher.resume()
+        record["resumed_s"] = launcher.stepped(began, limit_s=limit_s)
+        record["resumed_at"] = next(one.step for one in launcher.steps() if one.at > began)
+        stage = "finish"
+        (launcher.home / "hurry").touch()
+        record["done_code"] = launcher.wait()
     except TimeoutError as error:
-        found["problem"] = str(error)
+        record["problem"] = f"{stage}: {error}"
     finally:
+        record["losses"] = {one.step: one.loss for one in launcher.steps()}
         launcher.close()
-    return found
+    return record
+
+
+def trial(program_name: str, launcher_name: str) -> dict:
+    """One line of the results: `measure` without the losses, and whether every step has one."""
+    program = PROGRAMS[program_name]
+    load = round(os.getloadavg()[0], 1)
+    with tempfile.TemporaryDirectory() as home:
+        record = measure(LAUNCHERS[launcher_name](program, Path(home, "job")), TRIAL_LIMIT_S)
+    losses = record.pop("losses")
+    for name, value in record.items():
+        if isinstance(value, float):
+            record[name] = round(value, 1)
+    return {
+        "program": program_name,
+        "launcher": launcher_name,
+        "load": load,
+        **record,
+        "every_step": sorted(losses) == list(range(1, program.steps + 1)),
+    }
+
+
+def seconds_of(record: dict, stage: str, name: str) -> str:
+    """The cell of a stage: its seconds, `no` if the program did not step again, `-` if it was not
+    tried."""
+    if name in record:
+        return f"{record[name]:.0f} s"
+    return "no" if record.get("problem", "").startswith(f"{stage}:") else "-"
 
 
 def page(trials: list[dict]) -> str:
-    """A row for each kind of trial: how many stepped again, and after how many seconds (median,
-    most)."""
-    rows = ["| fault | under | stepped again | after, median / most |", "|---|---|--:|--:|"]
-    for fault, name in itertools.product(FAULTS, LAUNCHERS):
-        kind = [
-            one
-            for one in trials
-            if (one["launcher"], one["fault"]) == (name, fault) and "again_s" in one
-        ]
-        if not kind:
+    """The table of the latest trial of each program and launcher."""
+    rows = [
+        "| program | under | first steps | worker killed | node lost | end | resumed | all steps |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    latest = {(one["program"], one["launcher"]): one for one in trials}
+    for program, launcher in itertools.product(PROGRAMS, LAUNCHERS):
+        if (program, launcher) not in latest:
             continue
-        again = [one["again_s"] for one in kind if one["again_s"] is not None]
-        times = f"{statistics.median(again):.1f} / {max(again):.1f} s" if again else "-"
-        rows.append(f"| {fault} | {name} | {len(again)} of {len(kind)} | {times} |")
-    loads = [one["load"] for one in trials]
-    return "\n".join(
-        [
-            *rows,
-            "",
-            f"Load average {min(loads)} to {max(loads)}, median {statistics.median(loads):.1f}.",
+        one = latest[program, launcher]
+        cells = [
+            seconds_of(one, "start", "first_steps_s"),
+            seconds_of(one, "worker_killed", "worker_killed_s"),
+            seconds_of(one, "node_lost", "node_lost_s"),
+            str(one.get("ended_code", "-")),
+            seconds_of(one, "resume", "resumed_s"),
+            "yes" if one["every_step"] else "no",
         ]
-    )
+        rows.append(f"| {program} | {launcher} | {' | '.join(cells)} |")
+    loads = [one["load"] for one in latest.values()]
+    return "\n".join([*rows, "", f"Load average {min(loads)} to {max(loads)} on 2 cores."])
 
 
-def measure(launcher: Launcher) -> dict:
-    """Seconds to steps, exit codes, and the loss of every step."""
-    found: dict = {}
-    try:
-        began = time.time()
-        launcher.start()
-        found["first_steps_s"] = launcher.stepped(began, ranks=2 * launcher.ranks_per_node)
-        found["worker_killed_s"] = launcher.kill_worker()
-        found["node_lost_s"] = launcher.kill_node()
-        found["ended_code"] = launcher.end()
-        began = time.time()
-        launcher.resume()
-        found["resumed_s"] = launcher.stepped(began)
-        (launcher.home / "hurry").touch()
-        found["done_code"] = launcher.wait()
-        found["losses"] = {one.step: one.loss for one in launcher.steps()}
-    except TimeoutError as error:
-        found["problem"] = str(error)
-    finally:
-        launcher.close()
-    return found
+def names_of(choices: dict[str, Any]) -> Callable[[str], list[str]]:
+    """Returns the parser of a comma-separated list of keys of `choices`."""
+
+    def names(text: str) -> list[str]:
+        unknown = set(text.split(",")) - choices.keys()
+        if unknown:
+            message = f"{', '.join(sorted(unknown))}: choose from {', '.join(choices)}"
+            raise argparse.ArgumentTypeError(message)
+        return text.split(",")
+
+    return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=0, help="of each kind")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
-    parser.add_argument("--page", action="store_true")
-    asked = parser.parse_args()
-    for _ in range(asked.trials):
-        for fault, name in itertools.product(asked.faults, LAUNCHERS):
-            with tempfile.TemporaryDirectory() as home:
-                found = trial(name, LAUNCHERS[name](Path(home, "job")), fault)
-            print(json.dumps(found), flush=True)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-    if asked.page:
-        print(page([json.loads(line) for line in RESULTS.read_text().splitlines()]))
+    parser.add_argument("--programs", type=names_of(PROGRAMS), default=[], help="comma-separated")
+    parser.add_argument("--launchers", type=names_of(LAUNCHERS), default=["orch", "torchrun"])
+    parser.add_argument("--page", action="store_true", help="write the table of docs/programs.md")
+    arguments = parser.parse_args()
+    for program_name, launcher_name in itertools.product(arguments.programs, arguments.launchers):
+        record = trial(program_name, launcher_name)
+        print(json.dumps(record), flush=True)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    if arguments.page:
+        table = page([json.loads(line) for line in RESULTS.read_text().splitlines()])
+        before, _, rest = PAGE.read_text().partition("<!-- trials -->\n")
+        _, _, after = rest.partition("<!-- /trials -->\n")
+        PAGE.write_text(f"{before}<!-- trials -->\n{table}\n<!-- /trials -->\n{after}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and never none.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,6 @@ def main() -> None:
     steps = int(sys.argv[1])
     folder = Path(sys.argv[2])
     step_s = float(sys.argv[3])
-    (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     world = dist.get_world_size()
