@@ -73,7 +73,8 @@ class PreparedJob(NamedTuple):
 
     backend: Backend
     candidate: SizeCandidate
-    messages: list[str]  # what the user should know about the job
+    notices: list[str]  # what the user should know before the job starts
+    messages: list[str]  # ... and afterwards, when nothing has refused it
 
     def send(self, options: SubmitOptions) -> Run:
         """Starts the job."""
@@ -112,13 +113,12 @@ def prepare_job(
     candidate, scheduler_messages = choose(submission, options)
     request = candidate.bundle.request
     backend = submission.backend
-    messages = [*scheduler_messages]
-    messages += simulation_messages(request, backend)
+    notices = simulation_messages(request, backend)
     if options.code is None:  # the other machine, whose variables these are, reports them
-        messages += describe_dropped(candidate.bundle.dropped)
-    messages += rate_messages(candidate.plan, request, backend)
-    messages += python_messages(config, backend, options)
-    return PreparedJob(backend, candidate, messages)
+        notices += describe_dropped(candidate.bundle.dropped)
+    notices += python_messages(config, backend, options)
+    rate_breaks = rate_messages(candidate.plan, request, backend)
+    return PreparedJob(backend, candidate, notices, [*scheduler_messages, *rate_breaks])
 
 
 def submit(
@@ -153,8 +153,8 @@ def submit(
     )
     job = prepare_job(list(overrides), options, config_dir)
     request = job.candidate.bundle.request
-    job.backend.check(request)
-    for line in [*describe_copy(request.code), *job.messages]:
+    job.backend.check_start(request, options.environ)
+    for line in [*describe_copy(request.code), *job.notices, *job.messages]:
         warnings.warn(line, stacklevel=2)
     return job.send(options)
 
@@ -180,10 +180,5 @@ def options_from_here(**settings: Any) -> SubmitOptions:
     `settings`: the other fields."""
     from orchestrator.submit.submission import SubmitOptions
 
-    return SubmitOptions(
-        home=home(),
-        cwd=Path.cwd(),
-        python=sys.executable,
-        environ=os.environ,
-        **settings,
-    )
+    settings.setdefault("environ", os.environ)
+    return SubmitOptions(home=home(), cwd=Path.cwd(), python=sys.executable, **settings)

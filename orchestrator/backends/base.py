@@ -97,6 +97,11 @@ class Backend(ABC):
         OrchError: 76 says what the backend has instead, 65 is for its options.
         """
 
+    def check_start(self, request: LaunchRequest, environ: Mapping[str, str]) -> None:
+        """Refuses what can be seen before the start, as `check` and `submit` do. `environ`: the
+        variables of the shell that submits."""
+        self.check(request)
+
     @abstractmethod
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         """Creates the run folder and starts the run; returns its handle at once.

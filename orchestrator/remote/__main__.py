@@ -21,7 +21,7 @@ from orchestrator.backends.ssh import mirror, ship, wire
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import make_private_folder
-from orchestrator.run.request import to_bytes
+from orchestrator.run.request import Code, to_bytes
 
 #: The folder in the user's home of orch that holds code on its way into a run's folder.
 _SHIPPED_FOLDER = "shipped"
@@ -63,18 +63,7 @@ class Host:
     # ---------------------------------------------------------------------------------- a job
 
     def _prepare(self, question: wire.Prepare, payload: bytes) -> tuple[wire.Prepared, bytes]:
-        config_dir = None
-        code = question.code
-        if payload:
-            folder_name = os.urandom(8).hex()
-            self._shipped = api.home() / _SHIPPED_FOLDER / folder_name
-            make_private_folder(self._shipped)
-            ship.unpack(payload, self._shipped)
-            config_dir = self._shipped / ship.CONF if question.conf else None
-            if code.kind != "none":
-                code_folder = self._shipped / ship.CODE
-                code_folder.mkdir(exist_ok=True, mode=0o700)
-                code = msgspec.structs.replace(code, held_at=str(code_folder))
+        code, config_dir = self._receive(question, payload)
         options = api.options_from_here(
             command=tuple(question.command),
             env=tuple(question.env),
@@ -83,9 +72,8 @@ class Host:
             after=tuple(question.after),
             dry_run=question.dry_run,
             code=code,
+            environ=_shell(question.variables),
         )
-        environ = _shell(question.variables)
-        options = msgspec.structs.replace(options, environ=environ)
         job = api.prepare_job(question.words, options, config_dir)
         self._job = (job, options)
         request = job.candidate.bundle.request
@@ -101,11 +89,36 @@ class Host:
                 refusal = error.message
         answer = wire.Prepared(
             request=msgspec.Raw(to_bytes(request)),
-            messages=list(job.messages),
+            messages=[*job.notices, *job.messages],
             script=script,
             refusal=refusal,
         )
         return answer, job.candidate.bundle.contents["plan.json"]
+
+    def _receive(
+        self,
+        question: wire.Prepare,
+        payload: bytes,
+    ) -> tuple[Code, Path | None]:
+        """Unpacks the code and the group files of the other machine, if it has sent any. Returns
+        the code with its folder here, and the folder of the group files."""
+        code = question.code
+        if not payload:
+            return code, None
+        folder_name = os.urandom(8).hex()
+        self._shipped = api.home() / _SHIPPED_FOLDER / folder_name
+        make_private_folder(self._shipped)
+        ship.unpack(payload, self._shipped)
+        if code.kind != "none":
+            code_folder = self._shipped / ship.CODE
+            code_folder.mkdir(exist_ok=True, mode=0o700)
+            code = msgspec.structs.replace(
+                code,
+                held_at=str(code_folder),
+            )
+        if not question.conf:
+            return code, None
+        return code, self._shipped / ship.CONF
 
     def _send(self) -> wire.Handle:
         if self._job is None:

@@ -1,6 +1,6 @@
-"""Which Python starts a user's program.
+"""Chooses the Python that starts a user's program.
 
-It is `PYTHON_EXEC`, if that is set. Else it is the Python of the activated environment
+That is `PYTHON_EXEC`, if it is set. Else it is the Python of the activated environment
 (`VIRTUAL_ENV` or `CONDA_PREFIX`), if the shell would start it too. Else it is the one that runs
 orch, as under torchrun. The search path of a run begins with its folder, so that `python` and
 `python3` mean it. Agents run in orch's own Python in any case. The rule is pure: `Lookup` has what
@@ -55,10 +55,10 @@ class Interpreter(NamedTuple):
         return str(PurePosixPath(self.path).parent)
 
 
-def choose_interpreter(environ: Mapping[str, str], own: str, lookup: Lookup) -> Interpreter:
+def choose_interpreter(environ: Mapping[str, str], orchs: str, lookup: Lookup) -> Interpreter:
     """Returns the interpreter for the programs of a shell with these variables.
 
-    `own`: the interpreter that runs orch. Raises OrchError (65) if `PYTHON_EXEC` names no
+    `orchs`: the interpreter that runs orch. Raises OrchError (65) if `PYTHON_EXEC` names no
     executable file.
     """
     search_path = environ.get("PATH", "")
@@ -73,9 +73,9 @@ def choose_interpreter(environ: Mapping[str, str], own: str, lookup: Lookup) -> 
         for variable in _ENVIRONMENTS:
             prefix = environ.get(variable)
             is_active = prefix and lookup.identity(f"{prefix}/bin/python")[0] == identity[0]
-            if is_active and identity != lookup.identity(own):
+            if is_active and identity != lookup.identity(orchs):
                 return Interpreter(first, variable)
-    return Interpreter(own, "")
+    return Interpreter(orchs, "")
 
 
 def started_command(
@@ -85,8 +85,8 @@ def started_command(
     folder of the interpreter has another Python under that name, or none."""
     if not command or command[0] not in NAMES:
         return tuple(command)
-    beside = lookup.find(command[0], interpreter.folder)
-    if beside and lookup.identity(beside) == lookup.identity(interpreter.path):
+    neighbour = lookup.find(command[0], interpreter.folder)
+    if neighbour and lookup.identity(neighbour) == lookup.identity(interpreter.path):
         return tuple(command)
     return (interpreter.path, *command[1:])
 
@@ -94,7 +94,7 @@ def started_command(
 def interpreter_messages(
     command: Sequence[str],
     interpreter: Interpreter,
-    own: str,
+    orchs: str,
     path: str,
     remedy: str,
     lookup: Lookup,
@@ -105,7 +105,7 @@ def interpreter_messages(
     if not command or command[0] not in NAMES:
         return []
     chosen = lookup.identity(interpreter.path)
-    if chosen != lookup.identity(own):
+    if chosen != lookup.identity(orchs):
         return [f"the program's python is {interpreter.path} ({interpreter.variable})"]
     of_shell = lookup.find(command[0], path)
     if of_shell is None or lookup.identity(of_shell) == chosen:

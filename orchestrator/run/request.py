@@ -27,13 +27,10 @@ from orchestrator.plan.document import Frozen
 
 from .environment import Environment
 from .folder import RunFolder, check_run_id
+from .run_variables import run_environment
 from .variables import (
     Dropped,
-    Selection,
-    all_names,
-    is_name,
     is_secret_name,
-    select_variables,
 )
 
 AGENT = "orchestrator.agent"  # the module that backends start on every node
@@ -202,8 +199,14 @@ def make_request(
     agents = [_agent_command(site, run, node) for node in used_nodes(plan)]
     worker = _worker(config, site, run, command)
     contents = _file_contents(config, plan, site, run, sizes)
-    _check_variable_names(config, keep)
-    variables = _selected_variables(config, site, keep, is_program=bool(command))
+    environment, dropped = run_environment(
+        config,
+        plan,
+        site,
+        keep,
+        python_path=python_path,
+        is_program=bool(command),
+    )
     request = LaunchRequest(
         schema=SCHEMA,
         run_id=site.run_id,
@@ -220,20 +223,12 @@ def make_request(
         summary=_summary(config, plan, worker, site),
         agents=agents,
         worker=worker,
-        environment=Environment(
-            names=sorted({*variables.passed, *keep}),
-            values=_fixed_values(config, plan, is_program=bool(command)),
-            path_first=[str(Path(site.program_python or site.python).parent)],
-            python_path_first=python_path,
-            defaults=_default_values(plan, is_program=bool(command)),
-            required=sorted(_names_in_full(config, keep) & {*site.environment_names}),
-        ),
+        environment=environment,
         policy=_policy(config, site),
         code=site.code,
         files=_files(run, contents),
         sizes=sorted(sizes, reverse=True),
     )
-    dropped = variables.dropped if command else Dropped()
     return SubmissionBundle(request=request, contents=contents, dropped=dropped)
 
 
@@ -347,69 +342,6 @@ def _checked(command: Sequence[str]) -> list[str]:
         if "\0" in argument:
             raise OrchError(f"argument {index} of the program holds a NUL byte", Exit.USAGE)
     return list(command)
-
-
-def _check_variable_names(config: Config, keep: Iterable[str]) -> None:
-    """OrchError: 64 for a bad name of `--env`, 65 for one of `backend.env`, 78 for a secret in
-    `backend.env`."""
-    for name in keep:
-        if not is_name(name):
-            rule = "not the name of a variable (A-Z a-z 0-9 _)"
-            raise OrchError(f"--env {name!r} is {rule}: its value is never written down")
-    for name in config.backend.env:
-        if not is_name(name):
-            raise OrchError(
-                f"backend.env.{name} is not the name of a variable (A-Z a-z 0-9 _)", Exit.CONFIG
-            )
-        if is_secret_name(name):
-            advice = f"export it and pass it by name, --env {name}"
-            raise OrchError(
-                f"backend.env.{name} looks like a secret, which would be written down: {advice}",
-                Exit.SECURITY,
-            )
-
-
-def _names_in_full(config: Config, keep: Iterable[str]) -> set[str]:
-    """Returns the names that the user wrote; patterns of `backend.pass_env` are no names."""
-    return {*keep, *filter(is_name, config.backend.pass_env)}
-
-
-def _selected_variables(
-    config: Config, site: Site, keep: Iterable[str], is_program: bool
-) -> Selection:
-    """Selects the variables of the shell that reach a run. A program on this machine gets all."""
-    in_full = _names_in_full(config, keep)
-    shell_names = site.environment_names
-    if is_program and site.passes_all:
-        names = {*all_names(shell_names), *in_full.intersection(shell_names)}
-        return Selection(passed=sorted(names), dropped=Dropped())
-    return select_variables(
-        shell_names,
-        in_full=in_full,
-        patterns=[*config.backend.passed, *config.backend.pass_env],
-        of_this_machine=site.machine_names,
-    )
-
-
-def _fixed_values(config: Config, plan: Plan, is_program: bool) -> dict[str, str]:
-    """Returns the variables that no shell changes."""
-    values = dict(config.backend.env)
-    if plan.cluster.device == "cpu" and not is_program:
-        values.setdefault("OMP_NUM_THREADS", "1")  # all ranks share this machine's cores
-    return values
-
-
-def _default_values(plan: Plan, is_program: bool) -> dict[str, str]:
-    """Returns the variables of a run unless the user has set them. Those of a program are the ones
-    that torchrun sets; output that Python does not hold back is the only one of orch's own."""
-    values = {"PYTHONUNBUFFERED": "1"}
-    if not is_program:
-        return values
-    values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    values["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    if min(plan.parallel.world_size, plan.cluster.gpus_per_node) > 1:
-        values["OMP_NUM_THREADS"] = "1"
-    return values
 
 
 def check_variables(request: LaunchRequest, environ: Mapping[str, str]) -> None:

@@ -41,6 +41,7 @@ _PYTHON = "python3"  # default interpreter of the host
 class PreparedOnHost(NamedTuple):
     backend: Backend
     candidate: SizeCandidate
+    notices: list[str]
     messages: list[str]
 
 
@@ -55,21 +56,10 @@ def prepare_on_host(
     Raises OrchError: the refusals of the host; 64 for `--in-place`; 76 when the host does not
     answer.
     """
-    from orchestrator.run.code_snapshot import find_code
-    from orchestrator.run.left_out import with_left_out
-
-    if options.in_place:
-        raise OrchError(
-            "--in-place: the host does not see this folder; leave it out, orch sends a copy",
-            Exit.USAGE,
-        )
     host = config.backend.options["ssh"]
     python = config.backend.options.get("ssh_python", _PYTHON)
     session = Session(str(host), str(python), sockets_folder(options.home))
-    code = Code(kind="none")
-    if options.command:
-        code = with_left_out(find_code(options.cwd, runs_user_program=True))
-        code = structs.replace(code, holds_orch=False)
+    code = _code_to_send(options)
     user_config = next((folder for folder in folders(config_dir) if folder != shipped()), None)
     is_sent = not options.dry_run or bool(get_backend(config.backend.name).most_code_bytes)
     packed = code if is_sent else Code(kind="none")
@@ -94,7 +84,28 @@ def prepare_on_host(
     candidate = SizeCandidate(config, from_json(raw), bundle)
     backend = SshBackend(session, prepared, selection.passed)
     dropped = selection.dropped if options.command else Dropped()
-    return PreparedOnHost(backend, candidate, [*prepared.messages, *describe_dropped(dropped)])
+    return PreparedOnHost(
+        backend,
+        candidate,
+        notices=describe_dropped(dropped),
+        messages=prepared.messages,
+    )
+
+
+def _code_to_send(options: SubmitOptions) -> Code:
+    """Returns the program's folder as it is copied to the host. OrchError (64) for `--in-place`."""
+    from orchestrator.run.code_snapshot import find_code
+    from orchestrator.run.left_out import with_left_out
+
+    if options.in_place:
+        raise OrchError(
+            "--in-place: the host does not see this folder; leave it out, orch sends a copy",
+            Exit.USAGE,
+        )
+    if not options.command:
+        return Code(kind="none")
+    code = with_left_out(find_code(options.cwd, runs_user_program=True))
+    return structs.replace(code, holds_orch=False)
 
 
 def _selected_variables(config: Config, options: SubmitOptions) -> Selection:

@@ -46,11 +46,13 @@ def python_messages(config: Config, backend: Backend, options: SubmitOptions) ->
         return [f"{VARIABLE} is a path of this machine: the program's python is that of the image"]
     is_over_ssh = options.code is not None
     remedy = f"{VARIABLE}=PATH selects another one"
+    if is_over_ssh:
+        remedy = "a full path in the command selects another one"
     return interpreter_messages(
         options.command,
         interpreter,
-        options.python,
-        options.environ.get("PATH", ""),
-        "a full path in the command selects another one" if is_over_ssh else remedy,
-        Files(),
+        orchs=options.python,
+        path=options.environ.get("PATH", ""),
+        remedy=remedy,
+        lookup=Files(),
     )

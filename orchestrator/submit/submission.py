@@ -245,21 +245,24 @@ def make_bundle(
     else:
         runs_dir = registry.runs_folder(options.home)
     command = options.command
+    program_python = ""
     interpreter = program_interpreter(config, backend, options)
     if interpreter is not None:
         command = started_command(command, interpreter, Files())
+        program_python = interpreter.path
+    names_of_here = machine_names(options.environ)
     site = Site(
         run_id=new_id(config, options),
         home=str(options.home),
         runs_dir=str(runs_dir),
         python=options.python,
-        program_python=interpreter.path if interpreter else "",
+        program_python=program_python,
         environment_names=sorted(options.environ),
         cwd=str(options.cwd),
         code=code.code,
         agent_flags=list(backend.agent_flags),
         passes_all=backend.on_this_machine,
-        machine_names=[] if backend.shares_folders else sorted(machine_names(options.environ)),
+        machine_names=[] if backend.shares_folders else sorted(names_of_here),
         packed_code=code.archive,
     )
     return make_request(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import orchestrator
+from orchestrator import api
 from orchestrator.run.folder import RunFolder
 from tests.beds.bundles import wait_end
 
@@ -58,7 +58,7 @@ def test_the_activated_environment_runs_the_program(home, capsys, venv):
     code, out, _ = orch(capsys, "status")
     assert f"python      {venv}/bin/python\n" in out
     with pytest.warns(UserWarning, match=r"/bin/python \(VIRTUAL_ENV\)"):
-        run = orchestrator.submit_job("nproc=1", command=["python3", script])
+        run = api.submit("nproc=1", command=["python3", script])
     assert run.wait().state == "done"
     assert f"{venv}\n{venv}\n" in run.folder.rank_log(0).read_text()
 

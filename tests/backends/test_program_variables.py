@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator import api
 from orchestrator.agent import __main__ as agent
-from orchestrator.api import submit_job
 from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.pod.task import run_agent
 from orchestrator.backends.slurm.backend import SlurmBackend
@@ -317,7 +317,7 @@ def test_what_is_dropped_is_said_by_reason_before_the_start_wherever_a_run_comes
     if backend == "slurm":  # no Slurm here: the Python API asks it before it has messages
         return
     with pytest.warns(UserWarning, match="WANDB_API_KEY"), pytest.raises(OrchError):
-        submit_job(*words[1:], command=PROGRAM[1:], in_place=True)
+        api.submit(*words[1:], command=PROGRAM[1:], in_place=True)
 
 
 def test_a_profile_shows_the_list_and_may_replace_it(home, capsys):

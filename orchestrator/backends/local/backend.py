@@ -127,14 +127,14 @@ class LocalBackend(Backend, Resizing):
             Exit.CAPACITY,
         )
 
+    def check_start(self, request: LaunchRequest, environ: Mapping[str, str]) -> None:
+        self.check(request)
+        cwd = Path(request.code.root or request.worker.cwd, request.code.subfolder)
+        _check_program(request, environ, cwd)
+
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         request = bundle.request
-        self.check(request)
-        _check_program(
-            request,
-            environ,
-            Path(request.code.root or request.worker.cwd, request.code.subfolder),
-        )
+        self.check_start(request, environ)
         with create_run_folder(bundle, self.name) as folder:
             ignored = ": git ignores it, so the copy lacks it; --in-place runs it where it is"
             _check_program(request, environ, Path(request.worker.cwd), ignored)

@@ -166,14 +166,14 @@ def _command(args: argparse.Namespace, script: list[str]) -> list[str]:
 def _overrides(args: argparse.Namespace, overrides: list[str]) -> list[str]:
     """Translates torchrun's flags into overrides. `overrides`: those that the user has typed."""
     first, last = node_range(args.nnodes, "--nnodes ")
-    words = [f"cluster.nodes={last}"]
+    shape = [f"cluster.nodes={last}"]
     workers = _per_node(args.nproc_per_node, overrides, args.config_dir)
-    words += [f"cluster.gpus_per_node={workers}"] if workers else []
-    words += [f"nodes={first}..{last}"] if first < last else []
+    shape += [f"cluster.gpus_per_node={workers}"] if workers else []
+    shape += [f"nodes={first}..{last}"] if first < last else []
     restarts = (
         args.max_restarts if args.max_restarts is not None else _ELASTIC_RESTARTS * (first < last)
     )
-    return [*words, f"backend.max_restarts={_number('--max-restarts', str(restarts), 0)}"]
+    return [*shape, f"backend.max_restarts={_number('--max-restarts', str(restarts), 0)}"]
 
 
 def _per_node(count: str, overrides: list[str], config_dir: str | None) -> int | None:

@@ -60,14 +60,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     job = prepare_job(overrides, options, args.config_dir)
     bundle = job.candidate.bundle
     backend = job.backend
-    messages = [*job.messages, *vars(args).get("messages", [])]  # orch run adds some
+    notices = [*job.notices, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
-        return _show(bundle, job.candidate.plan, backend, args.json, messages)
-    if messages:
-        backend.check(bundle.request)  # a refused job gets the line of its refusal alone
-    print_messages([*describe_copy(bundle.request.code), *messages])
+        lines = [*notices, *job.messages]
+        return _show(bundle, job.candidate.plan, backend, args.json, lines)
+    if notices:  # a refused job gets the line of its refusal alone
+        backend.check_start(bundle.request, options.environ)
+    print_messages([*describe_copy(bundle.request.code), *notices])
     with HeldSignals() as signals:
         submitted = job.send(options)
+        print_messages(job.messages)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 
