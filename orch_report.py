@@ -415,9 +415,15 @@ def _listen(previous_handler: Any = None) -> None:
             if callable(previous_handler):
                 previous_handler(number, frame)
         else:
-            signal.signal(number, signal.SIG_DFL)
+            end_by_signal()
             os.kill(os.getpid(), number)
 
+    def end_by_signal() -> None:
+        if signal.getsignal(signal.SIGTERM) is request_save:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    # A child that waits in a system call runs no handler of Python's.
+    os.register_at_fork(after_in_child=end_by_signal)
     try:
         signal.signal(signal.SIGTERM, request_save)
     except ValueError:

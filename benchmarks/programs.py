@@ -169,7 +169,7 @@ def until(condition: Callable, limit_s: float = PATIENCE_S, every_s: float = 0.0
 
 class Orch(Launcher):
     def start(self) -> None:
-        words = ["run", "cluster=local_nodes", "--nnodes", "1:2"]
+        words = ["run", "--nnodes", "1:2"]
         words += ["--nproc-per-node", str(self.ranks_per_node)]
         words += ["--max-restarts", "20", "--detach", "--json"]
         words += [*SIMULATED_NODES, *self.program.overrides]

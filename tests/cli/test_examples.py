@@ -77,7 +77,8 @@ def test_run_and_submit_differ_as_their_help_says(capsys):
     """The defaults of the table: one process and no restarts, three with a range of nodes; the
     cluster `local` and three restarts."""
     policies = {}
-    for words in ("run train.py", "run --nnodes 1:2 train.py", "submit", "submit cluster=local"):
+    elastic = "run --nnodes 1:2 cluster=local_nodes train.py"
+    for words in ("run train.py", elastic, "submit", "submit cluster=local"):
         verb, *arguments = words.split()
         assert main([verb, "--dry-run", "--json", "--run-id", "x", *arguments]) == 0
         policies[words] = json.loads(capsys.readouterr().out)

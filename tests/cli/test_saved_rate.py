@@ -62,7 +62,8 @@ def said(capsys, *job: str) -> list[str]:
     assert main(["submit", *job, "--dry-run"]) == Exit.DONE
     page = " ".join(capsys.readouterr().out.split())
     assert main(["submit", *job, "--dry-run", "--json"]) == Exit.DONE
-    lines = [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line]
+    unfolded = capsys.readouterr().err.replace("\n      ", " ")
+    lines = [line for line in unfolded.splitlines() if "learning rate" in line]
     assert page.count("learning rate jumps") == len(lines)
     return lines
 

@@ -76,7 +76,7 @@ def test_where_the_folder_is_not_another_orchignore_is_the_way_out(tmp_path):
     code = with_left_out(counted(find_code(root, runs_user_program=True)))
     packed = structs.replace(code, packed=PackedCode("ab", 2048, ["data", "w"]))
     size, left_out, links = describe_copy(packed)
-    assert size.endswith("has 3 files, 48 B (2.00 KiB compressed)")
+    assert size.endswith("has 3 files, 51 B (2.00 KiB compressed)")
     assert left_out.endswith("which git ignores: an .orchignore can include them")
     assert links.endswith("leaves out links to elsewhere: data, w")
     pod = Path("/orch/code/run-1/sub")
