@@ -73,7 +73,7 @@ class PreparedJob(NamedTuple):
 
     backend: Backend
     candidate: SizeCandidate
-    notices: list[str]  # what the user should know before the job starts
+    cautions: list[str]  # what the user should know before the job starts
     messages: list[str]  # ... and afterwards, when nothing has refused it
 
     def send(self, options: SubmitOptions) -> Run:
@@ -113,12 +113,12 @@ def prepare_job(
     candidate, scheduler_messages = choose(submission, options)
     request = candidate.bundle.request
     backend = submission.backend
-    notices = simulation_messages(request, backend)
+    cautions = simulation_messages(request, backend)
     if options.code is None:  # the other machine, whose variables these are, reports them
-        notices += describe_dropped(candidate.bundle.dropped)
-    notices += python_messages(config, backend, options)
+        cautions += describe_dropped(candidate.bundle.dropped)
+    cautions += python_messages(config, backend, options)
     rate_breaks = rate_messages(candidate.plan, request, backend)
-    return PreparedJob(backend, candidate, notices, [*scheduler_messages, *rate_breaks])
+    return PreparedJob(backend, candidate, cautions, [*scheduler_messages, *rate_breaks])
 
 
 def submit(
@@ -141,7 +141,7 @@ def submit(
     """
     import warnings
 
-    from orchestrator.run.left_out import describe_copy
+    from orchestrator.run.code.left_out import describe_copy
 
     options = _program_options(
         overrides,
@@ -153,8 +153,7 @@ def submit(
     )
     job = prepare_job(list(overrides), options, config_dir)
     request = job.candidate.bundle.request
-    job.backend.check_start(request, options.environ)
-    for line in [*describe_copy(request.code), *job.notices, *job.messages]:
+    for line in [*describe_copy(request.code), *job.cautions, *job.messages]:
         warnings.warn(line, stacklevel=2)
     return job.send(options)
 

@@ -89,7 +89,7 @@ class Host:
                 refusal = error.message
         answer = wire.Prepared(
             request=msgspec.Raw(to_bytes(request)),
-            messages=[*job.notices, *job.messages],
+            messages=[*job.cautions, *job.messages],
             script=script,
             refusal=refusal,
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-from . import code_snapshot as snapshot
+from .code import snapshot
 from .folder import NO_ROOM, RunFolder, write_private
 from .held_signals import HeldSignals
 from .request import LaunchRequest, SubmissionBundle, check_contents, to_bytes

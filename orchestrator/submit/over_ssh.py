@@ -41,7 +41,7 @@ _PYTHON = "python3"  # default interpreter of the host
 class PreparedOnHost(NamedTuple):
     backend: Backend
     candidate: SizeCandidate
-    notices: list[str]
+    cautions: list[str]
     messages: list[str]
 
 
@@ -87,15 +87,15 @@ def prepare_on_host(
     return PreparedOnHost(
         backend,
         candidate,
-        notices=describe_dropped(dropped),
+        cautions=describe_dropped(dropped),
         messages=prepared.messages,
     )
 
 
 def _code_to_send(options: SubmitOptions) -> Code:
     """Returns the program's folder as it is copied to the host. OrchError (64) for `--in-place`."""
-    from orchestrator.run.code_snapshot import find_code
-    from orchestrator.run.left_out import with_left_out
+    from orchestrator.run.code.left_out import with_left_out
+    from orchestrator.run.code.snapshot import find_code
 
     if options.in_place:
         raise OrchError(

@@ -37,8 +37,8 @@ def program_code(backend: Backend, options: SubmitOptions) -> ProgramCode:
 
 
 def _chosen_code(backend: Backend, options: SubmitOptions) -> Code:
-    from orchestrator.run.code_snapshot import counted, find_code
-    from orchestrator.run.left_out import with_left_out
+    from orchestrator.run.code.left_out import with_left_out
+    from orchestrator.run.code.snapshot import counted, find_code
 
     if options.code is not None:
         return options.code
@@ -55,8 +55,8 @@ def _chosen_code(backend: Backend, options: SubmitOptions) -> Code:
 
 def _packed(code: Code, most_bytes: int) -> ProgramCode:
     """Packs the files, without links that lead out of the folder: elsewhere they lead nowhere."""
-    from orchestrator.run.code_archive import pack, stays_inside
-    from orchestrator.run.code_snapshot import ADVICE, largest, listed
+    from orchestrator.run.code.archive import pack, stays_inside
+    from orchestrator.run.code.snapshot import ADVICE, largest, listed
 
     root = Path(code.held_at or code.root)
     files, _ = listed(code)

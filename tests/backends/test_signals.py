@@ -12,7 +12,8 @@ import pytest
 
 from orchestrator.backends.local import backend as local
 from orchestrator.cli.main import main
-from orchestrator.run import code_snapshot, create
+from orchestrator.run import create
+from orchestrator.run.code import snapshot as code_snapshot
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.held_signals import ENDING
 from orchestrator.run.state import read_state

@@ -33,7 +33,7 @@ from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, PlanError, seal
 from orchestrator.plan.ranks import all_groups, as_dict
-from orchestrator.run.code_archive import pack
+from orchestrator.run.code.archive import pack
 from orchestrator.run.request import Code, PackedCode, Site, SubmissionBundle, make_request
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.plan import Exit
-from orchestrator.run.code_archive import pack, stays_inside, unpack
+from orchestrator.run.code.archive import pack, stays_inside, unpack
 from tests.beds.bundles import refusal
 
 

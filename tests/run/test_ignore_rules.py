@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.run.code_snapshot import files_by_rules
-from orchestrator.run.ignore_rules import IgnoreRules
+from orchestrator.run.code.ignore_rules import IgnoreRules
+from orchestrator.run.code.snapshot import files_by_rules
 
 _NAMES = [b"a", b"b", b"ab", b"a.c", b"B1", b"-x", b"a b", b"[a]", b"!a", b"#a", b"a\\b", b"\xc3\xa9", b"a]"]  # fmt: skip
 _PIECES = [b"a", b"b", b"ab", b"c", b".", b"*", b"**", b"?", b"/", b"/**", b"**/", b"/**/", b" ", b"\\", b"\\ ", b"!",

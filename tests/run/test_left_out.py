@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from orchestrator.run.code_snapshot import copy, counted, find_code
+from orchestrator.run.code.left_out import describe_copy, explain, with_left_out
+from orchestrator.run.code.snapshot import copy, counted, find_code
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.left_out import describe_copy, explain, with_left_out
 from orchestrator.run.request import Code, PackedCode
 from orchestrator.run.state import read_state
 from tests.backends.test_verbs import home, orch
@@ -147,6 +147,7 @@ def test_a_run_says_both(home, capsys):
     subprocess.run(["git", "init", "-q"], check=True)
     arguments = ["--snapshot", "backend.max_restarts=0", "--json", "--", sys.executable, "train.py"]
     code, out, err = orch(capsys, "submit", *arguments)
+    err = " ".join(err.split())
     assert code == 0 and "leaves out data/ (2.00 KiB), which git ignores: --in-place" in err
     assert f"the copy of {Path.cwd()} has 2 files, 23 B" in err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import OrchError
-from orchestrator.run import code_snapshot as snapshot
-from orchestrator.run.code_snapshot import copy, counted, find_code
+from orchestrator.run.code import snapshot
+from orchestrator.run.code.left_out import describe_copy, with_left_out
+from orchestrator.run.code.snapshot import copy, counted, find_code
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.left_out import describe_copy, with_left_out
 from orchestrator.run.request import Code
 
 

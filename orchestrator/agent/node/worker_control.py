@@ -26,8 +26,8 @@ from orchestrator.agent.protocol.messages import (
 )
 from orchestrator.plan import Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
+from orchestrator.run.code.left_out import explain
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.left_out import explain
 from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket

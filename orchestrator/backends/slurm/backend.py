@@ -107,8 +107,7 @@ class SlurmBackend(
         return isinstance(container, Mapping) and container.get("runtime", "none") != "none"
 
     def check(self, request: LaunchRequest) -> None:
-        """Refuses bad options or variables of sbatch (65), and a machine without Slurm's commands
-        (76)."""
+        """Refuses bad options or variables of sbatch (65), and a machine without Slurm (76)."""
         check_environment(read_options(request.backend_options), os.environ)
         check_installed("submitit", "submitting to Slurm")
         self._slurm.run(["sbatch", "--version"])

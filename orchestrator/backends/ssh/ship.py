@@ -6,8 +6,8 @@ import io
 import tarfile
 from pathlib import Path
 
-from orchestrator.run import code_archive
-from orchestrator.run.code_snapshot import listed
+from orchestrator.run.code import archive as code_archive
+from orchestrator.run.code.snapshot import listed
 from orchestrator.run.request import Code
 
 CODE = "code"

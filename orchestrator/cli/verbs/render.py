@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.backends.base import Rendering
     from orchestrator.config.compose import load
-    from orchestrator.run.left_out import describe_copy
+    from orchestrator.run.code.left_out import describe_copy
     from orchestrator.run.variables import describe_dropped
     from orchestrator.submit.submission import check, choose, prepare, render
 

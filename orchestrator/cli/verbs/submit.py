@@ -51,8 +51,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from msgspec import json
 
     from orchestrator.api import prepare_job
+    from orchestrator.run.code.left_out import describe_copy
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import describe_copy
 
     options = submit_options(args, args.dry_run, overrides)
     if args.multirun:
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     job = prepare_job(overrides, options, args.config_dir)
     bundle = job.candidate.bundle
     backend = job.backend
-    notices = [*job.notices, *vars(args).get("messages", [])]  # orch run adds some
+    cautions = [*job.cautions, *vars(args).get("messages", [])]  # orch run adds some
     if args.dry_run:
-        lines = [*notices, *job.messages]
+        lines = [*cautions, *job.messages]
         return _show(bundle, job.candidate.plan, backend, args.json, lines)
-    if notices:  # a refused job gets the line of its refusal alone
+    if cautions:  # a refused job gets the line of its refusal alone
         backend.check_start(bundle.request, options.environ)
-    print_messages([*describe_copy(bundle.request.code), *notices])
+    print_messages([*describe_copy(bundle.request.code), *cautions])
     with HeldSignals() as signals:
         submitted = job.send(options)
         print_messages(job.messages)
@@ -134,8 +134,8 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     """Submits all runs of a sweep to a scheduler. On this machine, which has no queue, the runs
     follow one another and are watched."""
     from orchestrator.config.sweep import members
+    from orchestrator.run.code.left_out import describe_copy
     from orchestrator.run.held_signals import HeldSignals
-    from orchestrator.run.left_out import describe_copy
     from orchestrator.submit.sweep import prepare_sweep, send_sweep
     from orchestrator.submit.this_machine import load_job
 

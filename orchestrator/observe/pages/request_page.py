@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from orchestrator.run.left_out import describe_copy
+from orchestrator.run.code.left_out import describe_copy
 from orchestrator.run.request import Code, LaunchRequest
 from orchestrator.style import Style, si
 

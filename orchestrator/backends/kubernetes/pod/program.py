@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator.backends.kubernetes.objects.code_maps import chunk_key, chunk_names
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.run import code_archive
+from orchestrator.run.code import archive as code_archive
 from orchestrator.run.request import LaunchRequest
 
 

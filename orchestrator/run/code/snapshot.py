@@ -18,10 +18,10 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.style import binary
 
+from ..folder import RunFolder, make_private_folder, write_private
+from ..request import Code
 from . import ignore_rules
-from .folder import RunFolder, make_private_folder, write_private
 from .ignore_rules import IgnoreRules
-from .request import Code
 
 MOST_BYTES = 256 << 20
 MOST_FILES = 20_000

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from orchestrator.style import binary
 
+from ..request import Code, LeftOut
 from . import ignore_rules
-from .code_snapshot import by_rules, ignored_by_git, is_skipped, read_rules, walk
-from .request import Code, LeftOut
+from .snapshot import by_rules, ignored_by_git, is_skipped, read_rules, walk
 
 _MAX_COUNTED_FILES = 20_000  # files whose sizes are added up
 _MAX_RECORDED = 50

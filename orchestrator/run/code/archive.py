@@ -79,7 +79,7 @@ def _unpack_member(
     if target.parent.resolve() != target.parent:  # below a link that was unpacked before
         raise _unsafe(member)
     for folder in reversed(path.parents[:-1]):
-        (into / folder).mkdir(exist_ok=True, mode=0o700)
+        (into / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
     if member.issym():
         if not (links_may_leave or stays_inside(member.name, member.linkname)):
             raise _unsafe(member)
