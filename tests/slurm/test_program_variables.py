@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 #: Variables that Slurm and its GPUs set, and those of this process that the list passes.
 OF_THE_NODE = (
     "SLURM.*|SRUN_.*|ENVIRONMENT|CUDA_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ROCR_VISIBLE_DEVICES"
-    "|ZE_AFFINITY_MASK|HOSTNAME|TERM|TMPDIR|TZ|LANG.*|LC_.*|PYTHON.*"
+    "|ZE_AFFINITY_MASK|HOSTNAME|LOGNAME|MAIL|SHELL|USER|TERM|TMPDIR|TZ|LANG.*|LC_.*|PYTHON.*"
 )
 
 

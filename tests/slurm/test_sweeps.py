@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchestrator.plan.exits import Exit
-from tests.beds.slurm.runs import CONF, LONG, Orch, Run
+from tests.beds.slurm.runs import CONF, LONG, Orch, Run, refusals
 
 from .test_runs import WIDE, two_nodes
 
@@ -95,12 +95,8 @@ def test_all_or_none(orch, overrides, code, complaint):
         "/bin/true",
     )
     done = orch(*argv, code=code)
-    refusals = [
-        line
-        for line in done.stderr.splitlines()
-        if not line.startswith("orch: variables not passed on")
-    ]
-    assert done.returncode and complaint in refusals[0] and len(refusals) == 1
+    [refusal] = refusals(done.stderr)
+    assert done.returncode and complaint in refusal
     assert jobs(orch) == [] and orch("list").stdout.strip() == "no runs"
 
 

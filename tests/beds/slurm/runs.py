@@ -28,6 +28,11 @@ CONF = ROOT / "slurm"
 FAKE_WORKER = (sys.executable, str(ROOT / "tests" / "beds" / "worker.py"))
 
 
+def refusals(stderr: str) -> list[str]:
+    """The lines that refuse something; those before them say what a program will not find."""
+    return [line for line in stderr.splitlines() if line.startswith("orch: error: ")]
+
+
 class Orch:
     """One user's home on one cluster."""
 
