@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu-check bench-guard docs mutations demo test test-fast test-pythons test-floor test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
+.PHONY: gpu-check bench-guard docs mutations demo test test-fast test-pythons test-floor newcomer test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
 # It installs the package and torch, unless everything is installed already.
 DEMO := $(if $(wildcard .venv/.ready),.venv/.ready,.venv/.demo)
@@ -28,6 +28,10 @@ test-pythons: .venv/.ready
 
 test-floor: .venv/.ready
 	$(PY) -m tests.versions floor --workers $(WORKERS)
+
+# README and guides line by line, on a Debian with Python, git and make alone; needs root, some minutes and 300 MB.
+newcomer: .venv/.ready
+	$(PYTEST) -m full -rs tests/install
 
 # The tier alone, with a later Slurm in a root of its own: some minutes and 300 MB the first time.
 test-slurm: .venv/.ready

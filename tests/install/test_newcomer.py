@@ -11,7 +11,13 @@ from tests.beds.newcomer import CLONE, newcomer, refusal, variables
 from tests.docs.shown import play
 from tests.house.rooms import ROOT
 
-PAGES = ("README.md", "docs/guides/laptop.md", "docs/guides/script.md", "docs/guides/slurm.md")
+PAGES = (
+    "README.md",
+    "docs/tutorial.md",
+    "docs/guides/script.md",
+    "docs/guides/slurm.md",
+    "docs/guides/kubernetes.md",
+)
 
 
 @pytest.mark.full
