@@ -23,6 +23,7 @@ import os
 import signal
 import stat
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -422,8 +423,24 @@ def _listen(previous_handler: Any = None) -> None:
         if signal.getsignal(signal.SIGTERM) is request_save:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    # A child that waits in a system call runs no handler of Python's.
-    os.register_at_fork(after_in_child=end_by_signal)
+    def hold_back() -> None:
+        masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before_fork)
+
+    def let_through_in_child() -> None:
+        end_by_signal()
+        let_through()
+
+    # A child that waits in a system call runs no handler of Python's, and Python forgets a signal
+    # that reaches a child before its first line.
+    masks = threading.local()
+    os.register_at_fork(
+        before=hold_back,
+        after_in_parent=let_through,
+        after_in_child=let_through_in_child,
+    )
     try:
         signal.signal(signal.SIGTERM, request_save)
     except ValueError:

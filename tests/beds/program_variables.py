@@ -50,7 +50,7 @@ _OF_THE_RUN = {
 }
 _SEARCH_PATHS = ("PATH", "PYTHONPATH")
 #: Variables of one shell, which no program of orch's gets.
-_OF_THE_SHELL = {"_", "PWD", "OLDPWD", "SHLVL"}
+_OF_THE_SHELL = {"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "LS_COLORS"}
 
 Variables = dict[str, str]
 
