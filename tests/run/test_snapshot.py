@@ -15,6 +15,7 @@ from orchestrator.run.code.left_out import describe_copy, with_left_out
 from orchestrator.run.code.snapshot import copy, counted, find_code
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Code
+from tests.house.rooms import ROOT
 
 
 def git(cwd: Path, *arguments: str) -> str:
@@ -187,10 +188,9 @@ def test_the_bundled_trainer_needs_no_copy_of_a_foreign_project(project):
 
 
 def test_a_checkout_of_orch_is_copied_for_the_bundled_trainer_too():
-    root = Path(snapshot.__file__).parents[2]
-    if not (root / ".git").exists():
+    if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
-    code = find_code(root / "tests", runs_user_program=False)
+    code = find_code(ROOT / "tests", runs_user_program=False)
     assert code.kind == "git" and code.holds_orch and code.subfolder == "tests"
 
 

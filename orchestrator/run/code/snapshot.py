@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from orchestrator import start
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.style import binary
@@ -42,7 +43,7 @@ def find_code(cwd: Path, runs_user_program: bool) -> Code:
     the user is in a checkout that the package is installed from.
     """
     cwd = cwd.absolute()
-    package_root = Path(__file__).resolve().parents[2]
+    package_root = start.FILE.parent
     git_root = None
     if runs_user_program or cwd.resolve().is_relative_to(package_root):
         git_root = _git(cwd, "rev-parse", "--show-toplevel")
