@@ -406,22 +406,15 @@ def must_save() -> bool:
 def _listen(previous_handler: Any = None) -> None:
     """Catches SIGTERM; the handler calls `previous_handler`, too.
 
-    A forked child inherits the handler, and ends by the signal, as multiprocessing's pools expect.
+    A forked child gets the default action again, as multiprocessing's pools expect. The signal is
+    held back during a fork: Python forgets one that reaches a child before its first line.
     """
-    owner = os.getpid()
+    masks = threading.local()
 
     def request_save(number: int, frame: Any) -> None:
-        if os.getpid() == owner:
-            _worker.save_requested = True
-            if callable(previous_handler):
-                previous_handler(number, frame)
-        else:
-            end_by_signal()
-            os.kill(os.getpid(), number)
-
-    def end_by_signal() -> None:
-        if signal.getsignal(signal.SIGTERM) is request_save:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _worker.save_requested = True
+        if callable(previous_handler):
+            previous_handler(number, frame)
 
     def hold_back() -> None:
         masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -429,18 +422,11 @@ def _listen(previous_handler: Any = None) -> None:
     def let_through() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before_fork)
 
-    def let_through_in_child() -> None:
-        end_by_signal()
+    def end_by_signal() -> None:
+        if signal.getsignal(signal.SIGTERM) is request_save:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         let_through()
 
-    # A child that waits in a system call runs no handler of Python's, and Python forgets a signal
-    # that reaches a child before its first line.
-    masks = threading.local()
-    os.register_at_fork(
-        before=hold_back,
-        after_in_parent=let_through,
-        after_in_child=let_through_in_child,
-    )
     try:
         signal.signal(signal.SIGTERM, request_save)
     except ValueError:
@@ -448,6 +434,11 @@ def _listen(previous_handler: Any = None) -> None:
             "orch_report.save_requested or must_save must first be called in the main thread: call"
             " it once where the program starts, before other threads do"
         ) from None
+    os.register_at_fork(
+        before=hold_back,
+        after_in_parent=let_through,
+        after_in_child=end_by_signal,
+    )
     _worker.save_requested = bool(_worker.save_requested)
 
 

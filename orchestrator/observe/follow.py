@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import TextIO
 
 from orchestrator.plan import PlanError, load_plan
@@ -52,14 +51,13 @@ def follow_program(
             tail = tails.setdefault(rank, LogTail(folder.rank_log(rank)))
             for line in tail.read(last=state.is_final):
                 print(f"[rank {rank:>{width}}] {line}", file=out)
-        for ended, successor in pairwise(state.epochs):
-            if ended.epoch > reported_epoch and ended.epoch >= state.first_epoch:
-                reported_epoch = ended.epoch
-                if ended.cause:
-                    print(
-                        f"orch: {ended.cause.text}; restarting as epoch {successor.epoch}",
-                        file=out,
-                    )
+        for ended, successor in state.ended_epochs(reported_epoch):
+            reported_epoch = ended.epoch
+            if ended.cause:
+                print(
+                    f"orch: {ended.cause.text}; restarting as epoch {successor.epoch}",
+                    file=out,
+                )
         out.flush()
         if state.is_final:
             print("\n".join(end_lines(state, style)), file=out, flush=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from orchestrator.plan.document import Frozen
 from orchestrator.run.folder import RunFolder
@@ -63,9 +62,7 @@ class Updates:
     def read(self, state: RunState) -> Iterator[Update]:
         """Yields what is new. The caller has read `state` before this call."""
         steps = self._read_steps(state)
-        for ended, successor in pairwise(state.epochs):
-            if ended.epoch <= self._last_fault_epoch or ended.epoch < state.first_epoch:
-                continue
+        for ended, successor in state.ended_epochs(self._last_fault_epoch):
             self._last_fault_epoch = ended.epoch
             yield from (step for step in steps if step.epoch <= ended.epoch)
             steps = [step for step in steps if step.epoch > ended.epoch]

@@ -8,6 +8,7 @@ is written and synced before anybody hears of it.
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -148,6 +149,14 @@ class RunState(Frozen):
     @property
     def is_final(self) -> bool:
         return self.state in FINAL
+
+    def ended_epochs(self, after: int) -> list[tuple[EpochState, EpochState]]:
+        """Returns the epochs of this attempt after that one which have ended, each with the one
+        that followed it."""
+        first = max(self.first_epoch, after + 1)
+        return [
+            (ended, successor) for ended, successor in pairwise(self.epochs) if ended.epoch >= first
+        ]
 
 
 def paused(state: RunState, now: float) -> list[tuple[float, float]]:

@@ -27,10 +27,14 @@ class ProgramCode(NamedTuple):
 def program_code(backend: Backend, options: SubmitOptions) -> ProgramCode:
     """Finds the code of a run, counts its files, and packs them where nodes do not share folders.
     OrchError (65) if it is too much."""
+    from orchestrator.run.code.snapshot import counted
+
     try:
         code = _chosen_code(backend, options)
-        if not options.command or code.kind == "none" or not backend.most_code_bytes:
+        if not options.command or code.kind == "none":
             return ProgramCode(code)
+        if not backend.most_code_bytes:
+            return ProgramCode(code if options.code else counted(code))
         return _packed(code, backend.most_code_bytes)
     except OSError as error:  # a file that this user may not read, or that has just been deleted
         raise OrchError(f"the program's folder cannot be copied: {error}", Exit.CONFIG) from None
@@ -38,7 +42,7 @@ def program_code(backend: Backend, options: SubmitOptions) -> ProgramCode:
 
 def _chosen_code(backend: Backend, options: SubmitOptions) -> Code:
     from orchestrator.run.code.left_out import with_left_out
-    from orchestrator.run.code.snapshot import counted, find_code
+    from orchestrator.run.code.snapshot import find_code
 
     if options.code is not None:
         return options.code
@@ -50,7 +54,7 @@ def _chosen_code(backend: Backend, options: SubmitOptions) -> Code:
     code = find_code(options.cwd, runs_user_program=bool(options.command))
     if not options.command or code.kind == "none":
         return code
-    return with_left_out(counted(code))
+    return with_left_out(code)
 
 
 def _packed(code: Code, most_bytes: int) -> ProgramCode:

@@ -23,7 +23,7 @@ SUITE = "bookworm"
 PACKAGES = ("ca-certificates", "git", "make", "python3")
 KEPT = Path.home() / ".cache" / "orch-newcomer" / f"{SUITE}-root"
 #: The clone, as the newcomer's commands name it.
-CLONE = Path("/root/orch")
+CLONE = Path("/srv/orch")
 _CACHE = Path(".cache/uv")
 _CERTIFICATES = Path("etc/ssl/certs/ca-certificates.crt")
 #: Variables by which this machine finds its package index and trusts it.

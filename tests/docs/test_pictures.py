@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
+from tests.docs.scripts import script
 from tests.house.rooms import ROOT
 
 pytest.importorskip("matplotlib")
 
 PICTURE = ROOT / "docs" / "plan.svg"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-
-
-def drawer():
-    spec = importlib.util.spec_from_file_location(
-        "make_pictures", ROOT / "docs" / "make_pictures.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def texts(path: Path) -> list[str]:
@@ -44,11 +35,12 @@ def shapes(path: Path) -> tuple[list[str], list[float]]:
 
 @pytest.mark.process
 def test_the_picture_of_the_readme_is_current(tmp_path):
-    drawer().draw(tmp_path / "new.svg")
+    pictures = script("make_pictures")
+    pictures.draw(tmp_path / "new.svg")
     redraw = "python docs/make_pictures.py"
     assert texts(PICTURE) == texts(tmp_path / "new.svg"), redraw
     old_attributes, old_numbers = shapes(PICTURE)
     attributes, numbers = shapes(tmp_path / "new.svg")
     assert old_attributes == attributes, redraw
     assert old_numbers == pytest.approx(numbers, abs=0.01), redraw
-    assert " ".join(drawer().COMMAND[:3]) in (ROOT / "README.md").read_text()
+    assert " ".join(pictures.COMMAND[:3]) in (ROOT / "README.md").read_text()

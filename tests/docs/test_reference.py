@@ -4,7 +4,6 @@ somewhere."""
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -20,22 +19,14 @@ from orchestrator.observe.events import BENCH_EVENTS, EVENTS
 from orchestrator.plan.exits import MEANING, REACTIONS, Exit
 from orchestrator.run.files import RUN_FILES, described
 from orchestrator.run.state import CAUSES
+from tests.docs.scripts import script
 from tests.house.rooms import MODULES, ROOT
 
 _LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 
 
-def generator():
-    spec = importlib.util.spec_from_file_location(
-        "make_reference", ROOT / "docs" / "make_reference.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_reference_is_current():
-    new = generator().pages()
+    new = script("make_reference").pages()
     disk = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
     assert disk.keys() == new.keys()
     old = [name for name in new if disk[name] != new[name]]
@@ -43,7 +34,7 @@ def test_the_reference_is_current():
 
 
 def test_the_reference_names_every_verb_key_and_option():
-    generated = generator().pages()
+    generated = script("make_reference").pages()
     for verb in VERBS:
         assert f"## orch {verb}\n" in generated["verbs.md"]
     for key in (
@@ -63,7 +54,7 @@ def test_the_reference_names_every_verb_key_and_option():
 def test_nothing_of_the_reference_lacks_its_meaning():
     """Every key, option, argument, metric, event, code and file: the cell of its meaning."""
     empty = []
-    for page, text in generator().pages().items():
+    for page, text in script("make_reference").pages().items():
         column = None
         for line in text.splitlines():
             cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
