@@ -60,14 +60,14 @@ ARGUMENTS = {
         *NO_OTHER_WORKERS,
         "--dist",
         "loadgroup",
-        "-rs",
+        "-rfEs",
         "-m",
         f"slurm and {QUICK}",
         "tests/slurm",
     ),
     # One bed after the other: each is a whole control plane.
-    KUBERNETES: ("-p", "no:xdist", "-rs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
-    TIMING: ("-n", "0", "-rs", "-m", "timing and not full"),
+    KUBERNETES: ("-p", "no:xdist", "-rfEs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
+    TIMING: ("-n", "0", "-rfEs", "-m", "timing and not full"),
 }
 NO_TESTS = 5  # pytest's exit code
 _LOOK_S = 0.2

@@ -252,6 +252,10 @@ class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defa
     fields: dict[str, str | int | float | bool | None] = {}
 
 
+#: Phases of the trainer that may take longer than a step.
+SLOW_PHASES = ("start", "checkpoint")
+
+
 class ProgressReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defaults=True):
     """A rank's current activity, sent about twice per second.
 
@@ -269,6 +273,11 @@ class ProgressReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_d
     moves: int = 0  # grows with every sign of progress
     #: Seconds without progress that the phase may take; None: the phase is part of a step.
     limit_s: float | None = None
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether the rank does something that may take longer than a step."""
+        return self.limit_s is not None or self.phase in SLOW_PHASES
 
 
 Report = StepReport | EventReport | ProgressReport

@@ -211,11 +211,21 @@ RUN_FILES = (
         "JSON",
         "the attempts, with the pods and the plan of each",
     ),
+    RunFile(
+        ".<file>.<pid>.<random>.tmp",
+        "whoever writes the file",
+        "as the file",
+        "a file of any folder that is being written; a writer that was killed leaves it behind",
+    ),
 )
+#: Whole files are moved to their names (`run.folder.write_private`), in every folder.
+_UNFINISHED = RUN_FILES[-1]
 
 
 def described(path: str) -> RunFile | None:
     """Returns the description of a file, by its path in the run folder; None if it has none."""
+    if _pattern(_UNFINISHED.name).fullmatch(path.rpartition("/")[2]):
+        return _UNFINISHED
     return next((file for file in RUN_FILES if _pattern(file.name).fullmatch(path)), None)
 
 

@@ -241,6 +241,32 @@ def test_a_monitor_counts_its_own_looks_and_a_step_is_newer_than_the_report_befo
     )
 
 
+@pytest.mark.parametrize("phase", ["save", "checkpoint"])
+def test_the_step_after_a_long_save_is_not_late_at_once(phase):
+    """On a busy machine the rank that had saved for 14 seconds was at fault half a second later."""
+    monitors = [ProgressMonitor(), ProgressMonitor()]
+    fields = {"epoch": 0, "samples": 1, "tokens": 1, "step_s": 0.5}
+    for rank, monitor in enumerate(monitors):
+        for step in range(2, 8):
+            monitor.on_step(StepReport(rank=rank, step=step, **fields))
+
+    def diagnosis_after(seconds: int, phase: str, limit_s: float | None = None):
+        """Of seconds in which rank 0 is in a phase and rank 1 waits for it."""
+        saver = {"rank": 0, "phase": phase, "limit_s": limit_s}
+        waiter = {"rank": 1, "phase": "comm", "waiting": "all-reduce"}
+        for _ in range(2 * seconds):
+            statuses = []
+            for rank, report in enumerate((saver, waiter)):
+                monitors[rank].on_progress(ProgressReport(epoch=0, step=8, **report))
+                statuses += monitors[rank].look({rank: os.getpid()})
+        return diagnose(PLAN, statuses, RULES)
+
+    limit_s = 900.0 if phase == "save" else None
+    assert diagnosis_after(600, phase, limit_s) is None
+    assert diagnosis_after(20, "forward") is None
+    assert diagnosis_after(20, "forward").rank == 0
+
+
 @pytest.mark.parametrize("sign", ["none", "computes", "speaks"])
 def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, sign):
     """Found in trials: a worker that ran half of the time was stopped at four looks in a row, and

@@ -71,11 +71,31 @@ def play(
         if isinstance(step, File):
             (folder / step.name).write_text(step.text)
             continue
-        done = subprocess.run(
-            [*enter, "bash", "-c", step.line], cwd=folder, env=dict(environ), text=True, timeout=limit_s,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        lines = done.stdout.rstrip("\n").split("\n") if done.stdout.strip() else []
+        printed = _printed([*enter, "bash", "-c", step.line], folder, environ, limit_s)
+        lines = printed.rstrip("\n").split("\n") if printed.strip() else []
         assert matches(lines, step.shown), (
-            f"$ {step.line}\n{done.stdout}\n--- is shown as\n" + "\n".join(step.shown)
+            f"$ {step.line}\n{printed}\n--- is shown as\n" + "\n".join(step.shown)
         )
+
+
+def _printed(
+    argv: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str],
+    limit_s: float,
+) -> str:
+    """What a command prints, with a last line that says so if it had to be ended."""
+    try:
+        done = subprocess.run(
+            argv,
+            cwd=folder,
+            env=dict(environ),
+            timeout=limit_s,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        printed = (error.output or b"").decode(errors="replace")
+        return f"{printed}\nended by the test after {limit_s:.0f} s"
+    return done.stdout.decode(errors="replace")

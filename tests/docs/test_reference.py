@@ -134,6 +134,7 @@ def test_files_of_recorded_runs_are_described():
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         unknown += [name for name in names if not described(name)]
     assert unknown == ["cancel.json"], "a request as earlier versions wrote it"
+    assert described("kubernetes/.placement.json.7.0a1b2c3d.tmp"), "its writer was killed"
     schemas = set(re.findall(r"`(orch\.\w+/\d+)`", " ".join(file.form for file in RUN_FILES)))
     assert schemas <= set(" ".join(formats().values()).split())
 

@@ -30,7 +30,7 @@ def test_the_guide_s_commands_print_what_it_shows(cluster: Cluster, tmp_path: Pa
     folder = tmp_path / "work"
     folder.mkdir()
     page = (ROOT / "docs" / "guides" / "slurm.md").read_text()
-    play(page, folder, environ, kind_played="console bed", limit_s=120)
+    play(page, folder, environ, kind_played="console bed", limit_s=300)
     runs = tmp_path / "home" / "runs"
     files = [path.relative_to(runs).parts[1:] for path in runs.rglob("*") if path.is_file()]
     assert files

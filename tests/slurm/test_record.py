@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.backends.base import After
 from orchestrator.backends.slurm.backend import SlurmBackend
+from orchestrator.backends.slurm.commands import Slurm
 from orchestrator.backends.slurm.job import task
 from orchestrator.backends.slurm.job.node_assignment import read_probe
 from orchestrator.backends.slurm.queue import Job
@@ -14,10 +15,12 @@ from orchestrator.backends.slurm.record import (
     combined_state,
     find_job,
     last_log_error,
+    record_job,
     script_exit_code,
     state_without_slurm,
 )
 from orchestrator.backends.slurm.states import JOB_STATES
+from orchestrator.backends.slurm.submission import JobWatcher
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import FINAL, SCHEMA, RunState, read_state, write_state
@@ -228,6 +231,24 @@ def test_a_run_that_is_done_is_not_waited_for_while_its_job_ends(tmp_path, monke
     monkeypatch.setattr(backend, "_find_job", lambda _: job("RUNNING"))
     awaited_runs = [After("ok", folder)]
     assert backend.after({}, awaited_runs) == ({"dependency": "afterok:7"} if waits else {})
+
+
+def test_a_run_that_ended_since_slurm_s_answer_is_asked_for_again(tmp_path, monkeypatch):
+    """A short run was done, then about to end, because the answer was from before its start."""
+    answers = iter(["PENDING", "RUNNING", "COMPLETED"])
+    slurm = Slurm()
+    monkeypatch.setattr(slurm, "jobs", lambda ids: {"7": job(next(answers))})
+    backend = SlurmBackend()
+    monkeypatch.setattr(backend, "_watcher", JobWatcher(slurm, delay_s=60))
+    folder = RunFolder(tmp_path / "r")
+    folder.create()
+    record_job(folder, "7")
+    write_state(folder, state("pending"))
+    assert backend.state(folder).state == "pending"
+    write_state(folder, state("done", 0))
+    assert backend.state(folder).state == "stopping"
+    backend._watcher.clear()
+    assert backend.state(folder).state == "done"
 
 
 def test_what_the_nodes_answer():

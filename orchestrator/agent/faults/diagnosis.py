@@ -19,6 +19,7 @@ from msgspec import structs
 from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of
+from orchestrator.plan.worker import SLOW_PHASES
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Policy
 from orchestrator.run.state import Cause
@@ -131,7 +132,7 @@ def _is_mute(worker: WorkerStatus) -> bool:
 def hang_timeout_s(workers: Collection[WorkerStatus], rules: Policy) -> float:
     """Returns the seconds without a completed step of any rank after which a run hangs."""
     step_times_s = [worker.usual_step_s for worker in workers if worker.usual_step_s is not None]
-    is_slow_phase = any(worker.phase in ("start", "checkpoint") for worker in workers)
+    is_slow_phase = any(worker.phase in SLOW_PHASES for worker in workers)
     if len(step_times_s) < len(workers) or is_slow_phase:
         return max(rules.start_hang_after_s, rules.hang_after_s)
     return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(step_times_s))

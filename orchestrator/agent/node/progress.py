@@ -119,7 +119,7 @@ class ProgressMonitor:
         previous = rank.report
         rank.report = report
         rank.silent_looks = 0
-        if previous is None or previous.step != report.step:
+        if previous is None or _begins_step(previous, report):
             rank.step_looks = 0
         if previous is None or _position(previous) != _position(report):
             rank.still_looks = 0
@@ -144,6 +144,13 @@ def _median(seconds: Collection[float], at_least: int) -> float | None:
 def _printable(untrusted: str) -> str:
     """Returns a worker's text, safe to print on a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in untrusted[:_MAX_CHARS])
+
+
+def _begins_step(previous: ProgressReport, report: ProgressReport) -> bool:
+    """Whether a step begins between two reports of a rank. A pause within a step is no part of it:
+    the step begins anew."""
+    after_pause = previous.is_pause and not report.is_pause
+    return after_pause or previous.step != report.step
 
 
 def _position(report: ProgressReport) -> tuple:

@@ -63,8 +63,8 @@ from .queue import Job
 from .record import (
     SlurmRecord,
     combined_state,
-    find_job,
     is_over,
+    is_stale,
     last_log_error,
     record_job,
     script_exit_code,
@@ -232,7 +232,7 @@ class SlurmBackend(
         request = submitted_request(folder)
         check_variables(request, environ)
         job = self._find_job(folder)
-        if job is not None and _is_stale(folder, job):
+        if job is not None and is_stale(folder, job):
             self._slurm.cancel(job.id)
         options = without_dependency(request.backend_options)
         request = off_bad_nodes(folder, msgspec.structs.replace(request, backend_options=options))
@@ -269,7 +269,7 @@ class SlurmBackend(
         not take the request, another signal tells the script not to requeue the job.
         """
         job = self._find_job(folder)
-        if job is None or job_state(job.state).ended or _is_stale(folder, job):
+        if job is None or job_state(job.state).ended or is_stale(folder, job):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         signal = "USR1"
         try:
@@ -287,7 +287,7 @@ class SlurmBackend(
 
     def is_alive(self, folder: RunFolder) -> bool:
         job = self._find_job(folder)
-        return job is not None and not job_state(job.state).ended and not _is_stale(folder, job)
+        return job is not None and not job_state(job.state).ended and not is_stale(folder, job)
 
     def state(self, folder: RunFolder) -> RunState:
         """The run's state from Slurm's answer and the run folder.
@@ -382,9 +382,7 @@ class SlurmBackend(
         record_job(folder, job.job_id)
 
     def _find_job(self, folder: RunFolder) -> Job | None:
-        record = read_record(folder, SlurmRecord)
-        jobs = self._watcher.query([record.job_id] if record else [])
-        return find_job(folder.run_id, record, jobs)
+        return self._watcher.job_of(folder)
 
 
 def _preflight(request: LaunchRequest, plan: Plan, slurm: Slurm) -> list[str]:
@@ -395,13 +393,6 @@ def _preflight(request: LaunchRequest, plan: Plan, slurm: Slurm) -> list[str]:
     exports = _read_files("/etc/exports", "/var/lib/nfs/etab")
     local = local_folder(request.run_dir, mounts, exports)
     return [*warnings(plan, options, partition, slurm.kill_wait_s()), *local]
-
-
-def _is_stale(folder: RunFolder, job: Job) -> bool:
-    """Whether the job is queued for another attempt although its run has ended."""
-    return job_state(job.state).phase == "pending" and is_over(
-        read_state(folder), script_exit_code(folder)
-    )
 
 
 def _effective_options(request: LaunchRequest) -> SlurmOptions:

@@ -18,7 +18,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, from_bytes, read_request
-from orchestrator.run.state import Cause, FinalPhase, RunState, finish
+from orchestrator.run.state import Cause, FinalPhase, RunState, finish, read_state
 
 from .options import read_options
 from .queue import Job, id_key
@@ -151,6 +151,12 @@ def is_over(state: RunState, script_exit: int | None) -> bool:
         or state.state == "cancelled"
         or state.exit_code not in REQUEUED_EXITS
     )
+
+
+def is_stale(folder: RunFolder, job: Job) -> bool:
+    """Whether the job is queued for another attempt although its run has ended."""
+    is_queued = job_state(job.state).phase in ("pending", "starting")
+    return is_queued and is_over(read_state(folder), script_exit_code(folder))
 
 
 def combined_state(

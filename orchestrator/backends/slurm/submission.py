@@ -21,11 +21,13 @@ from typing import Any
 from submitit.core.core import InfoWatcher
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
+from orchestrator.backends.base import read_record
 from orchestrator.errors import OrchError
-from orchestrator.run.folder import write_private
+from orchestrator.run.folder import RunFolder, write_private
 
 from .commands import Slurm
 from .queue import Job
+from .record import SlurmRecord, find_job, is_stale
 from .script.render import JobScript, common_flags, render, render_array
 from .states import job_state
 
@@ -68,6 +70,16 @@ class JobWatcher(InfoWatcher):
         if not fresh or any(id_ not in self.jobs for id_ in ids):
             self.update()
         return self.jobs
+
+    def job_of(self, folder: RunFolder) -> Job | None:
+        """The job of a run, or None if Slurm does not know it."""
+        record = read_record(folder, SlurmRecord)
+        ids = [record.job_id] if record else []
+        job = find_job(folder.run_id, record, self.query(ids))
+        if job is None or not is_stale(folder, job):
+            return job
+        self.clear()  # a short run may have begun and ended since the last answer
+        return find_job(folder.run_id, record, self.query(ids))
 
 
 class RunJob(SlurmJob[Any]):
