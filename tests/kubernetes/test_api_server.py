@@ -87,7 +87,9 @@ def test_a_draft_that_cannot_become_a_run_is_told_and_goes(api):
     api.apply(yaml.safe_load(Path(ROOT, "charts/orch-controller/files/trainruns.yaml").read_text()))
     api.kubectl("wait", "--for=condition=Established", "crd/trainruns.orch.dev")
     answer = ask(api, "drafts")
-    assert answer["left"] == {"kept": False}
+    assert answer["left"] == {"kept": False, "program": False}
+    assert answer["owners"] == [["TrainRun", "program"]]
+    assert "does not hold the code that its name promises" in answer["said"]["forged"]
     assert answer["said"]["kept"] == ""
     assert "No Name" in answer["said"]["refused"]
     assert answer["said"]["discarded"].startswith("the controller has discarded TrainRun discarded")

@@ -508,6 +508,45 @@ def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
         until(bed, lambda: not controllers.ledger(bed), 30)
 
 
+def test_a_program_travels_with_its_train_run(bed, orch, tmp_path):
+    """Its ConfigMap belongs to the TrainRuns that use it. If it is gone at another start, the run
+    says so and waits, until a submission with the same code stores it again."""
+    program = tmp_path / "program"
+    program.mkdir()
+    (program / "train.py").write_text("print('hello')")
+
+    def submitted() -> Run:
+        words = [word for word in orch.submission()[1:] if word != "--in-place"]
+        argv = ("submit", *words, "cluster=h100x64", "nodes=2", "--", "python3", "train.py")
+        return Run(orch, json.loads(orch(*argv, cwd=program).stdout)["run_dir"])
+
+    def stored() -> list[dict]:
+        return bed.get("configmaps", "-n", orch.namespace, "-l", "orch.dev/code")["items"]
+
+    def reason() -> str:
+        return status(bed, first.id, orch.namespace).get("reason", "")
+
+    with controller(bed, "code"):
+        first = submitted()
+        [pod, _] = orch.bound(first.id, 2)
+        [chunk] = stored()
+        [owner] = chunk["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"]) == ("TrainRun", first.id)
+        assert not bed.get("trainrun", "-n", orch.namespace, first.id)["spec"].get("draft")
+        assert chunk["metadata"]["name"] in json.dumps(pod["spec"]["volumes"])
+        orch("cancel", first.id)
+        bed.kubectl("delete", "configmap", "-n", orch.namespace, chunk["metadata"]["name"])
+        orch("resume", first.id)
+        until(bed, lambda: f"{chunk['metadata']['name']} is missing" in reason(), 60, reason)
+        assert not living(bed, "-n", orch.namespace)
+        second = submitted()
+        orch.bound(second.id, 2)
+        orch.bound(first.id, 2)
+        for run in (second, first):
+            bed.kubectl("delete", "trainrun", "-n", orch.namespace, run.id)
+        until(bed, lambda: not stored(), 90, stored)
+
+
 # ------------------------------------------------------------------------------------------ healing
 
 

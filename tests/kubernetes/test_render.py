@@ -27,7 +27,6 @@ from orchestrator.backends.kubernetes.objects.pod import pod_exit, pod_failure_p
 from orchestrator.backends.kubernetes.objects.render import Manifest, render, to_yaml
 from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
 from orchestrator.backends.kubernetes.pod.program import unpack_code
-from orchestrator.backends.kubernetes.submission import check_code
 from orchestrator.cli.main import main
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
@@ -379,12 +378,10 @@ def test_a_program_travels_in_config_maps_named_after_its_content():
         path.write_text(to_yaml(drafts))
         pytest.fail(f"{path.name} did not exist: written, look at it and run again")
     assert to_yaml(drafts) == path.read_text()
-    with refusal("through the controller: .*controller=never.*--in-place", Exit.CONFIG):
-        check_code(bundle.request)
 
 
 def test_orch_render_packs_the_folder_and_refuses_a_large_one(tmp_path, monkeypatch, capsys):
-    """The dry run of a controller refuses it too."""
+    """With a controller the ConfigMaps come before the TrainRun."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
     (tmp_path / "program").mkdir()
     monkeypatch.chdir(tmp_path / "program")
@@ -399,7 +396,13 @@ def test_orch_render_packs_the_folder_and_refuses_a_large_one(tmp_path, monkeypa
     chunk, *objects = yaml.safe_load_all(out)
     assert unpacked_names(base64.b64decode(chunk["binaryData"]["code.000"])) == ["train.py"]
     assert [body["kind"] for body in objects][-1] == "Job"
-    assert main([*argv, "backend.options.controller=always", *program]) == Exit.CONFIG
+    argv[2] = "own-2"
+    assert main([*argv, "backend.options.controller=always", *program]) == Exit.DONE
+    same_chunk, train_run = yaml.safe_load_all(capsys.readouterr().out)
+    assert same_chunk == chunk
+    digest = hashlib.sha256(base64.b64decode(chunk["binaryData"]["code.000"])).hexdigest()
+    assert digest in train_run["spec"]["planned"]["request"] and "draft" not in train_run["spec"]
+    argv[2] = "own-3"
     monkeypatch.setattr(KubernetesBackend, "most_code_bytes", 4096)
     Path("data.bin").write_bytes(os.urandom(5000))
     assert main([*argv, *program]) == Exit.CONFIG
@@ -407,7 +410,7 @@ def test_orch_render_packs_the_folder_and_refuses_a_large_one(tmp_path, monkeypa
     assert "over 4.00 KiB (largest: data.bin 4.88 KiB, train.py 7 B)" in err
     assert "leave files out by .orchignore, or build the program into the image" in err
     Path(".orchignore").write_text("*.bin")
-    assert main([*argv[:2], "own-2", *argv[3:], *program]) == Exit.DONE
+    assert main([*argv, *program]) == Exit.DONE
 
 
 def unpacked_names(archive: bytes) -> list[str]:

@@ -4,6 +4,8 @@ pure."""
 from __future__ import annotations
 
 import ast
+import base64
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from orchestrator.backends.kubernetes.controller import main as controller_main
 from orchestrator.backends.kubernetes.controller.decide import Seen, decide
 from orchestrator.backends.kubernetes.controller.ledger import Allocation
 from orchestrator.backends.kubernetes.controller.observed import Job, Pod
+from orchestrator.backends.kubernetes.controller.program_code import CodeChecks
 from orchestrator.backends.kubernetes.controller.reconcile import Reconciler
 from orchestrator.backends.kubernetes.controller.room import (
     Fits,
@@ -32,6 +35,7 @@ from orchestrator.backends.kubernetes.controller.status import Report, begun, ne
 from orchestrator.backends.kubernetes.devices import GpuDevices, NodeGpus
 from orchestrator.backends.kubernetes.fitting import pod_needs
 from orchestrator.backends.kubernetes.names import GATE, GENERATION, INDEX, RUN
+from orchestrator.backends.kubernetes.objects.code_maps import chunk_names
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.backends.kubernetes.pod_requests import PODS
 from orchestrator.backends.kubernetes.train_run import (
@@ -46,6 +50,7 @@ from orchestrator.backends.kubernetes.train_run import (
 )
 from orchestrator.cluster.importers.kubernetes import PRODUCT, Node
 from orchestrator.plan import Exit, Plan
+from orchestrator.run.request import Code, PackedCode
 from tests.beds.base import ROOT
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
@@ -145,6 +150,40 @@ def test_what_was_planned_comes_back_whole():
     )
     with refusal("spec.planned", Exit.CONFIG):
         unpacked(structs.replace(planned(bundle, [plan]), plans=["no plan"]))
+
+
+def test_a_program_is_whole_before_nodes_are_asked_for():
+    """Its parts are read once for each attempt."""
+    from tests.kubernetes.test_render import request_of
+
+    archive = b"a program"
+    packed = PackedCode(sha256=hashlib.sha256(archive).hexdigest(), bytes=len(archive))
+    code = Code(kind="folder", packed=packed)
+    overrides = ["cluster=h100x64", "model=llama3_8b"]
+    sent, plan = request_of(overrides, "r", ["python", "train.py"], code, archive)
+    bundle = Bundle(sent.request, b"", {4: plan})
+    reads = []
+
+    class Stored:
+        content: bytes | None = None
+
+        def get(self, kind: str, name: str) -> dict | None:
+            reads.append(name)
+            if self.content is None:
+                return None
+            return {"binaryData": {"code.000": base64.b64encode(self.content).decode()}}
+
+    checks = CodeChecks()
+    stored = Stored()
+    with refusal(f"ConfigMap {chunk_names(packed)[0]} is missing", Exit.CAPACITY):
+        checks.check(stored, run(), bundle)
+    stored.content = b"another"
+    with refusal("was submitted: delete its ConfigMaps", Exit.SECURITY):
+        checks.check(stored, run(), bundle)
+    stored.content = archive
+    for attempt in (0, 0, 1):
+        checks.check(stored, run(attempt=attempt), bundle)
+    assert len(reads) == 4
 
 
 # ------------------------------------------------------------------------------------------ what is

@@ -121,7 +121,7 @@ class KubernetesBackend(
             )
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
-        from .submission import check_code, draft_objects
+        from .submission import draft_objects
 
         request = bundle.request
         check_installed("kubernetes", "submitting to Kubernetes")
@@ -130,16 +130,17 @@ class KubernetesBackend(
         drafts = draft_objects(request, plan)
         options = read_options(request.backend_options)
         controlled = self._is_controlled(options)
-        if controlled:
-            check_code(request)
         with create_run_folder(bundle, self.name) as folder:
             if controlled:
                 cluster = self._cluster(options.context, options.namespace)
-                write_record(
-                    folder,
-                    train_runs.submit(cluster, bundle, _plans(bundle), environ),
-                    durable=True,
+                record = train_runs.submit(
+                    cluster,
+                    bundle,
+                    _plans(bundle),
+                    _code_maps(request, bundle),
+                    environ,
                 )
+                write_record(folder, record, durable=True)
             else:
                 self._direct.start(folder, request, plan, environ, drafts)
         return request.handle
@@ -158,7 +159,8 @@ class KubernetesBackend(
         if options.controller == "always":
             with create_run_folder(bundle, self.name) as folder:
                 write_record(folder, train_runs.record(request, options, namespace), durable=True)
-                return to_yaml([train_runs.document(bundle, _plans(bundle), namespace)])
+                train_run = train_runs.document(bundle, _plans(bundle), namespace)
+                return to_yaml([*_code_maps(request, bundle), train_run])
         with create_run_folder(bundle, self.name) as folder:
             manifest = manifest_of(
                 folder,
@@ -171,8 +173,7 @@ class KubernetesBackend(
             record = record_of(request, options, namespace)
             # with its record the run is found once somebody has applied the objects
             write_record(folder, record, durable=True)
-            archive = bundle.contents.get(folder.packed_code.name)
-            return to_yaml([*_code_maps(request, archive), *render(manifest)])
+            return to_yaml([*_code_maps(request, bundle), *render(manifest)])
 
     def resume(
         self,
@@ -357,12 +358,16 @@ class KubernetesBackend(
         return ahead[1] if ahead and time.monotonic() < ahead[0] + _FRESH_S else None
 
 
-def _code_maps(request: LaunchRequest, archive: bytes | None = None) -> list[JsonObject]:
-    """Returns the ConfigMaps of a program that travels; without its archive as a dry run shows
-    them."""
-    namespace = read_options(request.backend_options).namespace or ""
+def _code_maps(request: LaunchRequest, bundle: SubmissionBundle | None = None) -> list[JsonObject]:
+    """Returns the ConfigMaps of a program that travels; without the bundle, which has its archive,
+    as a dry run shows them."""
     packed = request.code.packed
-    return code_maps(packed, archive, namespace) if packed else []
+    if not packed:
+        return []
+    archive = None
+    if bundle is not None:
+        archive = bundle.contents[RunFolder(Path(request.run_dir)).packed_code.name]
+    return code_maps(packed, archive, read_options(request.backend_options).namespace or "")
 
 
 def _plans(bundle: SubmissionBundle) -> list[Plan]:

@@ -29,13 +29,18 @@ def store_code(
     gather(partial(_store, cluster, body, owner, manager) for body in maps)
 
 
-def owner_of(secret: JsonObject) -> JsonObject:
-    """Returns the reference by which a run's Secret owns the code: it is the run's first object,
-    and is deleted with its Job."""
-    metadata = secret["metadata"]
+def field_manager(submission: str) -> str:
+    """Returns the name under which a submission owns fields of the objects that it applies."""
+    return f"orch-{submission}"
+
+
+def owner_of(first: JsonObject) -> JsonObject:
+    """Returns the reference by which a run's first object, its Secret or its TrainRun, owns others
+    and takes them along when it is deleted."""
+    metadata = first["metadata"]
     return {
-        "apiVersion": "v1",
-        "kind": "Secret",
+        "apiVersion": first["apiVersion"],
+        "kind": first["kind"],
         "name": metadata["name"],
         "uid": metadata["uid"],
     }

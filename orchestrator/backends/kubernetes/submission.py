@@ -27,7 +27,7 @@ from orchestrator.run.request import LaunchRequest
 
 from .api.client import PATHS, Cluster, gather, in_background, kind_of
 from .cluster_view import ClusterSnapshot, Reservation, reserve_nodes
-from .code_store import owner_of, store_code
+from .code_store import field_manager, owner_of, store_code
 from .names import RUN, SUBMISSION, Body, JsonObject, object_name
 from .objects.code_maps import code_maps
 from .objects.gang import resolved
@@ -44,8 +44,6 @@ def draft_objects(request: LaunchRequest, plan: Plan) -> list[JsonObject]:
     """Renders the objects of a run without its key, nodes and topology, which are known only when
     they are sent. OrchError (65)."""
     options = read_options(request.backend_options)
-    if options.controller == "always":
-        check_code(request)
     return render(
         Manifest(
             request=request,
@@ -55,16 +53,6 @@ def draft_objects(request: LaunchRequest, plan: Plan) -> list[JsonObject]:
             namespace=options.namespace or "",
         )
     )
-
-
-def check_code(request: LaunchRequest) -> None:
-    """Raises OrchError (65) for a program whose folder would have to travel in a TrainRun."""
-    if request.code.packed:
-        message = (
-            "a program's folder does not travel through the controller: submit it directly"
-            " (backend.options.controller=never), or build it into the image (--in-place)"
-        )
-        raise OrchError(message, Exit.CONFIG)
 
 
 def submit_objects(
@@ -156,7 +144,7 @@ def stored_code(
             cluster,
             maps,
             owner_of(sent),
-            _manager(manifest.submission),
+            field_manager(manifest.submission),
         )
         store()
         yield store
@@ -313,7 +301,7 @@ def _delete_sent(cluster: Cluster, tried: Sequence[Body], submission: str) -> No
 
 def _apply(cluster: Cluster, body: Body, run_id: str, submission: str) -> JsonObject:
     try:
-        return cluster.apply(body, _manager(submission))
+        return cluster.apply(body, field_manager(submission))
     except OrchError as error:
         if getattr(error, "status", None) == 409:
             message = (
@@ -321,10 +309,6 @@ def _apply(cluster: Cluster, body: Body, run_id: str, submission: str) -> JsonOb
             )
             raise OrchError(message, Exit.CONFIG) from None
         raise
-
-
-def _manager(submission: str) -> str:
-    return f"orch-{submission}"
 
 
 def _is_ours(existing: Body | None, submission: str) -> bool:
@@ -356,7 +340,7 @@ def set_owner(
                 kind_of(body),
                 body["metadata"]["name"],
                 change,
-                _manager(submission),
+                field_manager(submission),
             )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +26,8 @@ from orchestrator.run.state import RunState, finish, prepare_resume, read_state,
 from orchestrator.run.variables import select_variables
 
 from .api.client import Cluster
-from .names import KIND, SUBMISSION, JsonObject, object_name, standard_labels
+from .code_store import field_manager, owner_of, store_code
+from .names import SUBMISSION, Body, JsonObject, object_name, standard_labels
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
 from .train_run import API_VERSION, Spec, TrainRun, body_of, planned
@@ -55,10 +57,11 @@ def submit(
     cluster: Cluster,
     bundle: SubmissionBundle,
     plans: Sequence[Plan],
+    code: Sequence[Body],
     environ: Mapping[str, str],
 ) -> KubernetesRecord:
-    """Creates the TrainRun in one request. If it passes on private variables, it creates a draft,
-    which becomes a run once their Secret exists.
+    """Creates the TrainRun in one request. If it passes on private variables or a program, it
+    creates a draft, which becomes a run once their Secret and the ConfigMaps `code` exist.
 
     OrchError: 65 if a TrainRun of that name belongs to something else, 76 if it is unknown whether
     it was created, and as `complete_draft`.
@@ -68,30 +71,42 @@ def submit(
     submission = os.urandom(8).hex()
     body, secret = _bodies(bundle, plans, environ, cluster.namespace, submission)
     train_run = _create(cluster, body, submission)
-    if secret:
-        complete_draft(cluster, train_run, secret)
+    if body["spec"].get("draft"):
+        complete_draft(cluster, train_run, secret, code)
     return record(request, options, cluster.namespace, submission)
 
 
-def complete_draft(cluster: Cluster, train_run: JsonObject, secret: JsonObject) -> None:
-    """Stores the private variables of a draft and makes the draft a run.
+def complete_draft(
+    cluster: Cluster,
+    train_run: JsonObject,
+    secret: JsonObject,
+    code: Sequence[Body] = (),
+) -> None:
+    """Stores the private variables and the program of a draft, and makes the draft a run.
 
-    OrchError: that of a Secret which is refused, and then the draft is deleted; 76 if the
+    OrchError: that of an object which is refused, and then the draft is deleted; 76 if the
     controller has discarded the draft because its submission took too long.
     """
-    metadata = train_run["metadata"]
-    name = metadata["name"]
-    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": name, "uid": metadata["uid"]}
-    secret["metadata"]["ownerReferences"] = [owner]
+    name = train_run["metadata"]["name"]
+    owner = owner_of(train_run)
+    store = partial(store_code, cluster, code, owner, field_manager(owner["uid"]))
     try:
-        cluster.create(secret)
-    except OrchError:
+        if secret:
+            secret["metadata"]["ownerReferences"] = [owner]
+            cluster.create(secret)
+        store()
+        completed = cluster.change("TrainRun", name, {"spec": {"draft": None}})
+    except BaseException:
         with contextlib.suppress(OrchError):
             cluster.delete("TrainRun", name)
         raise
-    if cluster.change("TrainRun", name, {"spec": {"draft": None}}) is None:
+    if completed is None:
         message = f"the controller has discarded TrainRun {name}, sent too slowly: submit again"
         raise OrchError(message, Exit.CAPACITY)
+    # The last other run with the same program may have been deleted meanwhile, and Kubernetes
+    # deletes what it has begun to collect. The controller would report what is missing.
+    with contextlib.suppress(OrchError):
+        store()
 
 
 def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) -> JsonObject:
@@ -135,9 +150,10 @@ def _bodies(
     plain = {name: passed[name] for name in public.passed}
     private = {name: value for name, value in passed.items() if name not in plain}
     name = f"{request.run_id}-env"
-    spec = Spec(planned=planned(bundle, plans), environment=plain)
+    is_draft = bool(submission) and bool(private or request.code.packed)
+    spec = Spec(planned=planned(bundle, plans), environment=plain, draft=is_draft)
     if private:
-        spec = structs.replace(spec, environment_secret=name, draft=True)
+        spec = structs.replace(spec, environment_secret=name)
     annotations = {SUBMISSION: submission} if submission else {}
     body = body_of(
         request.run_id,

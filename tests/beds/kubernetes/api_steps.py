@@ -155,7 +155,8 @@ def lease() -> dict[str, object]:
 
 def drafts() -> dict[str, object]:
     """Drafts of TrainRuns: one becomes a run, one has a Secret that is refused, one is discarded
-    meanwhile."""
+    meanwhile; one becomes a run with a program, and one has a program of whose name there is
+    another."""
     cluster = Cluster()
     complaints = {}
     spec = Spec(words=["cluster=local"], draft=True)
@@ -171,8 +172,16 @@ def drafts() -> dict[str, object]:
         }
         complete = partial(complete_draft, cluster, draft, secret)
         complaints[name] = complaint(complete)
+    archive = b"a program"
+    packed = PackedCode(sha256=hashlib.sha256(archive).hexdigest(), bytes=len(archive))
+    for name, content in (("program", archive), ("forged", archive[::-1])):
+        draft = cluster.create(body_of(name, cluster.namespace, spec, {}, {}))
+        maps = code_maps(packed, content, cluster.namespace)
+        complaints[name] = complaint(partial(complete_draft, cluster, draft, {}, maps))
+    [chunk] = [cluster.get("ConfigMap", name) for name in chunk_names(packed)]
     left = {run.metadata.name: run.spec.draft for run in cluster.read("TrainRun", TrainRun)}
-    return {"said": complaints, "left": left}
+    owners = [(owner["kind"], owner["name"]) for owner in chunk["metadata"]["ownerReferences"]]
+    return {"said": complaints, "left": left, "owners": owners}
 
 
 def code() -> dict[str, object]:

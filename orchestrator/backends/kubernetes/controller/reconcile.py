@@ -35,6 +35,7 @@ from .store import Store
 # how long the log of a run that has ended is read for its last report
 _LAST_WORD_S = 60.0
 _EVICTION_GRACE_S = 30
+_MISSING_S = 15.0  # between two looks for what a run lacks to start
 _BACKOFF_S = 60.0, 3600.0  # first and longest wait of a run whose starts fail
 
 log = logging.getLogger("orch.reconcile")
@@ -329,6 +330,7 @@ class Reconciler:
         status = begun(run)
         if error.exit == Exit.CAPACITY:
             self._write_status(run, structs.replace(status, reason=error.message))
+            self._again(run.key, _MISSING_S)
             return
         now = time.time()
         last_state = run_state(status)

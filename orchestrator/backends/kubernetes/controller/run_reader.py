@@ -23,6 +23,7 @@ from .decisions import Decisions
 from .ledger import Allocation, Ledger
 from .objects import is_elastic, options_of
 from .observed import Job
+from .program_code import CodeChecks
 from .room import fitting
 from .store import Store
 
@@ -54,6 +55,7 @@ class RunReader:
         self._quota: dict[str, tuple[float, str]] = {}
         self._living: dict[str, set[str]] = {}  # run -> uids of its pods
         self._clusters: dict[str, Cluster] = {}  # by namespace
+        self._code = CodeChecks()
         self._lock = threading.Lock()
 
     def within(self, namespace: str) -> Cluster:
@@ -66,6 +68,7 @@ class RunReader:
         self._known.pop(uid, None)
         self._living.pop(key, None)
         self._quota.pop(key, None)
+        self._code.forget(uid)
 
     def read(
         self,
@@ -74,7 +77,10 @@ class RunReader:
         changed: bool,
     ) -> tuple[steps.Seen, KubernetesOptions | None]:
         """Reads the run. `changed`: the bundle was made from the current words, not from earlier
-        ones. OrchError (65) for options that make no sense."""
+        ones.
+
+        OrchError: 65 for options that make no sense, 76 and 78 for a program that cannot start.
+        """
         key = run.key
         now = time.time()
         allocation = self._ledger.get(key)
@@ -94,6 +100,8 @@ class RunReader:
         )
         if bundle is None:
             return seen, None
+        if _is_to_start(seen):
+            self._code.check(self.within(run.metadata.namespace), run, bundle)
         seen = structs.replace(seen, lost=self._lost(seen))
         size = size_under(bundle, allocation)
         options, needs = self.options(run, bundle, size)
@@ -206,3 +214,9 @@ class RunReader:
             reason, _, _ = run.status.reason.partition("; tried again")
             return f"{reason}; tried again at {run.status.wait_until}"
         return self._decisions.reasons.get(run.key) or "waiting for room"
+
+
+def _is_to_start(seen: steps.Seen) -> bool:
+    """Tells whether the run waits for its start, or for another one."""
+    is_at_work = seen.allocation is not None or (seen.job is not None and not seen.job.finished)
+    return not is_at_work and not seen.run.is_over and not seen.run.spec.stopped

@@ -7,9 +7,12 @@ share them. Each run's Secret is one of their owners: they are deleted with the 
 from __future__ import annotations
 
 import base64
+import hashlib
 
 from orchestrator.backends.kubernetes import names
 from orchestrator.backends.kubernetes.names import JsonObject
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
 from orchestrator.run.request import PackedCode
 
 CHUNK_BYTES = 1_000_000  # a ConfigMap takes 1 MiB of values
@@ -55,6 +58,17 @@ def code_maps(packed: PackedCode, archive: bytes | None, namespace: str) -> list
         }
         maps.append(chunk_map)
     return maps
+
+
+def check_archive(packed: PackedCode, archive: bytes) -> None:
+    """Raises OrchError (78) if what the cluster holds is not what was submitted."""
+    digest = hashlib.sha256(archive).hexdigest()
+    if digest != packed.sha256:
+        message = (
+            f"the program's code in the cluster has the digest {digest[:12]}, and"
+            f" {packed.sha256[:12]} was submitted: delete its ConfigMaps and submit again"
+        )
+        raise OrchError(message, Exit.SECURITY)
 
 
 def code_sources(packed: PackedCode) -> list[JsonObject]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
-from orchestrator.backends.kubernetes.objects.code_maps import chunk_key, chunk_names
+from orchestrator.backends.kubernetes.objects.code_maps import check_archive, chunk_key, chunk_names
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.code import archive as code_archive
@@ -28,13 +27,7 @@ def unpack_code(request: LaunchRequest, mounted: Path, code_root: Path) -> None:
         archive = b"".join(chunk.read_bytes() for chunk in chunks)
     except OSError as error:
         raise OrchError(f"the program's code: {error}", Exit.SECURITY) from None
-    digest = hashlib.sha256(archive).hexdigest()
-    if digest != packed.sha256:
-        message = (
-            f"the program's code in the cluster has the digest {digest[:12]}, and"
-            f" {packed.sha256[:12]} was submitted: delete its ConfigMaps and submit again"
-        )
-        raise OrchError(message, Exit.SECURITY)
+    check_archive(packed, archive)
     code_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     unpacked = code_root / f".{os.urandom(8).hex()}"
     unpacked.mkdir(mode=0o700)
