@@ -90,6 +90,10 @@ class Backend(ABC):
         """
         return not self.shares_folders
 
+    def on_nodes(self, request: LaunchRequest, plan: Plan) -> LaunchRequest:
+        """The request as its nodes read it, with their paths. OrchError (65) for wrong options."""
+        return request
+
     @abstractmethod
     def check(self, request: LaunchRequest) -> None:
         """Refuses a request that this backend can never run.

@@ -381,7 +381,8 @@ def test_a_program_travels_in_config_maps_named_after_its_content():
 
 
 def test_orch_render_packs_the_folder_and_refuses_a_large_one(tmp_path, monkeypatch, capsys):
-    """With a controller the ConfigMaps come before the TrainRun."""
+    """With a controller the ConfigMaps come before the TrainRun. A dry run shows what the pods
+    start, with no path of this machine's orch."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
     (tmp_path / "program").mkdir()
     monkeypatch.chdir(tmp_path / "program")
@@ -402,6 +403,9 @@ def test_orch_render_packs_the_folder_and_refuses_a_large_one(tmp_path, monkeypa
     assert same_chunk == chunk
     digest = hashlib.sha256(base64.b64decode(chunk["binaryData"]["code.000"])).hexdigest()
     assert digest in train_run["spec"]["planned"]["request"] and "draft" not in train_run["spec"]
+    assert main(["submit", "--dry-run", *argv[3:], *program]) == Exit.DONE
+    page = capsys.readouterr().out
+    assert "in /orch/code/train-" in page and "orchestrator.agent" not in page
     argv[2] = "own-3"
     monkeypatch.setattr(KubernetesBackend, "most_code_bytes", 4096)
     Path("data.bin").write_bytes(os.urandom(5000))

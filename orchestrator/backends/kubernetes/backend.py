@@ -94,6 +94,11 @@ class KubernetesBackend(
 
         return RunObserver(self._cluster)
 
+    def on_nodes(self, request: LaunchRequest, plan: Plan) -> LaunchRequest:
+        from .objects.render import pod_request
+
+        return pod_request(request, plan, read_options(request.backend_options))
+
     def check(self, request: LaunchRequest) -> None:
         """Checks that a cluster answers and that the options are valid."""
         options = read_options(request.backend_options)

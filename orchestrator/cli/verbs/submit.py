@@ -4,6 +4,7 @@ request without sending it."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,12 +109,18 @@ def _show(
         print_messages(messages)
         print(to_bytes(bundle.request).decode(), end="")
         return Exit.DONE
+    from msgspec import structs
+
     from orchestrator.cli.terminal import style
     from orchestrator.observe.pages.plan_page import render
     from orchestrator.observe.pages.request_page import request_page
 
     look = style()
-    print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
+    request = bundle.request
+    with contextlib.suppress(OrchError):  # `check` says what is wrong with it
+        nodes_request = backend.on_nodes(request, plan)
+        request = structs.replace(request, agents=nodes_request.agents, worker=nodes_request.worker)
+    print(render(plan, look), request_page(request, look), sep="\n\n")
     print(
         "",
         *(folded for line in messages for folded in look.fold(line)),

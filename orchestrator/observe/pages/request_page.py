@@ -19,6 +19,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
     agents = f"{request.nodes}, one per node, from {first.node}"
     if len(request.agents) > 1:
         agents += f" to {request.agents[-1].node}"
+    agent_command = [("", shlex.join(first.argv))] if first.argv else []  # pods begin with theirs
     variables = env.defaults | env.values
     files = [f"{file.path} ({si(file.size, 'B')})" for file in request.files]
     rows = [
@@ -28,7 +29,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         ("code", _source(request.code)),
         *[("", line) for line in describe_copy(request.code)],
         ("agents", agents),
-        ("", shlex.join(first.argv)),
+        *agent_command,
         ("workers", f"{request.summary['world_size']}, one per rank"),
         ("", shlex.join(request.worker.argv)),
         ("", f"in {request.worker.cwd}"),
