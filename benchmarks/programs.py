@@ -152,10 +152,16 @@ class Launcher:
         return restarted_at - began + self.stepped(restarted_at, limit_s=limit_s)
 
     def kill_node(self, limit_s: float = PATIENCE_S) -> float:
-        agent = psutil.Process(self.node())
-        for process in [agent, *agent.children(recursive=True)]:
-            process.kill()
+        kill_tree(self.node())
         return self.stepped(time.time(), self.ranks_per_node, limit_s)
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and its descendants. These may have ended with it in the meantime."""
+    first = psutil.Process(pid)
+    for process in [first, *first.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def until(condition: Callable, limit_s: float = PATIENCE_S, every_s: float = 0.02):
@@ -257,11 +263,7 @@ class Torchrun(Launcher):
     def close(self) -> None:
         for agent in self.agents:
             if agent.poll() is None:
-                for process in [
-                    *psutil.Process(agent.pid).children(recursive=True),
-                    psutil.Process(agent.pid),
-                ]:
-                    process.kill()
+                kill_tree(agent.pid)
                 agent.wait()
 
 
