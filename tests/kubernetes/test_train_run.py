@@ -160,7 +160,7 @@ def test_a_program_is_whole_before_nodes_are_asked_for():
     packed = PackedCode(sha256=hashlib.sha256(archive).hexdigest(), bytes=len(archive))
     code = Code(kind="folder", packed=packed)
     overrides = ["cluster=h100x64", "model=llama3_8b"]
-    sent, plan = request_of(overrides, "r", ["python", "train.py"], code, archive)
+    sent, plan = request_of(overrides, "r-1", ["python", "train.py"], code, archive)
     bundle = Bundle(sent.request, b"", {4: plan})
     reads = []
 

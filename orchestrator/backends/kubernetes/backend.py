@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -49,8 +50,6 @@ from .options import places_itself, read_options
 from .record import KubernetesRecord
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from orchestrator.backends.base import FoundRun
     from orchestrator.cluster.model import Topology
     from orchestrator.config.schema import Config

@@ -100,8 +100,7 @@ class RunReader:
         )
         if bundle is None:
             return seen, None
-        if _is_to_start(seen):
-            self._code.check(self.within(run.metadata.namespace), run, bundle)
+        self._check_code(seen, bundle)
         seen = structs.replace(seen, lost=self._lost(seen))
         size = size_under(bundle, allocation)
         options, needs = self.options(run, bundle, size)
@@ -121,6 +120,13 @@ class RunReader:
             least=min(bundle.plans) if is_elastic(bundle, options) else size,
         )
         return seen, options
+
+    def _check_code(self, seen: steps.Seen, bundle: Bundle) -> None:
+        """Checks the program of a run that waits for its start, or for another one."""
+        is_at_work = seen.allocation is not None or (seen.job is not None and not seen.job.finished)
+        if is_at_work or seen.run.is_over or seen.run.spec.stopped:
+            return
+        self._code.check(self.within(seen.run.metadata.namespace), seen.run, bundle)
 
     def _fitting(
         self,
@@ -214,9 +220,3 @@ class RunReader:
             reason, _, _ = run.status.reason.partition("; tried again")
             return f"{reason}; tried again at {run.status.wait_until}"
         return self._decisions.reasons.get(run.key) or "waiting for room"
-
-
-def _is_to_start(seen: steps.Seen) -> bool:
-    """Tells whether the run waits for its start, or for another one."""
-    is_at_work = seen.allocation is not None or (seen.job is not None and not seen.job.finished)
-    return not is_at_work and not seen.run.is_over and not seen.run.spec.stopped
