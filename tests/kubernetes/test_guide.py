@@ -37,7 +37,8 @@ def test_the_guide_s_commands_print_what_it_shows(orch: Orch, tmp_path: Path) ->
         "COLUMNS": "80",
     }
     page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-    play(page, folder, environ, kind_played="console bed", limit_s=300)
+    enter = [*orch.bed.enter, "env", f"--chdir={folder}"]
+    play(page, folder, environ, "console bed", limit_s=300, enter=enter)
     for runs in (tmp_path / "home" / "runs", orch.claim):
         files = [path.relative_to(runs).parts[1:] for path in runs.rglob("*") if path.is_file()]
         assert files
