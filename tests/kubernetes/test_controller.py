@@ -517,16 +517,8 @@ def test_a_program_travels_with_its_train_run(bed, orch, tmp_path):
 
     def submitted() -> Run:
         words = [word for word in orch.submission()[1:] if word != "--in-place"]
-        argv = (
-            "submit",
-            *words,
-            "cluster=h100x64",
-            "parallel=tp8",
-            "nodes=2",
-            "--",
-            "python3",
-            "train.py",
-        )
+        two_nodes = ("cluster=h100x64", "parallel=tp8", "nodes=2")
+        argv = ("submit", *words, *two_nodes, "--", "python3", "train.py")
         return Run(orch, json.loads(orch(*argv, cwd=program).stdout)["run_dir"])
 
     def stored() -> list[dict]:
