@@ -4,6 +4,9 @@ overwritten unasked."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from orchestrator.cli.main import main
@@ -47,6 +50,16 @@ def test_the_chart_is_whole(tmp_path, capsys):
         if not name.endswith(".pyc")
     }
     assert files(tmp_path / "my" / "chart") == ours and report["files"] == sorted(ours)
+
+
+def test_a_program_without_orch_gets_the_file_that_it_imports(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "report"]) == Exit.DONE
+    assert "import it in your program, then: orch run train.py" in capsys.readouterr().out
+    argv = [sys.executable, "-S", "-c", "import orch_report; print(orch_report.__file__)"]
+    environ = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "orch_report.py")
 
 
 def test_nothing_is_overwritten_unless_forced(tmp_path, capsys):

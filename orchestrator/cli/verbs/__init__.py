@@ -88,7 +88,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
     },
     "clusters": {
-        "init": Verb("write Slurm profiles or the Helm chart as a starting point", acts=True),
+        "init": Verb("write Slurm profiles, the Helm chart or orch_report.py", acts=True),
         "bench": Verb(
             "measure links and GPUs of a cluster, for later plans of it",
             overrides=True,
