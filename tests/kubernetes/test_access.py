@@ -258,6 +258,20 @@ def test_connections_are_used_again_until_the_server_has_closed_them(configured,
     assert len(set(configured.clients)) == 4
 
 
+def test_a_large_object_may_take_its_time_over_a_slow_link(configured, monkeypatch):
+    """The limit for connecting ended an upload that it outlasted."""
+
+    def do_POST(self):
+        time.sleep(1.0)
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
+
+    monkeypatch.setattr(configured.http.RequestHandlerClass, "do_POST", do_POST, raising=False)
+    monkeypatch.setattr("orchestrator.backends.kubernetes.api.transport._CONNECT_S", 0.2)
+    chunk = {"kind": "ConfigMap", "apiVersion": "v1", "data": {"x": "y" * 20_000_000}}
+    assert Cluster(None, "n").create(chunk) == {"gitVersion": "v1.99.0"}
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_log_is_read_as_it_is_written(configured, monkeypatch, complete):
     """It comes in chunks that do not end where lines end; a connection that breaks off ends it."""

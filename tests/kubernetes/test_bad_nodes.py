@@ -188,7 +188,7 @@ def test_what_a_controller_keeps_of_a_run_that_has_ended_is_remembered_too(tmp_p
     status = Status(state="failed", exit_code=74, observed_generation=1, run=stored_state)
     ended = TrainRun(Meta(name="r"), Spec(), status)
     monkeypatch.setattr(train_run_client, "read", lambda *_: ended)
-    record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, train_run="r")
+    record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, sent=True, train_run="r")
     runs = train_run_client.ControlledRuns(lambda record: None, lambda: None)
     assert runs.state(folder, record).excluded == {BAD: "ECC"}
     memory = NodeMemory.of(folder)
@@ -234,7 +234,7 @@ def test_and_so_does_one_that_a_controller_starts_again(tmp_path, monkeypatch):
         train_run_client, "change", lambda cluster, name, **spec: changes.append(spec)
     )
     runs = train_run_client.ControlledRuns(lambda record: None, lambda: None)
-    record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, train_run="r")
+    record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, sent=True, train_run="r")
     save_last_report(
         folder, LastReport(structs.replace(state("running", 1), excluded={BAD: "ECC"}))
     )

@@ -509,11 +509,14 @@ def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
 
 
 def test_a_program_travels_with_its_train_run(bed, orch, tmp_path):
-    """Its ConfigMap belongs to the TrainRuns that use it. If it is gone at another start, the run
-    says so and waits, until a submission with the same code stores it again."""
+    """Its ConfigMap belongs to the TrainRuns that use it. If it is gone, a resume where the run was
+    submitted stores it again; resumed elsewhere, the run says so and waits, until a submission with
+    the same code does."""
     program = tmp_path / "program"
     program.mkdir()
     (program / "train.py").write_text("print('hello')")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
 
     def submitted() -> Run:
         words = [word for word in orch.submission()[1:] if word != "--in-place"]
@@ -535,14 +538,20 @@ def test_a_program_travels_with_its_train_run(bed, orch, tmp_path):
         assert (owner["kind"], owner["name"]) == ("TrainRun", first.id)
         assert not bed.get("trainrun", "-n", orch.namespace, first.id)["spec"].get("draft")
         assert chunk["metadata"]["name"] in json.dumps(pod["spec"]["volumes"])
-        orch("cancel", first.id)
-        bed.kubectl("delete", "configmap", "-n", orch.namespace, chunk["metadata"]["name"])
-        orch("resume", first.id)
+        for resuming in (orch, Orch(bed, elsewhere, orch.namespace, OPTIONS)):
+            orch("cancel", first.id)
+            bed.kubectl("delete", "configmap", "-n", orch.namespace, chunk["metadata"]["name"])
+            resuming("resume", first.id)
+            if resuming is orch:
+                orch.bound(first.id, 2)
         until(bed, lambda: f"{chunk['metadata']['name']} is missing" in reason(), 60, reason)
         assert not living(bed, "-n", orch.namespace)
         second = submitted()
         orch.bound(second.id, 2)
         orch.bound(first.id, 2)
+        [chunk] = stored()
+        owners = {owner["name"] for owner in chunk["metadata"]["ownerReferences"]}
+        assert owners == {first.id, second.id}
         for run in (second, first):
             bed.kubectl("delete", "trainrun", "-n", orch.namespace, run.id)
         until(bed, lambda: not stored(), 90, stored)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from msgspec import structs
 
+from orchestrator.backends.kubernetes import train_run_client
 from orchestrator.backends.kubernetes.controller import decide as steps
 from orchestrator.backends.kubernetes.controller import main as controller_main
 from orchestrator.backends.kubernetes.controller.decide import Seen, decide
@@ -34,10 +35,11 @@ from orchestrator.backends.kubernetes.controller.room import (
 from orchestrator.backends.kubernetes.controller.status import Report, begun, next_status
 from orchestrator.backends.kubernetes.devices import GpuDevices, NodeGpus
 from orchestrator.backends.kubernetes.fitting import pod_needs
-from orchestrator.backends.kubernetes.names import GATE, GENERATION, INDEX, RUN
+from orchestrator.backends.kubernetes.names import GATE, GENERATION, INDEX, RUN, SUBMISSION
 from orchestrator.backends.kubernetes.objects.code_maps import chunk_names
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.backends.kubernetes.pod_requests import PODS
+from orchestrator.backends.kubernetes.record import KubernetesRecord
 from orchestrator.backends.kubernetes.train_run import (
     Bundle,
     Meta,
@@ -50,6 +52,7 @@ from orchestrator.backends.kubernetes.train_run import (
 )
 from orchestrator.cluster.importers.kubernetes import PRODUCT, Node
 from orchestrator.plan import Exit, Plan
+from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Code, PackedCode
 from tests.beds.base import ROOT
 from tests.beds.bundles import refusal
@@ -153,7 +156,7 @@ def test_what_was_planned_comes_back_whole():
 
 
 def test_a_program_is_whole_before_nodes_are_asked_for():
-    """Its parts are read once for each attempt."""
+    """Its parts are read once for each start, and belong to the run from then on."""
     from tests.kubernetes.test_render import request_of
 
     archive = b"a program"
@@ -163,15 +166,22 @@ def test_a_program_is_whole_before_nodes_are_asked_for():
     sent, plan = request_of(overrides, "r-1", ["python", "train.py"], code, archive)
     bundle = Bundle(sent.request, b"", {4: plan})
     reads = []
+    owners = [{"uid": "another"}]
 
     class Stored:
+        namespace = "n"
         content: bytes | None = None
 
         def get(self, kind: str, name: str) -> dict | None:
             reads.append(name)
             if self.content is None:
                 return None
-            return {"binaryData": {"code.000": base64.b64encode(self.content).decode()}}
+            content = base64.b64encode(self.content).decode()
+            metadata = {"name": name, "uid": "c", "ownerReferences": owners}
+            return {"metadata": metadata, "immutable": True, "binaryData": {"code.000": content}}
+
+        def apply(self, body: dict, manager: str) -> None:
+            owners.extend(body["metadata"]["ownerReferences"])
 
     checks = CodeChecks()
     stored = Stored()
@@ -181,9 +191,28 @@ def test_a_program_is_whole_before_nodes_are_asked_for():
     with refusal("was submitted: delete its ConfigMaps", Exit.SECURITY):
         checks.check(stored, run(), bundle)
     stored.content = archive
-    for attempt in (0, 0, 1):
-        checks.check(stored, run(attempt=attempt), bundle)
-    assert len(reads) == 4
+    for generation in (0, 0, 1):
+        checks.check(stored, with_status(run(), generation=generation), bundle)
+    assert [owner["uid"] for owner in owners] == ["another", "u"]
+    assert len(reads) == 2 + 2 + 1
+
+
+def test_a_run_of_the_same_name_is_not_that_of_a_submission_without_an_answer(
+    tmp_path, monkeypatch
+):
+    """It is found if its answer was lost, and nobody else's is ended or started again."""
+    found = TrainRun(Meta(name="r", annotations={SUBMISSION: "theirs"}))
+    monkeypatch.setattr(train_run_client, "read", lambda *_: found)
+    runs = train_run_client.ControlledRuns(lambda record: None, lambda: None)
+    folder = RunFolder(tmp_path / "r")
+    for submission, is_ours in (("ours", False), ("theirs", True)):
+        record = KubernetesRecord(None, "n", "Job", "r", submission, 1.0, train_run="r")
+        assert runs.is_alive(folder, record) == is_ours
+    theirs = KubernetesRecord(None, "n", "Job", "r", "ours", 1.0, train_run="r")
+    with refusal("is gone from namespace n", Exit.USAGE):
+        runs.resume(folder, None, theirs, {})
+    with refusal("is not running", Exit.USAGE):
+        runs.cancel(folder, theirs, force=True)
 
 
 # ------------------------------------------------------------------------------------------ what is

@@ -74,10 +74,12 @@ def job(state_name: str, **fields: object) -> Job:
         (("done", 0), "CANCELLED", True, "done", 0),  # too late to be cancelled
         (("pending", None), "COMPLETED", False, "done", 0),
         (("running", None), "FAILED", False, "failed", 76),
+        (("pending", None), "", True, "cancelled", 75),  # Slurm forgets it without accounting
+        (("pending", None), "", False, "failed", 76),
     ],
 )
 def test_both_together(folder, slurm, cancelled, want, code):
-    run_state = combined_state(state(*folder), job(slurm), cancelled)
+    run_state = combined_state(state(*folder), job(slurm) if slurm else None, cancelled)
     assert (run_state.state, run_state.exit_code) == (want, code)
 
 

@@ -12,6 +12,7 @@ from .api.client import Cluster, gather
 from .names import Body, JsonObject
 
 _TRIES = 5  # runs of others may delete and create the same object meanwhile
+_AT_ONCE = 4  # a megabyte each, over a link that may be slow
 
 
 def store_code(
@@ -21,12 +22,15 @@ def store_code(
     manager: str,
 ) -> None:
     """Makes sure that these ConfigMaps exist and that `owner` is among their owners: creates those
-    that are missing, and changes nothing but the owners of the others.
+    that are missing, and changes nothing but the owners of the others. One without owners was
+    applied by hand and stays so.
 
     OrchError: 78 if one of these names holds something else, 65 and 78 for what the cluster
     refuses.
     """
-    gather(partial(_store, cluster, body, owner, manager) for body in maps)
+    for first in range(0, len(maps), _AT_ONCE):
+        batch = maps[first : first + _AT_ONCE]
+        gather(partial(_store, cluster, body, owner, manager) for body in batch)
 
 
 def field_manager(submission: str) -> str:
@@ -57,7 +61,7 @@ def _store(cluster: Cluster, body: Body, owner: JsonObject, manager: str) -> Non
                 return
             _check_same(cluster, body, stored)
             owners = stored["metadata"].get("ownerReferences") or []
-            if owner["uid"] not in [reference["uid"] for reference in owners]:
+            if owners and owner["uid"] not in [reference["uid"] for reference in owners]:
                 # with the uid it is refused, and not created without content, if the object is gone
                 uid = stored["metadata"]["uid"]
                 metadata = {"name": name, "uid": uid, "ownerReferences": [owner]}

@@ -22,7 +22,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, from_bytes, to_bytes
 from orchestrator.run.state import FINAL, Phase
 
-from .names import GROUP, KIND, VERSION
+from .names import GROUP, KIND, VERSION, JsonObject
 from .objects.payload import pack_plan, unpack_plan
 
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -199,6 +199,17 @@ def body_of(
     defaults = msgspec.to_builtins(Spec())
     changed = {key: value for key, value in fields.items() if value != defaults[key]}
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": changed}
+
+
+def reference_to(run: TrainRun) -> JsonObject:
+    """Returns the reference by which a TrainRun owns objects."""
+    meta = run.metadata
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": meta.name,
+        "uid": meta.uid,
+    }
 
 
 def changed_fields(before: Status, after: Status) -> dict[str, Any]:

@@ -4,7 +4,6 @@ change of it."""
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,9 +27,10 @@ from orchestrator.run.variables import select_variables
 from .api.client import Cluster
 from .code_store import field_manager, owner_of, store_code
 from .names import SUBMISSION, Body, JsonObject, object_name, standard_labels
-from .options import KubernetesOptions, read_options
+from .objects.code_maps import code_maps
+from .options import KubernetesOptions
 from .record import KubernetesRecord
-from .train_run import API_VERSION, Spec, TrainRun, body_of, planned
+from .train_run import API_VERSION, Spec, TrainRun, body_of, planned, reference_to
 
 if TYPE_CHECKING:
     from .observer import RunObserver
@@ -59,21 +59,19 @@ def submit(
     plans: Sequence[Plan],
     code: Sequence[Body],
     environ: Mapping[str, str],
-) -> KubernetesRecord:
+    submission: str,
+) -> None:
     """Creates the TrainRun in one request. If it passes on private variables or a program, it
     creates a draft, which becomes a run once their Secret and the ConfigMaps `code` exist.
+    `submission`: the id by which the TrainRun is known as this submission's.
 
     OrchError: 65 if a TrainRun of that name belongs to something else, 76 if it is unknown whether
     it was created, and as `complete_draft`.
     """
-    request = bundle.request
-    options = read_options(request.backend_options)
-    submission = os.urandom(8).hex()
     body, secret = _bodies(bundle, plans, environ, cluster.namespace, submission)
     train_run = _create(cluster, body, submission)
     if body["spec"].get("draft"):
         complete_draft(cluster, train_run, secret, code)
-    return record(request, options, cluster.namespace, submission)
 
 
 def complete_draft(
@@ -87,15 +85,16 @@ def complete_draft(
     OrchError: that of an object which is refused, and then the draft is deleted; 76 if the
     controller has discarded the draft because its submission took too long.
     """
-    name = train_run["metadata"]["name"]
     owner = owner_of(train_run)
+    name = owner["name"]
+    completion = {"metadata": {"uid": owner["uid"]}, "spec": {"draft": None}}
     store = partial(store_code, cluster, code, owner, field_manager(owner["uid"]))
     try:
         if secret:
             secret["metadata"]["ownerReferences"] = [owner]
             cluster.create(secret)
         store()
-        completed = cluster.change("TrainRun", name, {"spec": {"draft": None}})
+        completed = cluster.change("TrainRun", name, completion)
     except BaseException:
         with contextlib.suppress(OrchError):
             cluster.delete("TrainRun", name)
@@ -119,6 +118,7 @@ def record(
     options: KubernetesOptions,
     namespace: str,
     submission: str = "",
+    sent: bool = True,
 ) -> KubernetesRecord:
     return KubernetesRecord(
         context=options.context,
@@ -127,7 +127,7 @@ def record(
         name=object_name(request.run_id, len(request.agents), options.kind),
         submission=submission,
         submitted_at=time.time(),
-        sent=True,
+        sent=sent,
         train_run=request.run_id,
     )
 
@@ -185,12 +185,11 @@ def _create(cluster: Cluster, body: JsonObject, submission: str) -> JsonObject:
     end = time.monotonic() + _ASK_S
     while True:
         try:
-            created = cluster.create(body)
+            existing = cluster.create(body) or cluster.get("TrainRun", name)
         except OrchError as error:
             if getattr(error, "status", None) is not None or time.monotonic() > end:
                 raise
-            created = None  # the answer was lost, perhaps after the object was created
-        existing = created or cluster.get("TrainRun", name)
+            existing = None  # the answer was lost, perhaps after the object was created
         if existing is None:
             time.sleep(0.5)
             continue
@@ -333,11 +332,17 @@ class ControlledRuns:
         state = state_of(run, last_state)
         with contextlib.suppress(OSError):  # a full disk: the cluster still has it
             remember_bad_nodes(folder, last_state, state)
-            write_state(folder, state)
+            if state != last_state:
+                write_state(folder, state)
         return state
 
     def _read(self, record: KubernetesRecord) -> TrainRun | None:
-        return read(self._cluster(record), record.train_run)
+        """Reads the TrainRun of the record. One whose submission got no last answer may be another
+        of the same name."""
+        run = read(self._cluster(record), record.train_run)
+        if run is None or record.sent:
+            return run
+        return run if run.metadata.annotations.get(SUBMISSION) == record.submission else None
 
     def _start_again(
         self,
@@ -348,8 +353,12 @@ class ControlledRuns:
         """Starts a run that has ended once more, without the nodes that are bad today. OrchError
         (64) if it is gone."""
         run = self._read(record)
+        if run is None:
+            message = f"TrainRun {record.train_run} is gone from namespace {record.namespace}"
+            raise OrchError(message, Exit.USAGE)
+        self._store_code(folder, record, run)
         changes: JsonObject = {"nodes": nodes} if nodes is not None else {}
-        if run is not None and (run.status.over or run.spec.stopped):
+        if run.status.over or run.spec.stopped:
             changes |= {
                 "attempt": run.status.attempt + 1,
                 "stopped": None,
@@ -359,3 +368,15 @@ class ControlledRuns:
                 request = off_bad_nodes(folder, from_bytes(run.spec.planned.request.encode()))
                 changes["planned"] = {"request": to_bytes(request).decode()}
         change(self._cluster(record), record.train_run, **changes)
+
+    def _store_code(self, folder: RunFolder, record: KubernetesRecord, run: TrainRun) -> None:
+        """Stores the run's program once more if this machine has it and the cluster lost it."""
+        if run.spec.planned is None or not folder.packed_code.exists():
+            return
+        packed = from_bytes(run.spec.planned.request.encode()).code.packed
+        if not packed:
+            return
+        cluster = self._cluster(record)
+        maps = code_maps(packed, folder.packed_code.read_bytes(), cluster.namespace)
+        owner = reference_to(run)
+        store_code(cluster, maps, owner, field_manager(owner["uid"]))

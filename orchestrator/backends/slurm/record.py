@@ -178,6 +178,8 @@ def combined_state(
     if job is None:
         if state.is_final:
             return state
+        if cancel_asked:  # while it was pending: nothing of it wrote a state
+            return finish(state, "cancelled", Exit.RESTART, "cancelled by the user")
         if not submitted:
             return _replace(state, reason="its script was rendered; Slurm has not seen it yet")
         reason = f"Slurm does not know the job any more; it was last {state.state}"

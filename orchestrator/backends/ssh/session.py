@@ -93,6 +93,9 @@ class Session:
             raise ConnectionLost(
                 f"ssh {self.host}: the connection was lost ({error})", Exit.CAPACITY
             ) from None
+        except BaseException:  # the next answer would be that of this question
+            self.close()
+            raise
         if answer is None:
             raise ConnectionLost(
                 f"ssh {self.host}: the connection was lost ({self._close_and_describe_exit()})",

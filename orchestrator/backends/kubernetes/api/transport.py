@@ -13,6 +13,8 @@ from urllib3.exceptions import HTTPError, InsecureRequestWarning, SSLError
 from .api_errors import NoResponse
 
 _CONNECT_S = 5.0
+#: Uploads are given the time that they need at this rate; four may share a link.
+_LEAST_BYTES_PER_S = 25_000
 _CHUNK = 1 << 16
 _IDLE_CONNECTIONS = 16  # as many as threads send requests at once
 
@@ -52,8 +54,6 @@ class Transport:
     may use it."""
 
     def __init__(self, host: str, pool: urllib3.PoolManager):
-        # a kubeconfig may skip TLS verification: urllib3 would warn with every request
-        urllib3.disable_warnings(InsecureRequestWarning)
         self._host = host.rstrip("/")
         self._pool = pool
 
@@ -67,6 +67,8 @@ class Transport:
     ) -> Response:
         """Sends a request. `target`: path and query. NoResponse if the server was not reached, or
         did not begin to answer within `read_s`."""
+        # urllib3 holds sending to the limit for connecting
+        connect_s = _CONNECT_S + len(body or b"") / _LEAST_BYTES_PER_S
         try:
             response = self._pool.urlopen(
                 method,
@@ -74,7 +76,7 @@ class Transport:
                 redirect=False,
                 body=body,
                 headers=headers,
-                timeout=urllib3.Timeout(connect=_CONNECT_S, read=read_s),
+                timeout=urllib3.Timeout(connect=connect_s, read=read_s),
                 retries=False,
                 preload_content=False,
             )
@@ -87,6 +89,9 @@ def connect(host: str, tls: ssl.SSLContext | None, server_name: str = "") -> Tra
     """Opens a transport. `server_name`: the name in the server's certificate if that is not the
     host."""
     named: dict[str, Any] = {"server_hostname": server_name} if server_name else {}
+    if tls and tls.verify_mode == ssl.CERT_NONE:
+        # the kubeconfig wants it so: urllib3 would warn with every request
+        urllib3.disable_warnings(InsecureRequestWarning)
     pool = urllib3.PoolManager(
         maxsize=_IDLE_CONNECTIONS,
         ssl_context=tls,

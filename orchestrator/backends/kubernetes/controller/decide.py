@@ -25,7 +25,7 @@ SETUP_S = 120.0  # after which a pod whose image cannot be pulled gets another n
 ALL_SETUP_S = 600.0  # if no pod can pull its image: the run gives its nodes back and retries later
 CROWDED_HOLD_S = 60.0  # how long a run that lacks nodes keeps the rest while other runs wait
 QUOTA_S = 20.0  # after which the events of a Job without all its pods are read
-DRAFT_S = 180.0  # after which a draft is deleted: no submission takes that long
+DRAFT_S = 600.0  # after which a draft is deleted: no submission takes that long
 
 
 class Seen(Struct, frozen=True, kw_only=True):

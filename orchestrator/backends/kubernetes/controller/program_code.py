@@ -7,45 +7,66 @@ import base64
 from functools import partial
 
 from orchestrator.backends.kubernetes.api.client import Cluster, gather
+from orchestrator.backends.kubernetes.code_store import field_manager, store_code
 from orchestrator.backends.kubernetes.names import JsonObject
-from orchestrator.backends.kubernetes.objects.code_maps import check_archive, chunk_key, chunk_names
-from orchestrator.backends.kubernetes.train_run import Bundle, TrainRun
+from orchestrator.backends.kubernetes.objects.code_maps import (
+    check_archive,
+    chunk_key,
+    chunk_names,
+    code_maps,
+)
+from orchestrator.backends.kubernetes.train_run import Bundle, TrainRun, reference_to
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.run.request import PackedCode
 
 
 class CodeChecks:
-    """Checks each program once per attempt of its run. Several threads may use it."""
+    """Checks each program once per start of its run. Several threads may use it."""
 
     def __init__(self) -> None:
-        self._whole: dict[str, tuple[str, int]] = {}  # uid -> digest and attempt of what was whole
+        self._whole: dict[str, tuple[str, int]] = {}  # uid -> digest and start of what was whole
 
     def forget(self, uid: str) -> None:
         self._whole.pop(uid, None)
 
     def check(self, cluster: Cluster, run: TrainRun, bundle: Bundle) -> None:
-        """Checks the program of a run that has not started. `cluster`: in the run's namespace.
+        """Checks the program of a run that has not started, and makes the run one of its owners.
+        `cluster`: in the run's namespace.
 
         OrchError: 76 while a part of it is missing, 78 if it is not what was submitted.
         """
         packed = bundle.request.code.packed
         if not packed:
             return
-        attempt = packed.sha256, run.spec.attempt
-        if self._whole.get(run.metadata.uid) == attempt:
+        start = packed.sha256, run.status.generation
+        if self._whole.get(run.metadata.uid) == start:
             return
         names = chunk_names(packed)
-        stored = gather(partial(cluster.get, "ConfigMap", name) for name in names)
+        try:
+            stored = gather(partial(cluster.get, "ConfigMap", name) for name in names)
+        except OrchError as error:  # whatever it is, the run itself is not at fault
+            raise OrchError(error.message, Exit.CAPACITY) from None
         missing = [name for name, body in zip(names, stored, strict=True) if body is None]
         if missing:
             message = f"the program's code is not in the cluster: ConfigMap {missing[0]} is missing"
-            raise OrchError(f"{message}; submit it again to store it", Exit.CAPACITY)
-        check_archive(packed, _archive(packed, stored))
-        self._whole[run.metadata.uid] = attempt
+            advice = "`orch resume` where it was submitted stores it again"
+            raise OrchError(f"{message}; {advice}", Exit.CAPACITY)
+        archive = _archive(stored)
+        check_archive(packed, archive)
+        uid = run.metadata.uid
+        if not all(uid in _owners(body) for body in stored if body):
+            # it was stored again for another run
+            maps = code_maps(packed, archive, run.metadata.namespace)
+            store_code(cluster, maps, reference_to(run), field_manager(uid))
+        self._whole[run.metadata.uid] = start
 
 
-def _archive(packed: PackedCode, stored: list[JsonObject | None]) -> bytes:
+def _owners(body: JsonObject) -> list[str]:
+    """Returns the uids of an object's owners."""
+    return [reference["uid"] for reference in body["metadata"].get("ownerReferences") or []]
+
+
+def _archive(stored: list[JsonObject | None]) -> bytes:
     chunks = []
     for index, body in enumerate(stored):
         content = ((body or {}).get("binaryData") or {}).get(chunk_key(index), "")

@@ -220,7 +220,8 @@ class Reconciler:
                 cluster.patch_status("Pod", step.pod, failed_by_disruption(step.node, seen.now))
                 cluster.delete("Pod", step.pod, grace_s=0)
             case steps.Discard():
-                cluster.delete("TrainRun", seen.run.metadata.name)
+                meta = seen.run.metadata  # one that became a run meanwhile has another version
+                cluster.delete("TrainRun", meta.name, only=(meta.uid, meta.resource_version))
             case steps.Plan():
                 pass  # asking the planner for the bundle has started it
 

@@ -123,8 +123,9 @@ class RunReader:
 
     def _check_code(self, seen: steps.Seen, bundle: Bundle) -> None:
         """Checks the program of a run that waits for its start, or for another one."""
-        is_at_work = seen.allocation is not None or (seen.job is not None and not seen.job.finished)
-        if is_at_work or seen.run.is_over or seen.run.spec.stopped:
+        status = seen.run.status
+        is_at_work = seen.job is not None and seen.job.generation > status.ended_generation
+        if is_at_work or seen.allocation or seen.run.is_over or seen.run.spec.stopped:
             return
         self._code.check(self.within(seen.run.metadata.namespace), seen.run, bundle)
 
