@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import stat
@@ -236,7 +237,7 @@ def _maxima(dist: Any, numbers: list[float]) -> list[float]:
     """Returns the maximum over all ranks of each number; all ranks get the same ones."""
     import torch
 
-    device = "cpu" if _has_backend(dist, "cpu") else _accelerator()
+    device = "cpu" if _has_backend(dist, "cpu") else _own_device()
     values = torch.tensor(numbers, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     maxima: list[float] = values.tolist()
@@ -255,6 +256,21 @@ def _accelerator() -> str:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if device is None else device.type
+
+
+def _own_device() -> str:
+    """Returns this rank's accelerator: the current one, or that of its local rank if the program
+    has chosen none."""
+    import torch
+
+    device_type = _accelerator()
+    if device_type == "cpu":
+        return device_type
+    index = torch.accelerator.current_device_index()
+    local_rank = _number("LOCAL_RANK")
+    if index == 0 and local_rank < torch.accelerator.device_count():
+        index = local_rank
+    return f"{device_type}:{index}"
 
 
 def _is_data_loader() -> bool:
@@ -287,7 +303,8 @@ def report(
     loss: the loss of the global batch. tokens: tokens of this step on all ranks. samples: samples
     that all ranks have consumed since the start. metrics: grad_norm, lr, mfu and hfu as ratios,
     step_s in seconds (default: the time since the last call without phases), own_s: the seconds of
-    the step without waiting for other ranks (default: measured if the model is `watch`ed).
+    the step without waiting for other ranks (default: measured if the model is `watch`ed). A value
+    that is not finite is left out.
     """
     now = time.monotonic()
     unknown = metrics.keys() - {"grad_norm", "lr", "mfu", "hfu", "step_s", "own_s"}
@@ -300,10 +317,10 @@ def report(
         "samples": int(samples),
         "step_s": step_s,
     }
-    for name, value in metrics.items():
-        fields[name] = float(value)
-    if loss is not None:
-        fields["loss"] = float(loss)
+    numbers = metrics if loss is None else {**metrics, "loss": loss}
+    for name, value in numbers.items():
+        if math.isfinite(value):  # JSON has no other numbers
+            fields[name] = float(value)
     if _worker.saving_s:
         fields["phase_s"] = {"checkpoint": _worker.saving_s}
     waited_s = _worker.waits.take_seconds() if _worker.waits else None
@@ -327,6 +344,7 @@ def watch(model: Any) -> None:
     """
     if active() and _worker.waits is None:
         _worker.waits = _GradientWaits(model)
+        _worker.pulse()  # from now on a hang is noticed
 
 
 @contextlib.contextmanager
@@ -351,17 +369,20 @@ def phase(name: str, limit_s: float = PHASE_LIMIT_S) -> Iterator[None]:
             _worker.enter(outer_phase, outer_limit_s)
 
 
-def alive(phase: str | None = None, limit_s: float = PHASE_LIMIT_S) -> None:
+def alive(phase: str | None = None, limit_s: float | None = None) -> None:
     """Reports progress between two steps, for example after each batch of an evaluation, so that
     the program does not count as hanging for the next `limit_s` seconds.
 
-    phase: what the program does; default: the `phase` that it is in.
+    phase: what the program does; default: the `phase` that it is in. limit_s: default: that of this
+    phase, else 1800.
     """
     own_phase = _worker.phase
     own_limit_s = _worker.limit_s
     if phase or own_limit_s is None:
         _worker.phase = phase or "pause"
-        _worker.limit_s = float(limit_s)
+    if limit_s is None:
+        limit_s = PHASE_LIMIT_S if own_limit_s is None else own_limit_s
+    _worker.limit_s = float(limit_s)
     _worker.pulse()
     _worker.phase = own_phase
     _worker.limit_s = own_limit_s
@@ -370,8 +391,11 @@ def alive(phase: str | None = None, limit_s: float = PHASE_LIMIT_S) -> None:
 def saved(step: int, seconds: float | None = None, size: int | None = None) -> None:
     """Reports that the checkpoint of `step` is durable, with the seconds that training waited for
     it and its size in bytes, if they are known."""
-    fields = {"stall_s": seconds, "seconds": seconds, "bytes": size}
-    known_fields = {name: value for name, value in fields.items() if value is not None}
+    known_fields: dict[str, float] = {}
+    if seconds is not None:
+        known_fields |= {"stall_s": float(seconds), "seconds": float(seconds)}
+    if size is not None:
+        known_fields["bytes"] = int(size)
     _worker.send(kind="event", name="checkpoint_saved", step=int(step), fields=known_fields)
 
 
@@ -446,7 +470,7 @@ def exit_saved(step: int) -> NoReturn:
     """Ends this process after a save. Under orch, the exit code requests another start."""
     saved(step)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not change the exit code
-    sys.exit(SAVED if active() else 0)
+    sys.exit(SAVED if "ORCH_RUN_ID" in os.environ else 0)
 
 
 def checkpoint_dir(default: str | os.PathLike[str] = "checkpoints") -> Path:
@@ -587,13 +611,19 @@ def hf_callback() -> Any:
 def accelerate_tracker() -> Any:
     """Returns a tracker for `Accelerator(log_with=...)`: `accelerator.log({"loss": ...}, step=...)`
     reports the step. It reports loss (or train_loss), tokens, samples, grad_norm, lr and step_s,
-    and ignores other names. It does nothing outside orch."""
+    and ignores other names. It does nothing outside orch.
+
+    accelerate calls trackers on its main process alone, so a hang is noticed after
+    `backend.start_hang_after_s` and no rank is named: call `report` on every rank for more.
+    """
     from accelerate.tracking import GeneralTracker
 
     class OrchTracker(GeneralTracker):
         name = "orch"
         requires_logging_directory = False
         main_process_only = False
+        step = 0  # the step whose values are held until its loss comes, or another step
+        held: dict[str, float] = {}
 
         @property
         def tracker(self) -> None:
@@ -603,10 +633,24 @@ def accelerate_tracker() -> Any:
             pass
 
         def log(self, values: Any, step: int | None = None, **_: Any) -> None:
-            loss = values.get("loss", values.get("train_loss"))
-            if step is not None:
-                names = ("tokens", "samples", "grad_norm", "lr", "step_s")
-                report(step, loss=loss, **{name: values[name] for name in names if name in values})
+            names = ("loss", "tokens", "samples", "grad_norm", "lr", "step_s")
+            known = {name: values[name] for name in names if name in values}
+            if "train_loss" in values:
+                known.setdefault("loss", values["train_loss"])
+            if step is None or not known:
+                return
+            if step != self.step:
+                self.finish()
+            self.step = step
+            self.held = {**self.held, **known}
+            if "loss" in self.held:
+                self.finish()
+
+        def finish(self) -> None:
+            held = self.held
+            self.held = {}
+            if held and self.step > _worker.step:
+                report(self.step, **held)  # type: ignore[arg-type]
 
     return OrchTracker()
 

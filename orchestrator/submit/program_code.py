@@ -60,6 +60,7 @@ def _chosen_code(backend: Backend, options: SubmitOptions) -> Code:
 def _packed(code: Code, most_bytes: int) -> ProgramCode:
     """Packs the files, without links that lead out of the folder: elsewhere they lead nowhere."""
     from orchestrator.run.code.archive import pack, stays_inside
+    from orchestrator.run.code.left_out import in_utf8
     from orchestrator.run.code.snapshot import ADVICE, largest, listed
 
     root = Path(code.held_at or code.root)
@@ -69,7 +70,7 @@ def _packed(code: Code, most_bytes: int) -> ProgramCode:
     for name in files:
         path = root / name
         if path.is_symlink() and not stays_inside(name, str(path.readlink())):
-            outside_links.append(name)
+            outside_links.append(in_utf8(name))
         else:
             names.append(name)
     archive = pack(root, names)

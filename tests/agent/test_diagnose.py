@@ -91,11 +91,35 @@ def test_patience_grows_with_the_step_and_with_what_has_no_usual_length():
     assert hang_timeout_s([works(0, usual_step_s=60.0)], RULES) == 600.0
     assert hang_timeout_s([works(0, usual_step_s=None), works(1)], RULES) == 1800.0
     assert hang_timeout_s([works(0), works(1, phase="checkpoint")], RULES) == 1800.0
+    assert hang_timeout_s([works(0), works(1, phase="checkpoint", limit_s=60.0)], RULES) == 30.0
 
 
 def test_programs_without_progress_reports_are_not_judged():
     assert diagnose(PLAN, [waits(0), works(1, silent_s=None)], RULES) is None
     assert diagnose(PLAN, [], RULES) is None
+    program = structs.replace(PLAN, program=True)
+    assert diagnose(program, [works(0, silent_s=None), works(1, silent_s=None)], RULES) is None
+
+
+@pytest.mark.parametrize("unheard", [{"silent_s": None}, {"step": 0}])
+def test_ranks_of_a_program_that_report_no_steps_keep_no_hang_and_are_not_blamed(unheard):
+    """Found in a reading: where rank 0 reports for all there was no verdict at all, or one about a
+    rank that was innocent."""
+    program = structs.replace(PLAN, program=True)
+    others = [works(rank, usual_step_s=None, step_s=1900.0, **unheard) for rank in (1, 2, 3)]
+    assert diagnose(program, [works(0, step_s=1700.0), *others], RULES) is None
+    diagnosis = diagnose(program, [works(0, step_s=1900.0), *others], RULES)
+    assert (diagnosis.kind, diagnosis.rank) == ("collective_hung", None)
+    assert "rank 1, 2, 3 reports no steps, so the rank at fault is unknown" in diagnosis.text
+
+
+def test_who_waits_for_a_rank_that_has_ended_is_not_blamed():
+    """The others may be saving the result, so they have as long as a start."""
+    program = structs.replace(PLAN, program=True)
+    assert diagnose(program, [works(0), works(1)], RULES, ended_ranks=[3, 2]) is None
+    late = [works(0, step_s=1900.0), works(1, step_s=1900.0)]
+    diagnosis = diagnose(program, late, RULES, ended_ranks=[3, 2])
+    assert diagnosis.rank is None and "rank 2, 3 ended before the others" in diagnosis.text
 
 
 @pytest.mark.parametrize("program", [False, True])
@@ -231,6 +255,8 @@ def test_a_monitor_counts_its_own_looks_and_a_step_is_newer_than_the_report_befo
     fields = {"samples": 1, "tokens": 1, "step_s": 0.5}
     monitor.on_step(StepReport(rank=3, epoch=0, step=5, **fields))
     monitor.on_step(StepReport(rank=3, epoch=0, step=6, **fields))
+    for _ in range(9):  # once more, with other values
+        monitor.on_step(StepReport(rank=3, epoch=0, step=6, **fields | {"step_s": 0.001}))
     (seen,) = monitor.look(pids)
     assert (seen.step, seen.phase, seen.waiting, seen.still_s, seen.usual_step_s) == (
         7,

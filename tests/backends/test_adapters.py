@@ -111,15 +111,23 @@ accelerator = accelerate.Accelerator(cpu=True, log_with=orch_report.accelerate_t
 accelerator.init_trackers("x", config={"lr": 1})
 accelerator.log({"train_loss": 2.5, "tokens": 64, "other": 1}, step=3)
 accelerator.log({"accuracy": 0.5})
+accelerator.log({"lr": 0.1}, step=4)
+accelerator.log({"loss": 2.25}, step=4)
+accelerator.log({"accuracy": 0.5}, step=4)
+accelerator.log({"loss": 9.0}, step=4)
+accelerator.log({"lr": 0.2}, step=5)
+accelerator.end_training()
 """
     read, write = os.pipe2(os.O_NONBLOCK)
     env = {**os.environ, "ORCH_REPORT_FD": str(write)}
     subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[write], check=True, timeout=300)
     reports = [json.loads(line) for line in os.read(read, 1 << 16).splitlines()]
-    assert [
-        (report["step"], report["loss"], report["tokens"])
-        for report in reports
-        if report["kind"] == "step"
-    ] == [(3, 2.5, 64)]
+    steps = [report for report in reports if report["kind"] == "step"]
+    names = ("step", "loss", "tokens", "lr")
+    assert [[report.get(name) for name in names] for report in steps] == [
+        [3, 2.5, 64, None],
+        [4, 2.25, 0, 0.1],
+        [5, None, 0, 0.2],
+    ], "each step once"
     os.close(read)
     os.close(write)

@@ -216,6 +216,22 @@ orch_report.report(step=1)
     assert steps_of(code, tmp_path) == [1]
 
 
+@pytest.mark.process
+def test_numbers_that_json_does_not_know_keep_no_step_from_its_report(tmp_path):
+    """In fp16 an infinite norm is usual; a limit of `alive` counts inside a phase, too."""
+    code = """
+import orch_report
+orch_report.report(step=1, loss=float("nan"), grad_norm=float("inf"), lr=0.5)
+with orch_report.phase("evaluation"):
+    orch_report.alive(limit_s=7200)
+orch_report.saved(1, seconds=True)
+"""
+    step, _pulse, entered, alive, left, event = reports_of(code, tmp_path)
+    assert step["lr"] == 0.5 and not step.keys() & {"loss", "grad_norm"}
+    assert (entered["limit_s"], alive["limit_s"], left.get("limit_s")) == (1800.0, 7200.0, None)
+    assert event["fields"]["seconds"] == 1.0
+
+
 def test_a_first_call_in_another_thread_says_where_it_belongs(monkeypatch):
     monkeypatch.setattr(orch_report, "_worker", orch_report._Worker())
     errors: list[str] = []

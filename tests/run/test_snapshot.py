@@ -53,6 +53,23 @@ def project(tmp_path):
     return root
 
 
+def test_a_link_in_place_of_a_tracked_folder_is_a_link(project, folder, tmp_path):
+    """git still lists the files that the folder had."""
+    (tmp_path / "sub").mkdir()
+    (project / "sub" / "deep ü\n.py").rename(tmp_path / "sub" / "deep ü\n.py")
+    (project / "sub").rmdir()
+    (project / "sub").symlink_to(tmp_path / "sub")
+    copy(find_code(project, runs_user_program=True), folder)
+    assert (folder.code / "sub").is_symlink()
+    assert not [name for name in snapshot._listed_by_git(project) if name.startswith("sub/")]
+
+
+def test_a_name_of_other_bytes_is_recorded_in_utf_8(project):
+    (project / os.fsdecode(b"caf\xe9.log")).write_text("noise")
+    code = with_left_out(find_code(project, runs_user_program=True))
+    assert "caf\\xe9.log" in [file.name for file in code.left_out]
+
+
 @pytest.fixture
 def folder(tmp_path):
     run = RunFolder(tmp_path / "runs" / "run-1")

@@ -70,8 +70,8 @@ class HangDetector:
         )
         self._update_slow(node, ratio)
 
-    def diagnosis(self, now: float) -> Diagnosis | None:
-        """Returns the diagnosis of a hang, or None.
+    def diagnosis(self, now: float, ended_ranks: Sequence[int] = ()) -> Diagnosis | None:
+        """Returns the diagnosis of a hang, or None. `ended_ranks` have ended without an error.
 
         Most calls return at once, since thousands of agents report.
         """
@@ -82,6 +82,7 @@ class HangDetector:
             self._plan,
             reported_workers(self._last_reports, self._plan),
             self._rules,
+            ended_ranks,
         )
 
     def new_stragglers(self) -> dict[str, float] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -71,19 +71,27 @@ def diagnose(
     plan: Plan,
     workers: Collection[WorkerStatus],
     rules: Policy,
+    ended_ranks: Sequence[int] = (),
 ) -> Diagnosis | None:
-    """Returns the diagnosis of a hang, or None. `workers` are the statuses of living ranks."""
+    """Returns the diagnosis of a hang, or None. `workers` are the statuses of living ranks,
+    `ended_ranks` have ended without an error."""
     frozen = [worker for worker in workers if worker.is_frozen]
     if frozen:
         suspect = max(frozen, key=lambda worker: (worker.stopped_s, -worker.rank))
         behavior = f"stopped by a signal (state T) for {suspect.stopped_s:g} s"
         return _rank_diagnosis("worker_frozen", plan, suspect, workers, behavior)
-    if not workers or any(worker.silent_s is None for worker in workers):
+    unheard = [worker for worker in workers if worker.silent_s is None]
+    if len(unheard) == len(workers) or (unheard and not plan.program):
         return None
-    if min(worker.step_s for worker in workers) < hang_timeout_s(workers, rules):
+    timeout_s = hang_timeout_s(workers, rules)
+    if ended_ranks:  # the others may save the result
+        timeout_s = max(timeout_s, rules.start_hang_after_s)
+    if min(worker.step_s for worker in workers) < timeout_s:
         return None
     if min(worker.still_s for worker in workers) < _phase_limit_s(workers):
         return None
+    if ended_ranks or (plan.program and _ranks_without_steps(workers)):
+        return _unattributed_diagnosis(workers, ended_ranks)
     not_waiting = [worker for worker in workers if not _waits(worker, plan)]
     if not not_waiting:
         return _network_diagnosis(workers)
@@ -99,6 +107,32 @@ def diagnose(
         idleness = f"without a progress report for {suspect.silent_s:g} s"
     behavior = f"{idleness}, state {suspect.state}, for {suspect.still_s:g} s"
     return _rank_diagnosis("worker_stuck", plan, suspect, workers, behavior)
+
+
+def _ranks_without_steps(workers: Collection[WorkerStatus]) -> list[int]:
+    """Returns the ranks of a program that report no steps although others may, as where one rank
+    reports for all. Their progress cannot be compared."""
+    any_steps = any(worker.usual_step_s is not None for worker in workers)
+    return sorted(
+        worker.rank
+        for worker in workers
+        if worker.silent_s is None or (any_steps and worker.usual_step_s is None)
+    )
+
+
+def _unattributed_diagnosis(
+    workers: Collection[WorkerStatus], ended_ranks: Sequence[int]
+) -> Diagnosis:
+    """Returns the diagnosis of a hang whose reports do not tell the rank at fault."""
+    still_s = min(worker.step_s for worker in workers)
+    step = max(worker.step for worker in workers)
+    text = f"no rank has completed a step for {still_s:g} s"
+    if ended_ranks:
+        text += f": {_listed_ranks(sorted(ended_ranks))} ended before the others, which may wait"
+    else:
+        silent_ranks = _listed_ranks(_ranks_without_steps(workers))
+        text += f"; {silent_ranks} reports no steps, so the rank at fault is unknown"
+    return Diagnosis("collective_hung", text, step=step - 1 if step else None)
 
 
 def _phase_limit_s(workers: Collection[WorkerStatus]) -> float:
@@ -132,7 +166,9 @@ def _is_mute(worker: WorkerStatus) -> bool:
 def hang_timeout_s(workers: Collection[WorkerStatus], rules: Policy) -> float:
     """Returns the seconds without a completed step of any rank after which a run hangs."""
     step_times_s = [worker.usual_step_s for worker in workers if worker.usual_step_s is not None]
-    is_slow_phase = any(worker.phase in SLOW_PHASES for worker in workers)
+    is_slow_phase = any(
+        worker.limit_s is None and worker.phase in SLOW_PHASES for worker in workers
+    )
     if len(step_times_s) < len(workers) or is_slow_phase:
         return max(rules.start_hang_after_s, rules.hang_after_s)
     return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(step_times_s))

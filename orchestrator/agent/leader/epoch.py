@@ -256,7 +256,8 @@ class Epoch:
             return
         now = asyncio.get_running_loop().time()
         self._detector.add_report(node, heartbeat.seen, now)
-        if (diagnosis := self._detector.diagnosis(now)) is not None:
+        ended_ranks = [end.rank for end in self._ends]
+        if (diagnosis := self._detector.diagnosis(now, ended_ranks)) is not None:
             self._end_for_fault(diagnosis)
         elif (slowdowns := self._detector.new_stragglers()) is not None:
             for slow_node, ratio in slowdowns.items():

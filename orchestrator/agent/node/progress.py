@@ -109,6 +109,8 @@ class ProgressMonitor:
         rank = self._ranks.setdefault(report.rank, _Rank())
         rank.still_looks = 0
         rank.step_looks = 0
+        if report.step < rank.next_step:  # another report of a step takes next to no time
+            return
         rank.next_step = report.step + 1
         rank.steps_s.append(report.step_s)
         if report.own_s is not None:

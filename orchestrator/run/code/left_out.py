@@ -48,7 +48,7 @@ def with_left_out(code: Code) -> Code:
     for name in program_files:
         size, seen = _size(root / name, budget)
         budget -= seen
-        left_out.append(LeftOut(name=name, bytes=size))
+        left_out.append(LeftOut(name=in_utf8(name), bytes=size))
     left_out.sort(key=lambda file: (-file.bytes, file.name))
     return structs.replace(code, left_out=left_out[:_MAX_RECORDED]) if left_out else code
 
@@ -142,6 +142,11 @@ def _missing(copied: Path, cwd: Path, lines: Sequence[str]) -> Iterable[str]:
                 yield os.path.relpath(absolute, copied)
 
 
+def in_utf8(name: str) -> str:
+    """Returns a file's name for people and JSON, whatever its bytes are."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
 def _skipped(root: Path, leaves_out: Callable[[str, bool], bool]) -> list[str]:
     skipped = (name for name, is_left_out in walk(root, leaves_out) if is_left_out)
     return list(islice(skipped, _MAX_COUNTED_FILES))
@@ -152,7 +157,7 @@ def _is_cache(path: Path) -> bool:
     of tools, environments."""
     hidden_folder = path.name.startswith(".") and path.is_dir()
     built = path.name == "__pycache__" or path.name.endswith((".pyc", ".egg-info"))
-    return hidden_folder or built or (path / "pyvenv.cfg").exists()
+    return hidden_folder or built or os.path.exists(path / "pyvenv.cfg")
 
 
 def _size(path: Path, max_files: int) -> tuple[int, int]:

@@ -170,8 +170,17 @@ def _listed_by_git(root: Path) -> list[str]:
     if listing is None:
         raise OrchError(f"git cannot list the files of {root}", Exit.CONFIG)
     files = []
+    links: dict[Path, bool] = {root: False}  # folder -> whether it is a link, or below one
+
+    def is_below_link(folder: Path) -> bool:
+        if folder not in links:
+            links[folder] = folder.is_symlink() or is_below_link(folder.parent)
+        return links[folder]
+
     for name in dict.fromkeys(filter(None, listing.split("\0"))):
         path = root / name
+        if is_below_link(path.parent):
+            continue  # for git it is deleted: a link has taken the place of its folder
         if path.is_symlink() or path.is_file():
             files.append(name)
         elif path.is_dir():  # a submodule, or a repository inside
@@ -216,7 +225,7 @@ def by_rules(root: Path, rules: IgnoreRules) -> Callable[[str, bool], bool]:
 
 def is_of_a_tool(folder: Path) -> bool:
     """Tells whether a folder is git's, a cache of Python, or an environment."""
-    return folder.name in (".git", "__pycache__") or (folder / "pyvenv.cfg").exists()
+    return folder.name in (".git", "__pycache__") or os.path.exists(folder / "pyvenv.cfg")
 
 
 def is_skipped(root: Path) -> Callable[[str, bool], bool]:
