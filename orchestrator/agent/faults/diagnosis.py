@@ -126,13 +126,13 @@ def _unattributed_diagnosis(
     """Returns the diagnosis of a hang whose reports do not tell the rank at fault."""
     still_s = min(worker.step_s for worker in workers)
     step = max(worker.step for worker in workers)
-    text = f"no rank has completed a step for {still_s:g} s"
+    message = f"no rank has completed a step for {still_s:g} s"
     if ended_ranks:
-        text += f": {_listed_ranks(sorted(ended_ranks))} ended before the others, which may wait"
+        message += f": {_listed_ranks(sorted(ended_ranks))} ended before the others, which may wait"
     else:
         silent_ranks = _listed_ranks(_ranks_without_steps(workers))
-        text += f"; {silent_ranks} reports no steps, so the rank at fault is unknown"
-    return Diagnosis("collective_hung", text, step=step - 1 if step else None)
+        message += f"; {silent_ranks} reports no steps, so the rank at fault is unknown"
+    return Diagnosis("collective_hung", message, step=step - 1 if step else None)
 
 
 def _phase_limit_s(workers: Collection[WorkerStatus]) -> float:

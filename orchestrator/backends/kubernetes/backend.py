@@ -136,34 +136,17 @@ class KubernetesBackend(
         controlled = self._is_controlled(options)
         with create_run_folder(bundle, self.name) as folder:
             if controlled:
-                self._submit_train_run(folder, bundle, options, environ)
+                train_runs.submit(
+                    self._cluster(options.context, options.namespace),
+                    folder,
+                    bundle,
+                    _plans(bundle),
+                    code=_code_maps(request, bundle),
+                    environ=environ,
+                )
             else:
                 self._direct.start(folder, request, plan, environ, drafts)
         return request.handle
-
-    def _submit_train_run(
-        self,
-        folder: RunFolder,
-        bundle: SubmissionBundle,
-        options: KubernetesOptions,
-        environ: Mapping[str, str],
-    ) -> None:
-        """Sends the TrainRun. The record is written before: a run whose answer is lost is found."""
-        cluster = self._cluster(options.context, options.namespace)
-        submission = os.urandom(8).hex()
-        record = train_runs.record(
-            bundle.request, options, cluster.namespace, submission, sent=False
-        )
-        write_record(folder, record, durable=True)
-        train_runs.submit(
-            cluster,
-            bundle,
-            _plans(bundle),
-            code=_code_maps(bundle.request, bundle),
-            environ=environ,
-            submission=submission,
-        )
-        write_record(folder, structs.replace(record, sent=True), durable=True)
 
     def render(self, bundle: SubmissionBundle) -> str:
         """Does everything that `submit` does except sending. It needs no cluster, and uses nothing

@@ -4,6 +4,7 @@ change of it."""
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
-from orchestrator.backends.base import off_bad_nodes
+from orchestrator.backends.base import off_bad_nodes, write_record
 from orchestrator.config.passed import PASSED
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
@@ -28,7 +29,7 @@ from .api.client import Cluster
 from .code_store import field_manager, owner_of, store_code
 from .names import SUBMISSION, Body, JsonObject, object_name, standard_labels
 from .objects.code_maps import code_maps
-from .options import KubernetesOptions
+from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
 from .train_run import API_VERSION, Spec, TrainRun, body_of, planned, reference_to
 
@@ -55,23 +56,28 @@ def has_controller(cluster: Cluster, options: KubernetesOptions) -> bool:
 
 def submit(
     cluster: Cluster,
+    folder: RunFolder,
     bundle: SubmissionBundle,
     plans: Sequence[Plan],
     code: Sequence[Body],
     environ: Mapping[str, str],
-    submission: str,
 ) -> None:
     """Creates the TrainRun in one request. If it passes on private variables or a program, it
-    creates a draft, which becomes a run once their Secret and the ConfigMaps `code` exist.
-    `submission`: the id by which the TrainRun is known as this submission's.
+    creates a draft, which becomes a run once their Secret and the ConfigMaps `code` exist. The run
+    folder has the record before: a TrainRun whose answer is lost is found.
 
     OrchError: 65 if a TrainRun of that name belongs to something else, 76 if it is unknown whether
     it was created, and as `complete_draft`.
     """
+    submission = os.urandom(8).hex()
+    options = read_options(bundle.request.backend_options)
+    unsent = record(bundle.request, options, cluster.namespace, submission, sent=False)
+    write_record(folder, unsent, durable=True)
     body, secret = _bodies(bundle, plans, environ, cluster.namespace, submission)
     train_run = _create(cluster, body, submission)
     if body["spec"].get("draft"):
         complete_draft(cluster, train_run, secret, code)
+    write_record(folder, structs.replace(unsent, sent=True), durable=True)
 
 
 def complete_draft(
