@@ -7,11 +7,16 @@ within a line, a line `...` for any lines. A block ```python file=NAME is that f
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from orchestrator.run.files import described
+from tests.house.rooms import ROOT
 
 _BLOCK = re.compile(r"^```(\w+(?: bed)?)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
 
@@ -55,6 +60,28 @@ def matches(lines: list[str], shown: list[str]) -> bool:
         return False
     pattern = ".*".join(map(re.escape, shown[0].rstrip().split("…")))
     return re.fullmatch(pattern, lines[0].rstrip()) is not None and matches(lines[1:], shown[1:])
+
+
+def login(variables: Mapping[str, str], home: Path) -> dict[str, str]:
+    """The environment of somebody on a test cluster, whose variables are given: `orch` on PATH, a
+    home of their own, a terminal of 80 columns."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("ORCH")}
+    return {
+        **own,
+        **variables,
+        "ORCH_HOME": str(home),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "80",
+    }
+
+
+def undescribed_files(runs: Path) -> list[str]:
+    """The files in run folders that the reference does not describe. AssertionError if there are no
+    files."""
+    files = [path.relative_to(runs).parts[1:] for path in runs.rglob("*") if path.is_file()]
+    assert files
+    return [name for name in map("/".join, files) if not described(name)]
 
 
 def play(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from orchestrator.run.files import described
 from tests.beds.kubernetes.runs import Orch
-from tests.docs.shown import play
+from tests.docs.shown import login, play, undescribed_files
 from tests.house.rooms import ROOT
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
@@ -27,20 +24,9 @@ def test_the_guide_s_commands_print_what_it_shows(orch: Orch, tmp_path: Path) ->
     options = {**orch.options, "namespace": orch.namespace}
     profile_text = f"defaults:\n  - kubernetes\n  - _self_\noptions: {json.dumps(options)}\n"
     (profiles / "mycluster.yaml").write_text(profile_text)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("ORCH")}
-    environ = {
-        **variables,
-        **orch.bed.env,
-        "ORCH_HOME": str(tmp_path / "home"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "80",
-    }
+    environ = login(orch.bed.env, tmp_path / "home")
     page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
     enter = [*orch.bed.enter, "env", f"--chdir={folder}"]
     play(page, folder, environ, "console bed", limit_s=300, enter=enter)
     for runs in (tmp_path / "home" / "runs", orch.claim):
-        files = [path.relative_to(runs).parts[1:] for path in runs.rglob("*") if path.is_file()]
-        assert files
-        unknown = [name for name in map("/".join, files) if not described(name)]
-        assert unknown == []
+        assert undescribed_files(runs) == []

@@ -90,8 +90,9 @@ def diagnose(
         return None
     if min(worker.still_s for worker in workers) < _phase_limit_s(workers):
         return None
-    if ended_ranks or (plan.program and _ranks_without_steps(workers)):
-        return _unattributed_diagnosis(workers, ended_ranks)
+    stepless_ranks = _ranks_without_steps(workers) if plan.program else []
+    if ended_ranks or stepless_ranks:
+        return _unattributed_diagnosis(workers, ended_ranks, stepless_ranks)
     not_waiting = [worker for worker in workers if not _waits(worker, plan)]
     if not not_waiting:
         return _network_diagnosis(workers)
@@ -121,7 +122,9 @@ def _ranks_without_steps(workers: Collection[WorkerStatus]) -> list[int]:
 
 
 def _unattributed_diagnosis(
-    workers: Collection[WorkerStatus], ended_ranks: Sequence[int]
+    workers: Collection[WorkerStatus],
+    ended_ranks: Sequence[int],
+    stepless_ranks: list[int],
 ) -> Diagnosis:
     """Returns the diagnosis of a hang whose reports do not tell the rank at fault."""
     still_s = min(worker.step_s for worker in workers)
@@ -130,8 +133,8 @@ def _unattributed_diagnosis(
     if ended_ranks:
         message += f": {_listed_ranks(sorted(ended_ranks))} ended before the others, which may wait"
     else:
-        silent_ranks = _listed_ranks(_ranks_without_steps(workers))
-        message += f"; {silent_ranks} reports no steps, so the rank at fault is unknown"
+        stepless = _listed_ranks(stepless_ranks)
+        message += f"; {stepless} reports no steps, so the rank at fault is unknown"
     return Diagnosis("collective_hung", message, step=step - 1 if step else None)
 
 

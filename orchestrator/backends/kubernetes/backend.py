@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -50,6 +49,8 @@ from .options import places_itself, read_options
 from .record import KubernetesRecord
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from orchestrator.backends.base import FoundRun
     from orchestrator.cluster.model import Topology
     from orchestrator.config.schema import Config
@@ -141,7 +142,7 @@ class KubernetesBackend(
                     folder,
                     bundle,
                     _plans(bundle),
-                    code=_code_maps(request, bundle),
+                    code=_code_maps(request, folder),
                     environ=environ,
                 )
             else:
@@ -163,7 +164,7 @@ class KubernetesBackend(
             with create_run_folder(bundle, self.name) as folder:
                 write_record(folder, train_runs.record(request, options, namespace), durable=True)
                 train_run = train_runs.document(bundle, _plans(bundle), namespace)
-                return to_yaml([*_code_maps(request, bundle), train_run])
+                return to_yaml([*_code_maps(request, folder), train_run])
         with create_run_folder(bundle, self.name) as folder:
             manifest = manifest_of(
                 folder,
@@ -176,7 +177,7 @@ class KubernetesBackend(
             record = record_of(request, options, namespace)
             # with its record the run is found once somebody has applied the objects
             write_record(folder, record, durable=True)
-            return to_yaml([*_code_maps(request, bundle), *render(manifest)])
+            return to_yaml([*_code_maps(request, folder), *render(manifest)])
 
     def resume(
         self,
@@ -361,15 +362,13 @@ class KubernetesBackend(
         return ahead[1] if ahead and time.monotonic() < ahead[0] + _FRESH_S else None
 
 
-def _code_maps(request: LaunchRequest, bundle: SubmissionBundle | None = None) -> list[JsonObject]:
-    """Returns the ConfigMaps of a program that travels; without the bundle, which has its archive,
-    as a dry run shows them."""
+def _code_maps(request: LaunchRequest, folder: RunFolder | None = None) -> list[JsonObject]:
+    """Returns the ConfigMaps of a program that travels; without the run folder, which has its
+    archive, as a dry run shows them."""
     packed = request.code.packed
     if not packed:
         return []
-    archive = None
-    if bundle is not None:
-        archive = bundle.contents[RunFolder(Path(request.run_dir)).packed_code.name]
+    archive = folder.packed_code.read_bytes() if folder else None
     return code_maps(packed, archive, read_options(request.backend_options).namespace or "")
 
 

@@ -50,6 +50,12 @@ def owner_of(first: JsonObject) -> JsonObject:
     }
 
 
+def lacks_owner(stored: JsonObject, uid: str) -> bool:
+    """Tells whether others own a stored object, and this owner does not."""
+    owners = stored["metadata"].get("ownerReferences") or []
+    return bool(owners) and uid not in [reference["uid"] for reference in owners]
+
+
 def _store(cluster: Cluster, body: Body, owner: JsonObject, manager: str) -> None:
     name = body["metadata"]["name"]
     for attempt in range(_TRIES):
@@ -60,8 +66,7 @@ def _store(cluster: Cluster, body: Body, owner: JsonObject, manager: str) -> Non
                 cluster.apply({**body, "metadata": metadata}, manager)
                 return
             _check_same(cluster, body, stored)
-            owners = stored["metadata"].get("ownerReferences") or []
-            if owners and owner["uid"] not in [reference["uid"] for reference in owners]:
+            if lacks_owner(stored, owner["uid"]):
                 # with the uid it is refused, and not created without content, if the object is gone
                 uid = stored["metadata"]["uid"]
                 metadata = {"name": name, "uid": uid, "ownerReferences": [owner]}

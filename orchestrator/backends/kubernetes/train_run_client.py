@@ -274,7 +274,11 @@ def state_of(run: TrainRun | None, last_state: RunState) -> RunState:
 def change(cluster: Cluster, name: str, **spec: Any) -> None:
     """Changes the TrainRun's spec. OrchError (64) if the run is gone."""
     if cluster.change("TrainRun", name, {"spec": spec}) is None:
-        raise OrchError(f"TrainRun {name} is gone from namespace {cluster.namespace}", Exit.USAGE)
+        raise _gone(name, cluster.namespace)
+
+
+def _gone(name: str, namespace: str | None) -> OrchError:
+    return OrchError(f"TrainRun {name} is gone from namespace {namespace}", Exit.USAGE)
 
 
 class ControlledRuns:
@@ -360,8 +364,7 @@ class ControlledRuns:
         (64) if it is gone."""
         run = self._read(record)
         if run is None:
-            message = f"TrainRun {record.train_run} is gone from namespace {record.namespace}"
-            raise OrchError(message, Exit.USAGE)
+            raise _gone(record.train_run, record.namespace)
         self._store_code(folder, record, run)
         changes: JsonObject = {"nodes": nodes} if nodes is not None else {}
         if run.status.over or run.spec.stopped:

@@ -7,7 +7,7 @@ import base64
 from functools import partial
 
 from orchestrator.backends.kubernetes.api.client import Cluster, gather
-from orchestrator.backends.kubernetes.code_store import field_manager, store_code
+from orchestrator.backends.kubernetes.code_store import field_manager, lacks_owner, store_code
 from orchestrator.backends.kubernetes.names import JsonObject
 from orchestrator.backends.kubernetes.objects.code_maps import (
     check_archive,
@@ -54,16 +54,11 @@ class CodeChecks:
         archive = _archive(stored)
         check_archive(packed, archive)
         uid = run.metadata.uid
-        if not all(uid in _owners(body) for body in stored if body):
+        if any(lacks_owner(body, uid) for body in stored if body):
             # it was stored again for another run
             maps = code_maps(packed, archive, run.metadata.namespace)
             store_code(cluster, maps, reference_to(run), field_manager(uid))
         self._whole[run.metadata.uid] = start
-
-
-def _owners(body: JsonObject) -> list[str]:
-    """Returns the uids of an object's owners."""
-    return [reference["uid"] for reference in body["metadata"].get("ownerReferences") or []]
 
 
 def _archive(stored: list[JsonObject | None]) -> bytes:
