@@ -27,7 +27,7 @@ EXTRAS = ("slurm", "kubernetes", "plot", "tokenizers")
 QUICK = "not slow and not process and not slurm and not kubernetes and not full and not timing"
 #: What the pinned torch brings: an older one has others.
 OF_TORCH = re.compile(r"(torch|triton|setuptools|nvidia-[\w-]+|cuda-[\w-]+)==")
-_NEEDS_TORCH = re.compile(r"^\s*(import|from) (torch|trainer)\b", re.MULTILINE)
+_NEEDS_TORCH = re.compile(r"^\s*(import|from) (torch|trainer|tests\.trainer)\b", re.MULTILINE)
 
 
 def uv() -> str:

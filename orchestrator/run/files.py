@@ -130,6 +130,12 @@ RUN_FILES = (
         "addresses of the metrics pages, until the run ends",
     ),
     RunFile(
+        "metrics.sd/<run>.json",
+        "the coordinator of a run on Kubernetes",
+        "JSON, Prometheus' file_sd",
+        "as `metrics.sd.json`; on other backends it is in a folder that all runs share",
+    ),
+    RunFile(
         "report.json",
         "the process that writes the final state",
         "JSON, `orch.report/1`",
