@@ -90,7 +90,7 @@ def select_variables(
     secrets = []
     local = []
     unlisted = []
-    for name in all_names({*names} - {*in_full}):
+    for name in filter(is_name, all_names({*names} - {*in_full})):
         if is_secret_name(name):
             secrets.append(name)
         elif name in of_this_machine:
@@ -125,12 +125,10 @@ def is_name(name: str) -> bool:
 
 def all_names(names: Iterable[str]) -> list[str]:
     """Returns the variables for a program on its user's own machine: all but those of one shell,
-    or of another launcher."""
+    or of another launcher. Functions that bash exports are among them."""
     excluded = _OF_THE_SHELL | _OF_A_WORKER
     return sorted(
-        name
-        for name in names
-        if is_name(name) and name not in excluded and not name.startswith(_OF_A_LAUNCHER)
+        name for name in names if name not in excluded and not name.startswith(_OF_A_LAUNCHER)
     )
 
 
