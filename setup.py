@@ -12,6 +12,7 @@ BUNDLED = {
     "conf": "orchestrator._bundled.conf",
     "slurm/backend": "orchestrator._bundled.slurm.backend",
     "charts/orch": "orchestrator._bundled.charts.orch",
+    "charts/orch-controller": "orchestrator._bundled.charts.orch-controller",
 }
 
 packages = find_packages(include=["orchestrator", "orchestrator.*"])

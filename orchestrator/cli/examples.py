@@ -11,8 +11,8 @@ shape         --nnodes and --nproc-per-node;  cluster=, nodes=, parallel=;
               default: one process            default: cluster=local
 restarts      --max-restarts; default: 0,     backend.max_restarts; default:
               with a range of nodes 3         3
-to watch it   always, unless --detach;        with --follow; Ctrl-C ends only
-              Ctrl-C ends the run             the watching
+to watch it   always, unless --detach; a      with --follow; Ctrl-C ends only
+              second Ctrl-C ends the run      the watching
 Both start on any backend, and both take key=value for everything else."""
 
 #: Verb -> what is to be known before its flags are read.

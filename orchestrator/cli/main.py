@@ -142,7 +142,10 @@ def _overrides(
             flag = argument.split("=", 1)[0]
             raise OrchError(f"`orch {name}` has no flag {flag}; {did_you_mean(flag, flags)}")
         if not verb.overrides:
-            raise OrchError(f"`orch {name}` does not take {argument!r}; see `orch {name} --help`")
+            keeps = " keeps the configuration of its run and" if name == "resume" else ""
+            raise OrchError(
+                f"`orch {name}`{keeps} does not take {argument!r}; see `orch {name} --help`"
+            )
         if "=" not in argument and not argument.startswith("~"):
             hint = nearest(argument, VERBS)
             raise OrchError(

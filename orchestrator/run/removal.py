@@ -1,5 +1,5 @@
 """Removes ended runs: their folders, with all that is in them. Files elsewhere
-(`checkpoint.dir`) stay."""
+(`checkpoint.dir`) stay, and so does a run in whose folder another run saves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 from .folder import RunFolder
+from .request import read_request
 
 #: The prefix of a folder's name from the moment at which it is not a run any more.
 _REMOVED_PREFIX = ".removed-"
@@ -52,6 +56,40 @@ def size_of(folder: RunFolder) -> int:
             with contextlib.suppress(OSError):  # removed in the meantime
                 total += os.lstat(os.path.join(parent, name)).st_blocks * 512
     return total
+
+
+class _Checkpoint(msgspec.Struct):
+    dir: str
+
+
+class _Job(msgspec.Struct):
+    checkpoint: _Checkpoint
+
+
+class _Plan(msgspec.Struct):
+    """The part of a plan that says where its run saves."""
+
+    job: _Job
+
+
+def runs_that_save_in(folders: Iterable[RunFolder]) -> dict[str, list[str]]:
+    """Lists by the id of a run the other runs that save in its folder (`checkpoint.dir`). Runs that
+    cannot be read are left out."""
+    owners: dict[Path, str] = {}
+    savers: list[tuple[str, Path]] = []
+    for folder in folders:
+        with contextlib.suppress(OSError, OrchError, msgspec.MsgspecError):
+            owners[Path(os.path.realpath(read_request(folder).run_dir))] = folder.run_id
+            plan = msgspec.json.decode(folder.plan.read_bytes(), type=_Plan)
+            if plan.job.checkpoint.dir:
+                savers.append((folder.run_id, Path(os.path.realpath(plan.job.checkpoint.dir))))
+    guests: dict[str, list[str]] = {}
+    for run_id, place in savers:
+        for parent in (place, *place.parents):
+            owner = owners.get(parent, run_id)
+            if owner != run_id:
+                guests.setdefault(owner, []).append(run_id)
+    return guests
 
 
 def remove(folder: RunFolder) -> None:

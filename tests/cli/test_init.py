@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import yaml
+
+import orchestrator
 from orchestrator.cli.main import main
 from orchestrator.plan.exits import Exit
 from tests.beds.base import ROOT
@@ -41,12 +45,18 @@ def test_profiles_to_start_from_render_a_job_script(tmp_path, monkeypatch, capsy
     assert "#SBATCH --partition=preempt" in capsys.readouterr().out
 
 
-def test_the_chart_is_whole(tmp_path, capsys):
-    assert main(["init", "kubernetes", str(tmp_path / "my" / "chart"), "--json"]) == Exit.DONE
+@pytest.mark.parametrize(
+    ("name", "chart"), [("kubernetes", "orch"), ("controller", "orch-controller")]
+)
+def test_a_chart_is_whole_and_has_the_version_of_orch(name, chart, tmp_path, capsys):
+    """The version is the tag of the image that the chart takes by default."""
+    assert main(["init", name, str(tmp_path / "my" / "chart"), "--json"]) == Exit.DONE
     report = json.loads(capsys.readouterr().out)
+    described = yaml.safe_load((tmp_path / "my" / "chart" / "Chart.yaml").read_text())
+    assert described["appVersion"] == orchestrator.__version__
     ours = {
         name: content
-        for name, content in files(ROOT / "charts" / "orch").items()
+        for name, content in files(ROOT / "charts" / chart).items()
         if not name.endswith(".pyc")
     }
     assert files(tmp_path / "my" / "chart") == ours and report["files"] == sorted(ours)

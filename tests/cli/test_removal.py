@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from orchestrator.cli.main import main
+from orchestrator.plan import seal
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
@@ -25,9 +26,15 @@ def make_run(tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     locks = []
 
-    def make(run_id: str, ended_at: float | None, size: int = 0, runs=None) -> RunFolder:
+    def make(
+        run_id: str,
+        ended_at: float | None,
+        size: int = 0,
+        runs=None,
+        plan=None,
+    ) -> RunFolder:
         with create_run_folder(
-            make_bundle(make_plan(), runs or tmp_path / "runs", run_id=run_id), "local"
+            make_bundle(plan or make_plan(), runs or tmp_path / "runs", run_id=run_id), "local"
         ) as folder:
             (folder.checkpoints / "weights").write_bytes(b"x" * size)
         if ended_at is None:
@@ -97,6 +104,19 @@ def test_the_best_of_each_model_stay(make_run, capsys):
     assert [name for name, run in runs.items() if run.path.exists()] == ["a-2", "b-2"]
     assert main(["gc", "--keep", "0"]) == Exit.DONE
     assert not runs["a-2"].path.exists()
+
+
+def test_a_run_in_whose_folder_another_saves_stays_as_long_as_that_one(make_run, capsys):
+    plan = make_plan()
+    owner = make_run("owner-1", 1.0)
+    checkpoint = msgspec.structs.replace(plan.job.checkpoint, dir=str(owner.checkpoints))
+    job = msgspec.structs.replace(plan.job, checkpoint=checkpoint)
+    guest = make_run("guest-1", 2.0, plan=seal(msgspec.structs.replace(plan, job=job)))
+    assert main(["gc", "--keep", "1"]) == Exit.DONE and owner.path.exists()
+    assert main(["rm", "owner-1"]) == Exit.USAGE and owner.path.exists()
+    assert "run guest-1 saves in the folder of run owner-1" in capsys.readouterr().err
+    assert main(["rm", "owner-1", "guest-1"]) == Exit.DONE
+    assert not owner.path.exists() and not guest.path.exists()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ PLACES = {
     "conf/": "orchestrator/_bundled/conf/",
     "slurm/backend/": "orchestrator/_bundled/slurm/backend/",
     "charts/orch/": "orchestrator/_bundled/charts/orch/",
+    "charts/orch-controller/": "orchestrator/_bundled/charts/orch-controller/",
 }
 
 
@@ -90,7 +91,7 @@ def sources(folder: str) -> dict[str, bytes]:
 
 
 def test_site_packages_gets_no_general_names(site):
-    """Every tracked file of the five folders is in the wheel, and nothing else but two modules."""
+    """Every tracked file of these folders is in the wheel, and nothing else but two modules."""
     top_level = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
     assert top_level == {"orchestrator", "orch_report.py", "orch_start.py"}
     tracked_files = {
@@ -118,6 +119,8 @@ def test_orch_runs_from_the_wheel_beside_a_trainer_of_others(orch, site, tmp_pat
     assert files(tmp_path / "slurm" / "backend") == sources("slurm/backend")
     orch("init kubernetes chart")
     assert files(tmp_path / "chart") == sources("charts/orch")
+    orch("init controller chart2")
+    assert files(tmp_path / "chart2") == sources("charts/orch-controller")
 
 
 def test_the_code_of_a_wheel_is_that_of_its_checkout(site):

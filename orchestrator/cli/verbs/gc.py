@@ -46,7 +46,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.session import home
     from orchestrator.errors import OrchError
     from orchestrator.run.registry import all_runs, runs_folder
-    from orchestrator.run.removal import byte_count, clear_up, seconds, size_of
+    from orchestrator.run.removal import (
+        byte_count,
+        clear_up,
+        runs_that_save_in,
+        seconds,
+        size_of,
+    )
 
     from .rm import remove_all
 
@@ -60,7 +66,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     folders = all_runs(home())
     now = time.time()
     ended = _ended(folders)
-    protected = _best([folder for folder, _ in ended], args.keep_best)
+    protected = {
+        *_best([folder for folder, _ in ended], args.keep_best),
+        *runs_that_save_in(folders),
+    }
     sizes = {folder.run_id: size_of(folder) for folder in folders} if size_limit is not None else {}
     remaining_bytes = sum(sizes.values())
     removals = []

@@ -1,5 +1,5 @@
-"""`orch init slurm|kubernetes|report [FOLDER]`: writes Slurm profiles or the Helm chart as a
-starting point, or the file that a program imports to report its progress."""
+"""`orch init slurm|kubernetes|controller|report [FOLDER]`: writes Slurm profiles or a Helm chart as
+a starting point, or the file that a program imports to report its progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ TEMPLATES = {
     "kubernetes": Template(
         "charts/orch",
         "chart",
-        "helm install NAME {folder} --set image.repository=...,cluster=...,parallel=...",
+        "helm install NAME {folder} --set"
+        " image.repository=...,image.tag=...,cluster=...,parallel=...",
+    ),
+    "controller": Template(
+        "charts/orch-controller",
+        "controller-chart",
+        "helm install orch-controller {folder} --set image.repository=...,image.tag=...",
     ),
     "report": Template("orch_report", ".", "orch run train.py", "import it in your program"),
 }
@@ -41,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=sorted(TEMPLATES),
-        help="write Slurm profiles, the Helm chart, or orch_report.py for an environment that lacks"
-        " orch",
+        help="write Slurm profiles, the Helm chart of a run or of the controller, or orch_report.py"
+        " for an environment that lacks orch",
     )
     parser.add_argument(
         "folder",
         nargs="?",
         type=Path,
-        help="folder to write to (default: ./slurm, ./chart or .)",
+        help="folder to write to (default: ./slurm, ./chart, ./controller-chart or .)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
 

@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.cli.session import open_run
-    from orchestrator.run.removal import size_of
+    from orchestrator.cli.session import home, open_run
+    from orchestrator.run.registry import all_runs
+    from orchestrator.run.removal import runs_that_save_in, size_of
 
     folders = {}
     for name in args.runs:  # every run is checked before the first is removed
@@ -37,6 +38,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
                 Exit.USAGE,
             )
         folders[folder.run_id] = folder
+    guests = runs_that_save_in(all_runs(home()))
+    for run_id in folders:
+        if staying := sorted({*guests.get(run_id, ())} - folders.keys()):
+            raise OrchError(
+                f"run {staying[0]} saves in the folder of run {run_id} (checkpoint.dir): remove it"
+                " as well, or move the checkpoints first",
+                Exit.USAGE,
+            )
     return remove_all(
         [(folder, size_of(folder)) for folder in folders.values()],
         args.dry_run,
