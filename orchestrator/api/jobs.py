@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from orchestrator.errors import OrchError
+
 from .run import Run, home
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 def plan(
     *overrides: str,
-    command: Sequence[str] = (),
+    command: Sequence[str | os.PathLike[str]] = (),
     config_dir: str | Path | None = None,
     any_layout: bool = False,
 ) -> Plan:
@@ -123,7 +125,7 @@ def prepare_job(
 
 def submit(
     *overrides: str,
-    command: Sequence[str] = (),
+    command: Sequence[str | os.PathLike[str]] = (),
     config_dir: str | Path | None = None,
     env: Sequence[str] = (),
     in_place: bool | None = None,
@@ -146,10 +148,10 @@ def submit(
     options = _program_options(
         overrides,
         command,
-        env=tuple(env),
+        env=_texts("env", env),
         in_place=in_place,
         run_id=run_id,
-        after=tuple(after),
+        after=_texts("after", after),
     )
     job = prepare_job(list(overrides), options, config_dir)
     request = job.candidate.bundle.request
@@ -158,9 +160,20 @@ def submit(
     return job.send(options)
 
 
+def _texts(name: str, values: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Returns the texts of a list that the caller gives. OrchError (64) for a single text, whose
+    letters would be taken for the list, and for what is neither text nor path."""
+    if isinstance(values, str):
+        raise OrchError(f"{name}={values!r} is one text: it must be a list of texts")
+    for value in values:
+        if not isinstance(value, str | os.PathLike):
+            raise OrchError(f"{name}: {value!r} is not text: write str({value!r})")
+    return tuple(os.fspath(value) for value in values)
+
+
 def _program_options(
     overrides: Sequence[str],
-    command: Sequence[str],
+    command: Sequence[str | os.PathLike[str]],
     **settings: Any,
 ) -> SubmitOptions:
     """Returns the options of a job that may run a program. The program is planned by the model or
@@ -168,7 +181,7 @@ def _program_options(
     from orchestrator.submit.submission import names_model
 
     return options_from_here(
-        command=tuple(command),
+        command=_texts("command", command),
         program=bool(command) and not names_model(overrides),
         **settings,
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,10 @@ from orchestrator.plan.exits import Exit
 from .code import snapshot
 from .folder import NO_ROOM, RunFolder, write_private
 from .held_signals import HeldSignals
+from .python_line import is_python, started_by_python
 from .request import LaunchRequest, SubmissionBundle, check_contents, to_bytes
 from .state import SCHEMA, RunState, finish, write_state
 
-_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _DISK_ERRORS = (*NO_ROOM, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
@@ -134,7 +133,8 @@ def check_program(
         else:
             problem = "does not exist"
         raise OrchError(f"program {name!r} {problem}{context}", Exit.USAGE)
-    if _PYTHON.fullmatch(Path(name).name) and len(argv) > 1:
-        script = argv[1]
-        if script.endswith(".py") and not script.startswith("-") and not (cwd / script).is_file():
+    if is_python(name):
+        started = started_by_python(argv[1:])
+        script = "" if started.is_module else next(iter(started.arguments), "")
+        if script.endswith(".py") and not (cwd / script).is_file():
             raise OrchError(f"script {script!r} is not in {cwd}{context}", Exit.USAGE)

@@ -31,6 +31,7 @@ from .run_variables import run_environment
 from .variables import (
     Dropped,
     is_secret_name,
+    is_unicode,
 )
 
 AGENT = "orchestrator.agent"  # the module that backends start on every node
@@ -190,10 +191,10 @@ def make_request(
     more variables to pass on; `sizes`: the plans of an elastic run by node count, one of which is
     `plan`.
 
-    OrchError: 64 for a bad variable name or argument, 78 for a secret written into the
+    OrchError: 64 for a bad variable name, argument or folder, 78 for a secret written into the
     configuration.
     """
-    run = RunFolder(Path(site.runs_dir) / check_run_id(site.run_id))
+    run = _run_folder(site)
     copied = site.code.kind != "none"
     python_path = [str(run.code)] if copied and site.code.holds_orch else []
     agents = [_agent_command(site, run, node) for node in used_nodes(plan)]
@@ -337,11 +338,25 @@ def used_nodes(plan: Plan) -> list[str]:
 
 
 def _checked(command: Sequence[str]) -> list[str]:
-    """Returns the command. OrchError (64) if an argument cannot be passed to a process."""
+    """Returns the command. OrchError (64) if an argument cannot be passed to a process, or cannot
+    be written into a request."""
     for index, argument in enumerate(command):
         if "\0" in argument:
             raise OrchError(f"argument {index} of the program holds a NUL byte", Exit.USAGE)
+        if not is_unicode(argument):
+            raise OrchError(
+                f"argument {index} of the program, {argument!a}, is not UTF-8", Exit.USAGE
+            )
     return list(command)
+
+
+def _run_folder(site: Site) -> RunFolder:
+    """Returns the folder of the run. OrchError (64) for a bad run id, and for a path of the site
+    that cannot be written into a request."""
+    for path in (site.cwd, site.runs_dir, site.home, site.python, site.program_python):
+        if not is_unicode(path):
+            raise OrchError(f"the path {path!a} is not UTF-8", Exit.USAGE)
+    return RunFolder(Path(site.runs_dir) / check_run_id(site.run_id))
 
 
 def check_variables(request: LaunchRequest, environ: Mapping[str, str]) -> None:

@@ -52,12 +52,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _SECRET = re.compile(
     r"(^|[_.-])(private|key|auth|pat|sshpass|(?<!^)pwd"
     r"|[a-z]*(token|secret|passw(or)?d|passphrase|credential|(api|access|secret)[-_]?key))s?"
-    r"($|[_.-])",
+    r"\d*($|[_.-])",
     re.I,
 )
-#: Words that match the pattern and are not secrets: a token of text, or the name of a field.
-_HARMLESS = re.compile(
-    r"(tokens?_(per|id|ids)|(global|max|micro|num)_(batch_)?tokens?|tokens?izer)", re.I
+#: Words that match the pattern and are about tokens of text. The rest of a name still counts.
+_TOKENS_OF_TEXT = re.compile(
+    r"(?<![a-z])(tokens_per|token_ids?|(global|max|micro|num)_(batch_)?tokens)(?![a-z])", re.I
 )
 
 
@@ -123,12 +123,24 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_unicode(value: str) -> bool:
+    """Tells whether a text can be written down. Bytes that are no UTF-8 reach Python as code points
+    that nothing can encode."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def all_names(names: Iterable[str]) -> list[str]:
     """Returns the variables for a program on its user's own machine: all but those of one shell,
     or of another launcher. Functions that bash exports are among them."""
     excluded = _OF_THE_SHELL | _OF_A_WORKER
     return sorted(
-        name for name in names if name not in excluded and not name.startswith(_OF_A_LAUNCHER)
+        name
+        for name in names
+        if name not in excluded and not name.startswith(_OF_A_LAUNCHER) and is_unicode(name)
     )
 
 
@@ -158,4 +170,4 @@ def _reason(names: list[str], reason: str) -> str:
 def is_secret_name(name: str) -> bool:
     """Tells whether a variable or key of that name usually holds a secret: HF_TOKEN,
     AWS_SECRET_ACCESS_KEY, api-key ..."""
-    return bool(_SECRET.search(name)) and not _HARMLESS.search(name)
+    return bool(_SECRET.search(_TOKENS_OF_TEXT.sub("", name)))

@@ -14,7 +14,9 @@ from msgspec import structs
 from orchestrator.cluster.measured import site_profile_path
 from orchestrator.cluster.resolve import Sources, resolve
 from orchestrator.config.schema import ClusterSpec, Config
+from orchestrator.errors import OrchError
 from orchestrator.plan.document import Cluster
+from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
@@ -29,6 +31,16 @@ def with_token_folder(config: Config, home: Path) -> Config:
         return config
     data = structs.replace(config.data, cache_dir=str(home / "data"))
     return structs.replace(config, data=data)
+
+
+def expanded(path: str, key: str) -> Path:
+    """Returns the path of a key with its `~` replaced. OrchError (65) if that is the home of an
+    unknown user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = path.partition("/")[0].removeprefix("~")
+        raise OrchError(f"{key}={path}: there is no user {user!r} here", Exit.CONFIG) from None
 
 
 def with_backend_options(config: Config, options: dict[str, Any]) -> Config:
@@ -87,7 +99,7 @@ class ClusterResolver:
         for this cluster. Returns None for the shipped ones. Raises OrchError (65) for a file that
         is not a profile."""
         if config.cost.profile:
-            path = Path(config.cost.profile).expanduser()
+            path = expanded(config.cost.profile, "cost.profile")
         else:
             path = site_profile_path(config.cluster, self._home)
             if not path.exists():

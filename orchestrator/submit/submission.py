@@ -23,8 +23,9 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run import registry
 from orchestrator.run.folder import RunFolder, new_run_id
+from orchestrator.run.python_line import is_python, started_by_python
 
-from .cluster import ClusterResolver, with_backend_options, with_token_folder
+from .cluster import ClusterResolver, expanded, with_backend_options, with_token_folder
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -189,32 +190,11 @@ def program_name(config: Config, command: Sequence[str]) -> str:
     if config.run.name and config.run.name != default_name(config):
         return config.run.name
     arguments = list(command)
-    if len(arguments) > 1 and Path(arguments[0]).name.startswith("python"):
-        arguments = _after_python(arguments[1:])
+    if len(arguments) > 1 and is_python(arguments[0]):
+        arguments = started_by_python(arguments[1:]).arguments
     program = Path(arguments[0] if arguments else command[0])
     name = program.name.removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9]+", "-", name)[:40].strip("-") or "program"
-
-
-def _after_python(arguments: Sequence[str]) -> list[str]:
-    """Returns the script or module that Python runs and its arguments; nothing for `-c` or standard
-    input. Python's flags may be joined, as in `-um MODULE`; flags after the script are the
-    script's."""
-    remaining = list(arguments)
-    while remaining and remaining[0].startswith("-") and remaining[0] != "-":
-        flag = remaining.pop(0)
-        if flag.startswith("--"):
-            del remaining[: flag == "--check-hash-based-pycs"]
-            continue
-        match = re.fullmatch(r"-[^cmWX]*(?:([cmWX])(.*))?", flag, re.DOTALL)
-        option, value = match.groups() if match else (None, "")
-        if option == "c":
-            return []
-        if option == "m":
-            return [value, *remaining] if value else remaining
-        if option and not value:
-            del remaining[:1]
-    return [] if remaining[:1] == ["-"] else remaining
 
 
 def job_name(config: Config) -> str:
@@ -241,7 +221,7 @@ def make_bundle(
     from .program_python import program_interpreter
 
     if config.run.dir:
-        runs_dir = Path(config.run.dir).expanduser().absolute()
+        runs_dir = expanded(config.run.dir, "run.dir").absolute()
     else:
         runs_dir = registry.runs_folder(options.home)
     command = options.command

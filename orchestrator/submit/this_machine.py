@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.compose import load
 from orchestrator.config.node_range import node_range
+from orchestrator.config.words import typed_values
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -34,16 +35,17 @@ def load_job(
     Raises OrchError as `load` does, and 65 for a program on several nodes or on more GPUs than
     there are. The bundled trainer keeps the simulated nodes of the cluster `local`.
     """
-    config = load(list(overrides), config_dir, ranges=True)
+    typed = typed_values(overrides)
+    overrides = [*overrides, *_implied(typed, options)]
+    config = load(overrides, config_dir, ranges=True)
     is_sent_elsewhere = config.backend.options.get("ssh") and options.code is None
     if not options.command or is_sent_elsewhere or not _is_one_machine(config):
         return config
-    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
-    _check_one_node(config, has_typed_nodes=bool(keys & {"cluster.nodes", "nodes"}))
+    _check_one_node(config, has_typed_nodes=bool(typed.keys() & {"cluster.nodes", "nodes"}))
     if config.cluster.name != _THIS_MACHINE:
         return config
     shape = ["cluster.nodes=1"]
-    if "cluster.gpus_per_node" not in keys:
+    if "cluster.gpus_per_node" not in typed:
         gpus = visible_to_program(config, options.environ)
         ranks = config.nproc or _ranks(config, options.program)
         if gpus:
@@ -51,6 +53,20 @@ def load_job(
         size = len(gpus) or config.nproc or max(ranks, _described_size(config))
         shape.append(f"cluster.gpus_per_node={size}")
     return load([*overrides, *shape], config_dir, ranges=True)
+
+
+def _implied(typed: Mapping[str, str], options: SubmitOptions) -> list[str]:
+    """Returns the overrides that a user leaves out. A program has the layout that its user names,
+    since that of a cluster's entry is for a model. A cluster of simulated nodes has as many as the
+    user asks for."""
+    implied = []
+    if options.program and "parallel" not in typed:
+        implied.append("parallel=default")
+    is_simulated = typed.get("cluster", "").startswith(_SIMULATED_PREFIX)
+    if is_simulated and "nodes" in typed and "cluster.nodes" not in typed:
+        _, most_nodes = node_range(typed["nodes"])
+        implied.append(f"cluster.nodes={most_nodes}")
+    return implied
 
 
 def is_here(config: Config) -> bool:

@@ -60,6 +60,20 @@ sys.exit(any(name.startswith('{others}') for name in sys.modules))
         _ = orch.nothing
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"command": "python train.py"}, "command='python train.py' is one text"),
+        ({"command": ["python", "train.py", "--lr", 3]}, "command: 3 is not text"),
+        ({"command": ["python"], "env": "HF_TOKEN"}, "env='HF_TOKEN' is one text"),
+    ],
+)
+def test_words_that_are_no_list_of_texts_are_refused(home, arguments, complaint):
+    with pytest.raises(orch.OrchError, match=complaint) as refused:
+        orch.submit("nproc=1", **arguments)
+    assert refused.value.exit == Exit.USAGE
+
+
 def caller() -> dict[str, object]:
     """What a notebook shares with the functions that it calls."""
     status = Path("/proc/self/status").read_text()

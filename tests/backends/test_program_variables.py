@@ -103,8 +103,8 @@ def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_n
     for name, value in (("LR", "1e-4"), ("MY_TOKEN", "hush"), ("MY_OTHER", "x")):
         monkeypatch.setenv(name, value)
     program(
-        "import os, sys; print(os.environ['LR'], os.environ['MY_TOKEN']); sys.exit(not"
-        " os.path.exists('go'))"
+        "import os, sys; print(os.environ['LR'], os.environ['MY_TOKEN'],"
+        " os.environ.get('SET_LATER')); sys.exit(not os.path.exists('go'))"
     )
     code, out, err = orch(
         capsys, "submit", "nproc=1", *env_options, "backend.max_restarts=0", "--json", *PROGRAM
@@ -125,8 +125,9 @@ def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_n
     monkeypatch.delenv("MY_OTHER")  # nobody asked for it by name
     Path("go").touch()
     monkeypatch.setenv("LR", "")
+    monkeypatch.setenv("SET_LATER", "yes")  # a resume takes the shell as it is, too
     assert orch(capsys, "resume", folder.run_id, "--follow", *ALLOW)[0] == 0
-    assert folder.rank_log(0).read_text().splitlines()[-1] == " hush" and not list(
+    assert folder.rank_log(0).read_text().splitlines()[-1] == " hush yes" and not list(
         folder.path.glob("pins/*")
     )
 

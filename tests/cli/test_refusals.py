@@ -125,6 +125,7 @@ WRONG_LINES = [
     ("plan data.tokenizer=${oc.env:HOME}", S, "the resolver 'oc.env' is not allowed"),
     ("plan data.tokenizer=${${run.name}:HOME}", S, "is not allowed"),
     ("plan data.tokenizer=${nothing}", U, "Interpolation key 'nothing' not found"),
+    ("submit +cluster=local run.dir=~nobody-here/runs --dry-run", C, "is no user 'nobody-here'"),
     # what the bundled trainer does not run
     ("submit +cluster=local model=bert_large parallel=tp2 run.allow_oom=true", C, NOT_RUN),
     (

@@ -243,6 +243,8 @@ def test_gpu_means_the_node_of_another_machine_s_description(capsys, gpus):
         parsed = request(capsys, "--nproc-per-node", count, *flags, "parallel=tp8", "train.py")
         assert (parsed["nodes"], parsed["gpus_per_node"]) == (2, 8)
         assert parsed["summary"]["world_size"] == 16
+    alone = request(capsys, "--nproc-per-node", "gpu", *flags[2:], "--nnodes", "1:2", "train.py")
+    assert (alone["gpus_per_node"], alone["sizes"]) == (8, [2, 1]), "its layout is for a model"
     refusal = refused(capsys, "--nproc-per-node", "cpu", *flags, "train.py")
     assert "would count the cores of this machine, not those of cluster h100x64" in refusal
 
@@ -251,11 +253,13 @@ def test_gpu_means_the_node_of_another_machine_s_description(capsys, gpus):
 def test_a_range_of_nodes_is_elastic(capsys, typed):
     module = ("-m", "pkg.train", "--lr", "1")
     parsed = request(capsys, SIMULATED, "--nnodes", typed, "--nproc-per-node", "2", *module)
-    in_words = request(
-        capsys, SIMULATED, "cluster.nodes=4", f"nodes={typed}", "--nproc-per-node", "2", *module
-    )
+    in_words = request(capsys, SIMULATED, f"nodes={typed}", "--nproc-per-node", "2", *module)
     assert in_words["plan_hash"] == parsed["plan_hash"] and in_words["sizes"] == parsed["sizes"]
-    assert parsed["sizes"] == [4, 3, 2] and parsed["policy"]["max_restarts"] == 3
+    assert parsed["sizes"] == [4, 3, 2]
+    assert parsed["policy"]["max_restarts"] == in_words["policy"]["max_restarts"] == 3
+    submission = ["submit", SIMULATED, f"nodes={typed}", "--dry-run", "--json", "--", "python"]
+    assert main(submission) == 0
+    assert json.loads(capsys.readouterr().out)["sizes"] == [4, 3, 2]
     assert parsed["worker"]["argv"][1:] == ["-u", "-m", "pkg.train", "--lr", "1"]
     assert (
         request(capsys, SIMULATED, "--nnodes", "1:2", "--max-restarts", "7", "train.py")["policy"][
@@ -285,12 +289,30 @@ def test_pet_variables_are_torchrun_s_defaults(capsys, monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     assert request(capsys, "train.py")["summary"]["world_size"] == 4
     assert request(capsys, "--nproc-per-node", "2", "train.py")["summary"]["world_size"] == 2
+    for value, words in (("1", ["-m", "pkg.train"]), ("0", ["pkg.train"])):
+        monkeypatch.setenv("PET_MODULE", value)
+        monkeypatch.setenv("PET_VIRTUAL_LOCAL_RANK", "0")
+        assert request(capsys, "pkg.train")["worker"]["argv"][2:] == words
+
+
+@pytest.mark.parametrize(
+    ("argv", "started"),
+    [
+        (["--no-python", "--", "./prog", "--", "x"], ["./prog", "--", "x"]),
+        (["-m", "--", "pkg.train"], ["-m", "pkg.train"]),
+        (["run.name=mine", "--", "train.py"], ["train.py"]),
+    ],
+)
+def test_two_dashes_end_the_flags(capsys, argv, started):
+    command = request(capsys, *argv)["worker"]["argv"]
+    assert command[-len(started) :] == started and command.count("--") == started.count("--")
 
 
 def test_what_is_not_needed_is_said(capsys):
     flags = ["--standalone", "--rdzv-backend", "c10d", "-t", "3", "--numa-binding=node"]
     assert main(["run", *flags, "--dry-run", "--json", "train.py"]) == 0
-    notices = [line for line in capsys.readouterr().err.splitlines() if "--" in line.split()[1]]
+    lines = capsys.readouterr().err.splitlines()
+    notices = [line for line in lines if line.startswith("orch: --")]
     assert [line.split(" is not needed")[0] for line in notices] == [
         "orch: --rdzv-backend",
         "orch: --tee",

@@ -72,9 +72,17 @@ def test_the_users_words_arrive_byte_exact(argv):
     assert request.worker.argv == argv
 
 
-def test_a_nul_byte_is_refused():
-    with pytest.raises(OrchError, match="argument 1 of the program holds a NUL"):
-        make_bundle(PLAN, RUNS, command=["a", "b\0c"])
+@pytest.mark.parametrize(
+    ("word", "complaint"), [("b\0c", "holds a NUL"), ("b\udc80", "is not UTF-8")]
+)
+def test_a_word_that_cannot_be_passed_on_is_refused(word, complaint):
+    with pytest.raises(OrchError, match=f"argument 1 of the program.*{complaint}"):
+        make_bundle(PLAN, RUNS, command=["a", word])
+
+
+def test_a_folder_that_cannot_be_written_down_is_refused():
+    with pytest.raises(OrchError, match=r"path '/runs\\udc80' is not UTF-8"):
+        make_bundle(PLAN, Path("/runs\udc80"))
 
 
 def test_only_allowed_variables_pass_and_only_by_name():
@@ -122,9 +130,16 @@ SECRET += [
     "AWSSECRETKEY",
     "SSHPASS",
     "db.pwd",
+    "HF_TOKEN_PERSONAL",
+    "HF_TOKEN_PER_USER",
+    "HF_TOKENIZER_AUTH_TOKEN",
+    "WANDB_GLOBAL_TOKEN",
+    "HF_TOKEN1",
+    "APIKEY2",
 ]
 HARMLESS = ["tokenizer", "global_batch_tokens", "tokens_per_s", "keep_last", "kv_heads", "author"]
 HARMLESS += ["PWD", "OLDPWD", "pattern", "path", "monkey", "patch", "max_tokens", "bypass"]
+HARMLESS += ["TOKENIZERS_PARALLELISM", "TOKENS_PER_STEP", "PAD_TOKEN_ID"]
 
 
 @pytest.mark.parametrize("name", SECRET + HARMLESS)
@@ -189,6 +204,7 @@ def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
         (["./missing.sh"], "program './missing.sh' does not exist"),
         (["./notes.txt"], "program './notes.txt' is not executable"),
         (["python", "missing.py"], "script 'missing.py' is not in"),
+        (["python3", "-u", "missing.py"], "script 'missing.py' is not in"),
         (["python3", "ignored.py"], "git ignores it"),
     ],
 )

@@ -30,6 +30,7 @@ from orchestrator.run.intent import END, END_BY_FORCE, Intent, ask
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, check_variables
 from orchestrator.run.state import RunState, read_state, true_state
+from orchestrator.run.variables import all_names
 
 from . import namespaces
 from .gpus import check_gpus, gpus_here
@@ -292,7 +293,7 @@ class LocalBackend(Backend, Resizing):
             with os.fdopen(log, "wb") as output:
                 process = subprocess.Popen(
                     [*argv, "--lock", str(lock)],
-                    env=compose_environment(request.environment, environ),
+                    env=_environment(request, environ),
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -312,6 +313,16 @@ class LocalBackend(Backend, Resizing):
             os.close(lock)
 
 
+def _environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of the agents. A program gets every variable of the shell that starts
+    it, also those that were not set in the shell that submitted it."""
+    environment = request.environment
+    if not request.worker.bundled:
+        names = sorted({*environment.names, *all_names(environ)})
+        environment = replace(environment, names=names)
+    return compose_environment(environment, environ)
+
+
 def _check_program(
     request: LaunchRequest,
     environ: Mapping[str, str],
@@ -321,7 +332,7 @@ def _check_program(
     if not request.worker.bundled:
         check_program(
             request.worker.argv,
-            compose_environment(request.environment, environ),
+            _environment(request, environ),
             cwd,
             hint,
         )

@@ -14,6 +14,7 @@ import sys
 
 from orchestrator.cli.session import add_request_arguments
 from orchestrator.config.node_range import node_range
+from orchestrator.config.words import typed_values
 from orchestrator.errors import OrchError
 
 #: Flags of torchrun that are ignored, with the reason.
@@ -44,29 +45,30 @@ _REFUSED = {
     "shutdown-timeout": "use backend.grace_s=SECONDS",
     "virtual-local-rank": "every worker sees its own LOCAL_RANK",
 }
+_REFUSED_SWITCHES = ("run-path", "virtual-local-rank")  # those without a value
 _ELASTIC_RESTARTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(name: str, **settings: object) -> None:
-        """Adds a flag as torchrun does: also with underscores, and with a default from
-        PET_<NAME>."""
+    def add(name: str, *short: str, **settings: object) -> None:
+        """Adds a flag as torchrun does: also with underscores, and with a default from PET_<NAME>,
+        a number for a switch."""
         default = os.environ.get(
             f"PET_{name.replace('-', '_').upper()}", settings.pop("default", None)
         )
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        if settings.get("action") == "store_true":
+            default = default not in (None, "", "0")
+        spellings = dict.fromkeys((*short, f"--{name}", f"--{name.replace('-', '_')}"))
         parser.add_argument(*spellings, default=default, **settings)  # type: ignore[arg-type]
 
     add(
         "nnodes",
         metavar="N|MIN:MAX",
-        default="1",
         help="nodes; with a range the run continues when nodes are lost",
     )
     add(
         "nproc-per-node",
         metavar="N",
-        default="1",
         help="workers per node: a number, gpu, cpu or auto",
     )
     add(
@@ -77,27 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("node-rank", default="0", help=argparse.SUPPRESS)
     add("role", default="default", help=argparse.SUPPRESS)
     for name in (*_IGNORED, *_REFUSED, "numa-binding"):
-        flag_settings = (
-            {"action": "store_const", "const": ""}
-            if name in ("run-path", "virtual-local-rank")
-            else {}
-        )
-        add(name, help=argparse.SUPPRESS, **flag_settings)
+        if name not in _REFUSED_SWITCHES:
+            add(name, help=argparse.SUPPRESS)
+    for switch in (*_REFUSED_SWITCHES, "standalone"):
+        add(switch, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("-r", dest="redirects", help=argparse.SUPPRESS)
     parser.add_argument("-t", dest="tee", help=argparse.SUPPRESS)
-    parser.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "-m",
-        "--module",
-        action="store_true",
-        help="run the script as a module, like python -m",
-    )
-    parser.add_argument(
-        "--no-python",
-        "--no_python",
-        action="store_true",
-        help="run the script without Python",
-    )
+    add("module", "-m", action="store_true", help="run the script as a module, like python -m")
+    add("no-python", action="store_true", help="run the script without Python")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -122,6 +111,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.verbs import submit
 
     script = list(args.script)
+    if script[:1] == ["--"]:  # torchrun takes it as the end of its flags
+        del script[0]
     if not script:
         raise OrchError("`orch run` needs a script: orch run --nproc-per-node 8 train.py")
     _check_torchrun_flags(args)
@@ -164,12 +155,18 @@ def _command(args: argparse.Namespace, script: list[str]) -> list[str]:
 
 
 def _overrides(args: argparse.Namespace, overrides: list[str]) -> list[str]:
-    """Translates torchrun's flags into overrides. `overrides`: those that the user has typed."""
-    first, last = node_range(args.nnodes, "--nnodes ")
+    """Translates torchrun's flags into overrides. `overrides`: those that the user has typed, which
+    replace the defaults of the flags."""
+    typed = typed_values(overrides)
+    if args.nnodes is None and "nodes" in typed:
+        first, last = node_range(typed["nodes"])
+    else:
+        first, last = node_range(args.nnodes or "1", "--nnodes ")
     shape = [f"cluster.nodes={last}"]
-    workers = _per_node(args.nproc_per_node, overrides, args.config_dir)
-    shape += [f"cluster.gpus_per_node={workers}"] if workers else []
     shape += [f"nodes={first}..{last}"] if first < last else []
+    if args.nproc_per_node or "nproc" not in typed:
+        workers = _per_node(args.nproc_per_node or "1", overrides, args.config_dir)
+        shape += [f"cluster.gpus_per_node={workers}"] if workers else []
     restarts = (
         args.max_restarts if args.max_restarts is not None else _ELASTIC_RESTARTS * (first < last)
     )
@@ -198,7 +195,7 @@ def _check_torchrun_flags(args: argparse.Namespace) -> None:
     one."""
     flags = vars(args)
     for name, reason in _REFUSED.items():
-        if flags[name.replace("-", "_")] is not None:
+        if flags[name.replace("-", "_")] not in (None, False):
             raise OrchError(f"orch run does not support torchrun's --{name}: {reason}")
     if args.numa_binding not in (None, "node"):
         raise OrchError(

@@ -157,7 +157,7 @@ def _files(environ: Mapping[str, str]) -> str:
 def _kubeconfig(environ: Mapping[str, str]) -> _Merged:
     merged = _Merged([], [], [])
     for name in filter(None, _files(environ).split(os.pathsep)):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if not path.is_file():
             continue
         kubeconfig = _decode(path.read_bytes())
@@ -228,7 +228,7 @@ def _of_context(
 
 def _file(folder: str, name: str) -> Path:
     """Resolves a file name in a kubeconfig, which is relative to the kubeconfig's own folder."""
-    return Path(folder, name).expanduser()
+    return Path(folder, name)
 
 
 def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSLContext:
