@@ -31,6 +31,7 @@ from .run_variables import run_environment
 from .variables import (
     Dropped,
     is_secret_name,
+    is_utf8,
 )
 
 AGENT = "orchestrator.agent"  # the module that backends start on every node
@@ -250,7 +251,7 @@ def _worker(config: Config, site: Site, run: RunFolder, command: Sequence[str]) 
         )
     cwd = Path(run.code, site.code.subfolder) if copied else Path(site.cwd)
     return Worker(
-        argv=_checked(command),
+        argv=checked_command(command),
         cwd=str(cwd),
         bundled=False,
         pattern=config.metrics.pattern or "",
@@ -336,11 +337,14 @@ def used_nodes(plan: Plan) -> list[str]:
     return [node for node in plan.cluster.node_names if node in busy]
 
 
-def _checked(command: Sequence[str]) -> list[str]:
-    """Returns the command. OrchError (64) if an argument cannot be passed to a process."""
+def checked_command(command: Sequence[str]) -> list[str]:
+    """Returns the command. OrchError (64) if an argument cannot be passed to a process, or written
+    into a request."""
     for index, argument in enumerate(command):
         if "\0" in argument:
             raise OrchError(f"argument {index} of the program holds a NUL byte", Exit.USAGE)
+        if not is_utf8(argument):
+            raise OrchError(f"argument {index} of the program is not UTF-8", Exit.USAGE)
     return list(command)
 
 

@@ -123,6 +123,11 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_utf8(value: str) -> bool:
+    """Tells whether a value can be written as UTF-8. Python reads other bytes as surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def all_names(names: Iterable[str]) -> list[str]:
     """Returns the variables for a program on its user's own machine: all but those of one shell,
     or of another launcher. Functions that bash exports are among them."""

@@ -72,9 +72,11 @@ def test_the_users_words_arrive_byte_exact(argv):
     assert request.worker.argv == argv
 
 
-def test_a_nul_byte_is_refused():
+def test_arguments_that_no_process_or_request_can_hold_are_refused():
     with pytest.raises(OrchError, match="argument 1 of the program holds a NUL"):
         make_bundle(PLAN, RUNS, command=["a", "b\0c"])
+    with pytest.raises(OrchError, match="argument 1 of the program is not UTF-8"):
+        make_bundle(PLAN, RUNS, command=["a", "caf\udce9"])
 
 
 def test_only_allowed_variables_pass_and_only_by_name():

@@ -69,8 +69,9 @@ class Session:
     def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
         """Sends a question; returns the answer with its payload.
 
-        OrchError: what the other side refuses, with its exit code; 76 when the host does not
-        answer, as ConnectionLost (76) when it may have received the question.
+        OrchError: what the other side refuses, with its exit code; 64 for a question with text
+        that is not UTF-8; 76 when the host does not answer, as ConnectionLost (76) when it may
+        have received the question.
         """
         with self._lock:
             answer = self._ask(question, payload)
@@ -83,10 +84,17 @@ class Session:
         return answer
 
     def _ask(self, question: wire.Question, payload: bytes) -> tuple[wire.Answer, bytes]:
+        try:
+            encoded = wire.encode(question)
+        except UnicodeEncodeError:  # its message would show the text, which may be a secret
+            raise OrchError(
+                f"ssh {self.host}: an argument or a path is not UTF-8 and cannot be sent",
+                Exit.USAGE,
+            ) from None
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
-            wire.write(process.stdin, question, payload)  # type: ignore[arg-type]
+            wire.write(process.stdin, encoded, payload)  # type: ignore[arg-type]
             answer = wire.read_answer(process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError) as error:
             self.close()
