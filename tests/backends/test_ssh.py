@@ -3,6 +3,7 @@ it does not."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -374,6 +375,40 @@ def ended(tmp_path, monkeypatch) -> Path:
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     return ended
+
+
+def test_ssh_ends_with_the_last_reference_to_its_session(ended):
+    session = Session("login", "python3")
+    session.ask(wire.Cancel(run="mine", force=False))
+    process = session._process
+    del session
+    gc.collect()
+    assert process.returncode == 0 and ended.exists()
+
+
+def test_ssh_ends_when_its_session_is_closed_once_or_again(ended):
+    session = Session("login", "python3")
+    session.close()
+    session.ask(wire.Cancel(run="mine", force=False))
+    process = session._process
+    session.close()
+    assert process.returncode == 0 and ended.exists()
+    session.close()
+    session.ask(wire.Cancel(run="mine", force=False))  # over another ssh
+    assert session._process not in (None, process)
+    session.close()
+
+
+def test_ssh_ends_before_the_process_that_holds_its_session(ended):
+    source = """
+from orchestrator.backends.ssh import wire
+from orchestrator.backends.ssh.session import Session
+
+session = Session("login", "python3")
+session.ask(wire.Cancel(run="mine", force=False))
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=PATIENCE_S)
+    assert ended.exists()
 
 
 def test_a_question_that_is_not_utf_8_is_refused_and_the_connection_stays(ended):

@@ -3,11 +3,11 @@ long as this command, over a connection that may outlive it (`sharing`)."""
 
 from __future__ import annotations
 
-import atexit
 import re
 import shutil
 import subprocess
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,6 +40,8 @@ class _Unreachable(OrchError):
 
 class Session:
     """Starts ssh at the first `ask`. OrchError (65) for an invalid host or interpreter.
+
+    ssh ends with `close`, with the last reference to the session, or with this process.
 
     `sockets`: the folder by which commands share a connection; None: they do not. Several threads
     may ask; each waits for the answer of the one before.
@@ -113,17 +115,9 @@ class Session:
 
     def close(self) -> None:
         """Closes the connection; the process on the host ends with its standard input."""
-        if (process := self._process) is None:
-            return
-        self._process = None
-        for stream in (process.stdin, process.stdout):
-            with suppress(OSError):
-                stream and stream.close()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if self._process is not None:
+            self._process = None
+            self._finalizer()
 
     def _start(self) -> subprocess.Popen[bytes]:
         if shutil.which("ssh") is None:
@@ -141,19 +135,20 @@ class Session:
         argv = ["ssh", "-T", *KEEP_ALIVE_FLAGS, *sharing, "--", self.host, shell_line]
         # An ssh that uses a master asks for no password, and heeds Ctrl-C whatever it inherits: it
         # gets no terminal.
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             argv if sharing else [*_IGNORING_CTRL_C, *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=bool(sharing),
         )
-        atexit.register(self.close)
-        assert self._process.stdout
+        self._finalizer = weakref.finalize(self, _end, process)
+        self._process = process
+        assert process.stdout
         bytes_read = 0
-        while output_line := self._process.stdout.readline():
+        while output_line := process.stdout.readline():
             bytes_read += len(output_line)
             if output_line.startswith(wire.GREETING):
-                return self._check_version(output_line, self._process)
+                return self._check_version(output_line, process)
             if bytes_read > _NOISE:
                 break
         code = self._close_and_describe_exit()
@@ -183,3 +178,15 @@ class Session:
         process = self._process
         self.close()
         return f"exit code {process.returncode}" if process else "it was closed"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Closes the pipes of ssh, which then ends; kills it if it does not."""
+    for stream in (process.stdin, process.stdout):
+        with suppress(OSError):
+            stream and stream.close()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
