@@ -468,6 +468,15 @@ def restarted(tmp_path, monkeypatch):
     return restart
 
 
+def test_the_next_start_gets_no_path_of_this_machine_that_a_pattern_passes(restarted):
+    shell = {"HF_HOME": "hub", "LR": "1", "MY_DATA": "/data", "NCCL_DEBUG": "INFO", "OTHER": "x"}
+    passed = {name: value for name, value in shell.items() if name != "OTHER"}
+    assert restarted(shell) == [passed, passed]
+    shell["HF_HOME"] = "/home/of-the-user/hf"
+    del passed["HF_HOME"]
+    assert restarted(shell) == [passed, passed]
+
+
 def test_the_next_start_is_refused_with_a_value_that_is_not_utf_8(restarted):
     with pytest.raises(OrchError, match="unset LR") as refused:
         restarted({"LR": "caf\udce9"})

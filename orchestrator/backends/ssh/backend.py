@@ -27,10 +27,11 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import accepted, disk_refusals
+from orchestrator.run.environment import values_elsewhere
 from orchestrator.run.folder import RunFolder, home_folder, write_private
 from orchestrator.run.held_signals import HeldSignals
 from orchestrator.run.registry import runs_folder
-from orchestrator.run.request import LaunchRequest, SubmissionBundle, to_bytes
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, read_request, to_bytes
 from orchestrator.run.state import RunState, finish, read_state, write_state
 from orchestrator.run.variables import is_utf8
 
@@ -271,10 +272,13 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         return seen
 
     def _values(self, folder: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
-        """The values that this shell gives the variables with which the run was submitted.
-        OrchError (64) for one that is not UTF-8."""
-        names = self._record(folder).variables
-        values = {name: environ[name] for name in names if name in environ}
+        """The values that this shell gives the variables with which the run was submitted, judged
+        once more. OrchError (64) for one that is not UTF-8."""
+        environment = replace(
+            read_request(folder).environment,
+            names=self._record(folder).variables,
+        )
+        values = values_elsewhere(environment, environ)
         check_values(values)
         return values
 
