@@ -144,11 +144,10 @@ class Launcher:
         began = time.time()
         workers[max(workers)].kill()
         until(lambda: not workers[0].is_running(), limit_s, every_s=0.1)
-        restarted_at = until(
-            lambda: 0 in (new := self.workers()) and new[0].create_time(),
-            limit_s,
-            every_s=0.5,
-        )
+        until(lambda: 0 in self.workers(), limit_s, every_s=0.5)
+        # Not the process's own time of creation: that comes from the time of the machine's start,
+        # which may be seconds off.
+        restarted_at = time.time()
         return restarted_at - began + self.stepped(restarted_at, limit_s=limit_s)
 
     def kill_node(self, limit_s: float = PATIENCE_S) -> float:

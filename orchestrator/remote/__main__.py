@@ -193,7 +193,7 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> None:
                 message = f"internal error: {type(error).__name__}: {error}"
                 answer = wire.Refused(message=message, exit=int(Exit.INTERNAL))
                 payload = b""
-            wire.write(answers, answer, payload)
+            wire.write(answers, wire.encode(answer), payload)
     except BrokenPipeError:
         pass
     finally:

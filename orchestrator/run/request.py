@@ -31,7 +31,7 @@ from .run_variables import run_environment
 from .variables import (
     Dropped,
     is_secret_name,
-    is_unicode,
+    is_utf8,
 )
 
 AGENT = "orchestrator.agent"  # the module that backends start on every node
@@ -251,7 +251,7 @@ def _worker(config: Config, site: Site, run: RunFolder, command: Sequence[str]) 
         )
     cwd = Path(run.code, site.code.subfolder) if copied else Path(site.cwd)
     return Worker(
-        argv=_checked(command),
+        argv=checked_command(command),
         cwd=str(cwd),
         bundled=False,
         pattern=config.metrics.pattern or "",
@@ -337,16 +337,14 @@ def used_nodes(plan: Plan) -> list[str]:
     return [node for node in plan.cluster.node_names if node in busy]
 
 
-def _checked(command: Sequence[str]) -> list[str]:
-    """Returns the command. OrchError (64) if an argument cannot be passed to a process, or cannot
-    be written into a request."""
+def checked_command(command: Sequence[str]) -> list[str]:
+    """Returns the command. OrchError (64) if an argument cannot be passed to a process, or written
+    into a request."""
     for index, argument in enumerate(command):
         if "\0" in argument:
             raise OrchError(f"argument {index} of the program holds a NUL byte", Exit.USAGE)
-        if not is_unicode(argument):
-            raise OrchError(
-                f"argument {index} of the program, {argument!a}, is not UTF-8", Exit.USAGE
-            )
+        if not is_utf8(argument):
+            raise OrchError(f"argument {index} of the program is not UTF-8", Exit.USAGE)
     return list(command)
 
 
@@ -354,7 +352,7 @@ def _run_folder(site: Site) -> RunFolder:
     """Returns the folder of the run. OrchError (64) for a bad run id, and for a path of the site
     that cannot be written into a request."""
     for path in (site.cwd, site.runs_dir, site.home, site.python, site.program_python):
-        if not is_unicode(path):
+        if not is_utf8(path):
             raise OrchError(f"the path {path!a} is not UTF-8", Exit.USAGE)
     return RunFolder(Path(site.runs_dir) / check_run_id(site.run_id))
 

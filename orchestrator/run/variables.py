@@ -123,9 +123,9 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def is_unicode(value: str) -> bool:
-    """Tells whether a text can be written down. Bytes that are no UTF-8 reach Python as code points
-    that nothing can encode."""
+def is_utf8(value: str) -> bool:
+    """Tells whether a text can be written as UTF-8. Python reads other bytes as surrogates, which
+    nothing can encode."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -140,7 +140,7 @@ def all_names(names: Iterable[str]) -> list[str]:
     return sorted(
         name
         for name in names
-        if name not in excluded and not name.startswith(_OF_A_LAUNCHER) and is_unicode(name)
+        if name not in excluded and not name.startswith(_OF_A_LAUNCHER) and is_utf8(name)
     )
 
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from orchestrator.backends.base import get_backend
 from orchestrator.backends.ssh import ship, wire
-from orchestrator.backends.ssh.backend import SshBackend, request_of
+from orchestrator.backends.ssh.backend import SshBackend, check_values, request_of
 from orchestrator.backends.ssh.session import Session
 from orchestrator.backends.ssh.sharing import sockets_folder
 from orchestrator.config.groups import folders, shipped
@@ -20,7 +20,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan.codec import from_json
 from orchestrator.plan.exits import Exit
-from orchestrator.run.request import Code, SubmissionBundle
+from orchestrator.run.request import Code, SubmissionBundle, checked_command
 from orchestrator.run.variables import (
     Dropped,
     Selection,
@@ -53,21 +53,20 @@ def prepare_on_host(
 ) -> PreparedOnHost:
     """Lets the orch of the host plan and check a job, and sends it what it needs of this machine.
 
-    Raises OrchError: the refusals of the host; 64 for `--in-place`; 76 when the host does not
-    answer.
+    Raises OrchError: the refusals of the host; 64 for `--in-place`, and for text that is not UTF-8;
+    76 when the host does not answer.
     """
-    host = config.backend.options["ssh"]
-    python = config.backend.options.get("ssh_python", _PYTHON)
-    session = Session(str(host), str(python), sockets_folder(options.home))
+    command = checked_command(options.command)
+    selection = _selected_variables(config, options)
+    session = _session(config, options)
     code = _code_to_send(options)
     user_config = next((folder for folder in folders(config_dir) if folder != shipped()), None)
     is_sent = not options.dry_run or bool(get_backend(config.backend.name).most_code_bytes)
     packed = code if is_sent else Code(kind="none")
-    payload = _pack(packed, user_config, str(host))
-    selection = _selected_variables(config, options)
+    payload = _pack(packed, user_config, session.host)
     question = wire.Prepare(
         words=list(overrides),
-        command=list(options.command),
+        command=command,
         env=list(options.env),
         program=options.program,
         code=code,
@@ -92,6 +91,12 @@ def prepare_on_host(
     )
 
 
+def _session(config: Config, options: SubmitOptions) -> Session:
+    host = config.backend.options["ssh"]
+    python = config.backend.options.get("ssh_python", _PYTHON)
+    return Session(str(host), str(python), sockets_folder(options.home))
+
+
 def _code_to_send(options: SubmitOptions) -> Code:
     """Returns the program's folder as it is copied to the host. OrchError (64) for `--in-place`."""
     from orchestrator.run.code.left_out import with_left_out
@@ -110,14 +115,16 @@ def _code_to_send(options: SubmitOptions) -> Code:
 
 def _selected_variables(config: Config, options: SubmitOptions) -> Selection:
     """Selects the variables of this shell that the host gets: the host's own ones stay in force for
-    the others."""
+    the others. OrchError (64) for one that cannot be sent."""
     pass_env = config.backend.pass_env
-    return select_variables(
+    selection = select_variables(
         [*options.environ],
         in_full=[*options.env, *pass_env],
         patterns=[*config.backend.passed, *pass_env],
         of_this_machine=machine_names(options.environ),
     )
+    check_values({name: options.environ[name] for name in selection.passed})
+    return selection
 
 
 def _pack(code: Code, user_config: Path | None, host: str) -> bytes:

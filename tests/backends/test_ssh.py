@@ -3,6 +3,7 @@ it does not."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -15,15 +16,18 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.base import write_record
 from orchestrator.backends.ssh import ship, wire
+from orchestrator.backends.ssh.backend import SshBackend, SshRecord
 from orchestrator.backends.ssh.mirror import parts_of, write_parts
-from orchestrator.backends.ssh.session import Session
+from orchestrator.backends.ssh.session import ConnectionLost, Session
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import Code
+from orchestrator.run.request import Code, to_bytes
 from tests.beds import program_variables, sshd
-from tests.beds.bundles import wait_end, wait_for
+from tests.beds.bundles import make_bundle, wait_end, wait_for
+from tests.beds.plans import make_plan
 from tests.beds.program_variables import IN_FULL
 from tests.patience import PATIENCE_S
 
@@ -254,7 +258,9 @@ def test_variables_of_this_machine_go_there_by_the_rule_in_memory_only(
     """A resume takes the values of the shell that asks for it."""
     for name, value in (program_variables.SHELL | {"SITE": "here", "GO": "of-this-shell"}).items():
         monkeypatch.setenv(name, value)
-    program = program_variables.PROBE + "import sys\nsys.exit(os.environ['NCCL_DEBUG'] != 'INFO')"
+    program = program_variables.PROBE + "import sys\n"
+    # Rank 0, whose lines are read, is the one that fails: it would be stopped with another.
+    program += "sys.exit(os.environ['RANK'] == '0' and os.environ['NCCL_DEBUG'] != 'INFO')"
     words = (*IN_FULL, "--env", "GO", "backend.max_restarts=0", "--", "python", "-c", program)
     run, err = submit(capsys, site, *words)
     _, _, message = " ".join(err.split()).partition("variables not passed on: ")
@@ -351,6 +357,130 @@ def test_hosts_and_interpreters_that_are_none_are_refused(host):
     assert refused.value.exit == Exit.CONFIG
     with pytest.raises(OrchError):
         Session("login", f"python3{host or ' '}'")
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch) -> Path:
+    """A file that an ssh on PATH makes, a moment after its input was closed. Whatever it is asked,
+    it answers that it is done, twice at most."""
+    answers = tmp_path / "answers"
+    with answers.open("wb") as stream:
+        stream.write(wire.GREETING + f"{wire.VERSION} 0\n".encode())
+        for _ in range(2):
+            wire.write(stream, wire.encode(wire.Done()))
+    ended = tmp_path / "ended"
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/bin/sh\ncat {answers}\ncat > /dev/null\nsleep 0.2\ntouch {ended}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    return ended
+
+
+def test_ssh_ends_with_the_last_reference_to_its_session(ended):
+    session = Session("login", "python3")
+    session.ask(wire.Cancel(run="mine", force=False))
+    process = session._process
+    del session
+    gc.collect()
+    assert process.returncode == 0 and ended.exists()
+
+
+def test_ssh_ends_when_its_session_is_closed_once_or_again(ended):
+    session = Session("login", "python3")
+    session.close()
+    session.ask(wire.Cancel(run="mine", force=False))
+    process = session._process
+    session.close()
+    assert process.returncode == 0 and ended.exists()
+    session.close()
+    session.ask(wire.Cancel(run="mine", force=False))  # over another ssh
+    assert session._process not in (None, process)
+    session.close()
+
+
+def test_ssh_ends_before_the_process_that_holds_its_session(ended):
+    source = """
+from orchestrator.backends.ssh import wire
+from orchestrator.backends.ssh.session import Session
+
+session = Session("login", "python3")
+session.ask(wire.Cancel(run="mine", force=False))
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=PATIENCE_S)
+    assert ended.exists()
+
+
+def test_a_question_that_is_not_utf_8_is_refused_and_the_connection_stays(ended):
+    session = Session("login", "python3")
+    session.ask(wire.Cancel(run="mine", force=False))
+    process = session._process
+    with pytest.raises(OrchError, match="ssh login: an argument or a path is not UTF-8") as refused:
+        session.ask(wire.Cancel(run="caf\udce9", force=False))
+    assert refused.value.exit == Exit.USAGE
+    session.ask(wire.Cancel(run="mine", force=False))
+    assert session._process is process
+    session.close()
+
+
+def test_a_job_with_text_that_is_not_utf_8_is_refused_before_anything_is_sent(
+    home, capsys, monkeypatch
+):
+    submit_words = ("submit", "nproc=1", "backend.options.ssh=login", "--", "python", "train.py")
+    code, _, err = orch(capsys, *submit_words, "caf\udce9")
+    assert code == Exit.USAGE and "argument 2 of the program is not UTF-8" in err
+    monkeypatch.setenv("HF_X", "caf\udce9")
+    code, _, err = orch(capsys, *submit_words)
+    assert code == Exit.USAGE and "unset HF_X" in err and "caf" not in err
+
+
+@pytest.fixture
+def restarted(tmp_path, monkeypatch):
+    """Resumes and resizes a run in a shell; returns the variables that each sends to the host. The
+    run was given LR and MY_DATA by name, and the others by a pattern."""
+    names = ["HF_HOME", "LR", "MY_DATA", "NCCL_DEBUG"]
+    folder = RunFolder(tmp_path / "runs" / "test-run")
+    request = make_bundle(
+        make_plan(),
+        folder.path.parent,
+        backend={"pass_env": ["LR", "MY_DATA"]},
+        names=names,
+    ).request
+    folder.create()
+    folder.request.write_bytes(to_bytes(request))
+    record = SshRecord(host="login", python="python3", run_dir="/there", variables=names)
+    write_record(folder, record, durable=False)
+    sent = []
+
+    def ask(session, question, payload=b""):
+        sent.append(question.variables)
+        raise ConnectionLost("no answer", Exit.CAPACITY)
+
+    def restart(shell: dict[str, str]) -> list[dict[str, str]]:
+        sent.clear()
+        with pytest.raises(ConnectionLost):
+            SshBackend().resume(folder, request, shell)
+        with pytest.raises(ConnectionLost):
+            SshBackend().resize(folder, request, 2, shell)
+        return sent
+
+    monkeypatch.setattr(Session, "ask", ask)
+    return restart
+
+
+def test_the_next_start_gets_no_path_of_this_machine_that_a_pattern_passes(restarted):
+    shell = {"HF_HOME": "hub", "LR": "1", "MY_DATA": "/data", "NCCL_DEBUG": "INFO", "OTHER": "x"}
+    passed = {name: value for name, value in shell.items() if name != "OTHER"}
+    assert restarted(shell) == [passed, passed]
+    shell["HF_HOME"] = "/home/of-the-user/hf"
+    del passed["HF_HOME"]
+    assert restarted(shell) == [passed, passed]
+
+
+def test_the_next_start_is_refused_with_a_value_that_is_not_utf_8(restarted):
+    with pytest.raises(OrchError, match="unset LR") as refused:
+        restarted({"LR": "caf\udce9"})
+    assert refused.value.exit == Exit.USAGE
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "code/../../x"])
@@ -483,7 +613,7 @@ def test_a_connection_that_is_lost_while_a_job_is_sent_leaves_a_run_that_can_be_
     def ask(session, question, payload=b""):
         if isinstance(question, wire.Send):
             if heard:
-                wire.write(session._process.stdin, question)
+                wire.write(session._process.stdin, wire.encode(question))
                 wait_for(there.backend.exists, what="its start there")
             session._process.kill()
             session._process.wait()

@@ -27,11 +27,13 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.create import accepted, disk_refusals
+from orchestrator.run.environment import values_elsewhere
 from orchestrator.run.folder import RunFolder, home_folder, write_private
 from orchestrator.run.held_signals import HeldSignals
 from orchestrator.run.registry import runs_folder
-from orchestrator.run.request import LaunchRequest, SubmissionBundle, to_bytes
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, read_request, to_bytes
 from orchestrator.run.state import RunState, finish, read_state, write_state
+from orchestrator.run.variables import is_utf8
 
 from . import mirror, wire
 from .session import ConnectionLost, Session
@@ -270,9 +272,15 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         return seen
 
     def _values(self, folder: RunFolder, environ: Mapping[str, str]) -> dict[str, str]:
-        """The values that this shell gives the variables with which the run was submitted."""
-        names = self._record(folder).variables
-        return {name: environ[name] for name in names if name in environ}
+        """The values that this shell gives the variables with which the run was submitted, judged
+        once more. OrchError (64) for one that is not UTF-8."""
+        environment = replace(
+            read_request(folder).environment,
+            names=self._record(folder).variables,
+        )
+        values = values_elsewhere(environment, environ)
+        check_values(values)
+        return values
 
     def _record(self, folder: RunFolder) -> SshRecord:
         record = read_record(folder, SshRecord)
@@ -289,6 +297,17 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
             home = folder.path.parent.parent  # as in `folder_of`
             self._sessions[key] = Session(*key, sockets_folder(home))
         return self._sessions[key].ask(question)
+
+
+def check_values(variables: Mapping[str, str]) -> None:
+    """Raises OrchError (64) if values of variables are not UTF-8, and so cannot be sent. It tells
+    their names, since a value may be a secret."""
+    names = [name for name, value in variables.items() if not is_utf8(value)]
+    if names:
+        raise OrchError(
+            f"values that are not UTF-8 cannot be sent over ssh: unset {', '.join(names)}",
+            Exit.USAGE,
+        )
 
 
 def request_of(prepared: wire.Prepared) -> LaunchRequest:

@@ -3,11 +3,11 @@ long as this command, over a connection that may outlive it (`sharing`)."""
 
 from __future__ import annotations
 
-import atexit
 import re
 import shutil
 import subprocess
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class _Unreachable(OrchError):
 class Session:
     """Starts ssh at the first `ask`. OrchError (65) for an invalid host or interpreter.
 
+    ssh ends with `close`, with the last reference to the session, or with this process.
+
     `sockets`: the folder by which commands share a connection; None: they do not. Several threads
     may ask; each waits for the answer of the one before.
     """
@@ -69,8 +71,9 @@ class Session:
     def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
         """Sends a question; returns the answer with its payload.
 
-        OrchError: what the other side refuses, with its exit code; 76 when the host does not
-        answer, as ConnectionLost (76) when it may have received the question.
+        OrchError: what the other side refuses, with its exit code; 64 for a question with text
+        that is not UTF-8; 76 when the host does not answer, as ConnectionLost (76) when it may
+        have received the question.
         """
         with self._lock:
             answer = self._ask(question, payload)
@@ -83,10 +86,17 @@ class Session:
         return answer
 
     def _ask(self, question: wire.Question, payload: bytes) -> tuple[wire.Answer, bytes]:
+        try:
+            encoded = wire.encode(question)
+        except UnicodeEncodeError:  # its message would show the text, which may be a secret
+            raise OrchError(
+                f"ssh {self.host}: an argument or a path is not UTF-8 and cannot be sent",
+                Exit.USAGE,
+            ) from None
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
-            wire.write(process.stdin, question, payload)  # type: ignore[arg-type]
+            wire.write(process.stdin, encoded, payload)  # type: ignore[arg-type]
             answer = wire.read_answer(process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError) as error:
             self.close()
@@ -105,17 +115,9 @@ class Session:
 
     def close(self) -> None:
         """Closes the connection; the process on the host ends with its standard input."""
-        if (process := self._process) is None:
-            return
-        self._process = None
-        for stream in (process.stdin, process.stdout):
-            with suppress(OSError):
-                stream and stream.close()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if self._process is not None:
+            self._process = None
+            self._finalizer()
 
     def _start(self) -> subprocess.Popen[bytes]:
         if shutil.which("ssh") is None:
@@ -133,19 +135,20 @@ class Session:
         argv = ["ssh", "-T", *KEEP_ALIVE_FLAGS, *sharing, "--", self.host, shell_line]
         # An ssh that uses a master asks for no password, and heeds Ctrl-C whatever it inherits: it
         # gets no terminal.
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             argv if sharing else [*_IGNORING_CTRL_C, *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=bool(sharing),
         )
-        atexit.register(self.close)
-        assert self._process.stdout
+        self._finalizer = weakref.finalize(self, _end, process)
+        self._process = process
+        assert process.stdout
         bytes_read = 0
-        while output_line := self._process.stdout.readline():
+        while output_line := process.stdout.readline():
             bytes_read += len(output_line)
             if output_line.startswith(wire.GREETING):
-                return self._check_version(output_line, self._process)
+                return self._check_version(output_line, process)
             if bytes_read > _NOISE:
                 break
         code = self._close_and_describe_exit()
@@ -175,3 +178,15 @@ class Session:
         process = self._process
         self.close()
         return f"exit code {process.returncode}" if process else "it was closed"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Closes the pipes of ssh, which then ends; kills it if it does not."""
+    for stream in (process.stdin, process.stdout):
+        with suppress(OSError):
+            stream and stream.close()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

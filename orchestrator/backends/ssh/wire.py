@@ -119,11 +119,15 @@ class Done(Frozen, tag=True):
 Answer = Refused | Prepared | Handle | Looked | Done
 
 
-def write(stream: BinaryIO, message: Question | Answer, payload: bytes = b"") -> None:
-    """Writes one message and flushes the stream."""
-    raw = msgspec.json.encode(message)
-    stream.write(_LENGTH.pack(len(raw), len(payload)))
-    stream.write(raw)
+def encode(message: Question | Answer) -> bytes:
+    """Returns the JSON of a message. UnicodeEncodeError for one with text that is not UTF-8."""
+    return msgspec.json.encode(message)
+
+
+def write(stream: BinaryIO, encoded: bytes, payload: bytes = b"") -> None:
+    """Writes one message, which `encode` has returned, and flushes the stream."""
+    stream.write(_LENGTH.pack(len(encoded), len(payload)))
+    stream.write(encoded)
     stream.write(payload)
     stream.flush()
 
