@@ -174,6 +174,12 @@ def _shell(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
+def _refusal(message: str, code: int) -> bytes:
+    """Encodes a refusal. What of its message is not UTF-8 is replaced."""
+    shown = message.encode(errors="replace").decode()
+    return wire.encode(wire.Refused(message=shown, exit=int(code)))
+
+
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Answers questions until the other side closes the connection."""
     host = Host()
@@ -185,15 +191,16 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> None:
             question, question_payload = received
             try:
                 answer, payload = host.answer(question, question_payload)
+                encoded = wire.encode(answer)
             except OrchError as error:
-                exit_code = int(error.exit)
-                answer = wire.Refused(message=error.message, exit=exit_code)
+                encoded = _refusal(error.message, error.exit)
                 payload = b""
             except Exception as error:  # a bug must not end the connection
-                message = f"internal error: {type(error).__name__}: {error}"
-                answer = wire.Refused(message=message, exit=int(Exit.INTERNAL))
+                encoded = _refusal(
+                    f"internal error: {type(error).__name__}: {error}", Exit.INTERNAL
+                )
                 payload = b""
-            wire.write(answers, wire.encode(answer), payload)
+            wire.write(answers, encoded, payload)
     except BrokenPipeError:
         pass
     finally:

@@ -4,6 +4,7 @@ it does not."""
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from orchestrator.backends.ssh.mirror import parts_of, write_parts
 from orchestrator.backends.ssh.session import ConnectionLost, Session
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.remote.__main__ import Host, serve
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Code, to_bytes
 from tests.beds import program_variables, sshd
@@ -421,6 +423,26 @@ def test_a_question_that_is_not_utf_8_is_refused_and_the_connection_stays(ended)
     session.ask(wire.Cancel(run="mine", force=False))
     assert session._process is process
     session.close()
+
+
+def test_an_answer_that_is_not_utf_8_does_not_end_the_connection(monkeypatch):
+    """The name of a file on the host may be any bytes."""
+
+    def refuse(*_: object) -> None:
+        raise OrchError("caf\udce9 is not there", Exit.CONFIG)
+
+    monkeypatch.setattr(Host, "answer", refuse)
+    questions = io.BytesIO()
+    for _ in range(2):
+        wire.write(questions, wire.encode(wire.Look(run="x")), b"")
+    questions.seek(0)
+    answers = io.BytesIO()
+    serve(questions, answers)
+    answers.seek(0)
+    answers.readline()
+    answers.readline()
+    for _ in range(2):
+        assert wire.read_answer(answers) == (wire.Refused("caf? is not there", exit=65), b"")
 
 
 def test_a_job_with_text_that_is_not_utf_8_is_refused_before_anything_is_sent(
