@@ -142,7 +142,7 @@ def _overrides(
             flag = argument.split("=", 1)[0]
             raise OrchError(f"`orch {name}` has no flag {flag}; {did_you_mean(flag, flags)}")
         if not verb.overrides:
-            keeps = " keeps the configuration of its run and" if name == "resume" else ""
+            keeps = " keeps the configuration of its run and" if verb.keeps_configuration else ""
             raise OrchError(
                 f"`orch {name}`{keeps} does not take {argument!r}; see `orch {name} --help`"
             )

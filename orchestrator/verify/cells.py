@@ -12,6 +12,7 @@ from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import ClusterSpec, Config, ParallelSpec, TrainSpec
+from orchestrator.config.words import typed_values
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.parity import Cell, Verdict
@@ -40,13 +41,9 @@ def cells_of_overrides(
     from orchestrator.config.compose import load
 
     rest = [override for override in overrides if not override.lstrip("+").startswith("parallel=")]
-    lists = [
-        override.split("=", 1)[1]
-        for override in overrides
-        if override.lstrip("+").startswith("parallel=")
-    ]
-    keys = {override.lstrip("+").split("=", 1)[0] for override in rest}
-    if not lists and "experiment" not in keys:
+    typed = typed_values(overrides)
+    keys = {*typed}
+    if not keys & {"parallel", "experiment"}:
         raise OrchError(
             "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or"
             " --matrix"
@@ -54,8 +51,8 @@ def cells_of_overrides(
     if not keys & {"model", "experiment"}:
         rest = ["model=tiny", *rest]
     names = [""]
-    if lists:
-        names = [name.strip() for name in lists[-1].strip("[]").split(",")]
+    if "parallel" in typed:
+        names = [name.strip() for name in typed["parallel"].strip("[]").split(",")]
     for name in names:
         layout = [f"parallel={name}"] if name else []
         config = load([*rest, *layout], config_dir)

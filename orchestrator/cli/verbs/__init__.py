@@ -16,6 +16,7 @@ class Verb(NamedTuple):
     command: bool = False  # takes `-- program args`
     acts: bool = False  # has succeeded when its action has, even if its output is lost
     rest: bool = False  # its last argument takes everything that follows, also flags
+    keeps_configuration: bool = False  # starts a run again, as it was submitted
 
 
 #: Verbs by what one does with them, in the order of `orch --help`.
@@ -39,8 +40,16 @@ GROUPS: dict[str, dict[str, Verb]] = {
             overrides=True,
             command=True,
         ),
-        "resume": Verb("continue a stopped run from its last checkpoint", acts=True),
-        "resize": Verb("continue an elastic run on another number of nodes", acts=True),
+        "resume": Verb(
+            "continue a stopped run from its last checkpoint",
+            acts=True,
+            keeps_configuration=True,
+        ),
+        "resize": Verb(
+            "continue an elastic run on another number of nodes",
+            acts=True,
+            keeps_configuration=True,
+        ),
         "cancel": Verb("stop a run after it has saved", acts=True),
     },
     "look": {

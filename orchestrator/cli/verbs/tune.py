@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.session import home
     from orchestrator.config.compose import load
+    from orchestrator.config.words import typed_values
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.search.auto import search
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError(
             f"--near {args.near}: must be 0 to 1000 percent of the fastest step", Exit.USAGE
         )
-    if not any(override.lstrip("+").startswith("parallel=") for override in overrides):
+    if "parallel" not in typed_values(overrides):
         overrides = ["parallel=auto", *overrides]
     config = load(overrides, args.config_dir)
     resolve = ClusterResolver(home())
