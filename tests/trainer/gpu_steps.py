@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import structs
+from msgspec import convert, structs
 
 from orchestrator.plan import Plan, seal
-from orchestrator.plan.model import Yarn
+from orchestrator.plan.model import Mla, Moe, Mtp, Yarn
 from tests.beds import fakegpu
 from tests.trainer.test_loop import changed, finish, job
 from tests.trainer.test_planned_memory import LLAMA, plan_of
@@ -23,9 +23,14 @@ from trainer.comm.mesh import Mesh
 from trainer.comm.settings import apply_settings
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
+from trainer.model import experts
 from trainer.model.attention import SDPA
 from trainer.model.documents import Documents
+from trainer.model.experts import Experts, MixtureOfExperts
+from trainer.model.permutation import read_counts
 from trainer.parallel.context import block
+from trainer.parallel.expert import dispatch, hierarchical
+from trainer.parallel.expert.dispatch import ExpertDispatch
 from trainer.precision import recipe
 from trainer.train import Run
 from trainer.verify.samples import micro_batch
@@ -34,19 +39,65 @@ LR = 1e-3
 TOKENS = 64
 
 
+#: Parts of a model that arrive as JSON.
+PARTS = {"mla": Mla, "moe": Moe, "mtp": Mtp, "yarn": Yarn}
+
+
 def gpu_plan(layout: dict[str, Any]) -> Plan:
     """A plan for GPUs, in bf16 unless it says otherwise."""
     model = dict(layout.get("model", LLAMA))
-    if "yarn" in model:  # layouts arrive as JSON
-        model["yarn"] = Yarn(**model["yarn"])
+    for name in PARTS.keys() & model.keys():
+        model[name] = convert(model[name], PARTS[name])
     plan = plan_of({"precision": "bf16"} | layout | {"model": model})
     return seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda")))
 
 
-def steps(layouts: dict[str, dict[str, Any]], count: int = 3) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of each layout does in the last of `count` steps of its engine."""
+def _choices(mixture: MixtureOfExperts, x: torch.Tensor, *_: object) -> int:
+    """The number of experts that all tokens of `x` choose."""
+    return x.shape[0] * x.shape[1] * mixture.router.moe.top_k
+
+
+class EvenCounts:
+    """Replaces counts of routers' choices that the host reads, since devices that compute nothing
+    count nothing: each expert is chosen equally often. Use it in a process of its own."""
+
+    def __init__(self) -> None:
+        self.rows = 0  # those that are sent, or multiplied, at this moment
+        self._note_rows(MixtureOfExperts, "forward", _choices)
+        self._note_rows(Experts, "forward", lambda _, rows, *__: len(rows))
+        self._note_rows(ExpertDispatch, "exchange", lambda _, sent, *__: len(sent[0]))
+        experts.read_counts = self._of_receivers
+        hierarchical.read_counts = self._of_receivers
+        dispatch.read_counts = self._of_ranks
+
+    def _note_rows(self, kind: type, name: str, rows_of: Callable[..., int]) -> None:
+        method = getattr(kind, name)
+
+        def noting(module: Any, *args: Any) -> Any:
+            self.rows = rows_of(module, *args)
+            return method(module, *args)
+
+        setattr(kind, name, noting)
+
+    def _of_receivers(self, counts: torch.Tensor) -> list[Any]:
+        """The last dimension is of those that receive equal shares of the rows."""
+        read_counts(counts)  # the host waits as elsewhere
+        return torch.full(counts.shape, self.rows // counts.shape[-1]).tolist()
+
+    def _of_ranks(self, counts: torch.Tensor) -> list[Any]:
+        if counts.dim() > 1:
+            return self._of_receivers(counts)
+        read_counts(counts)
+        return [self.rows] * len(counts)  # each slice of experts has as many
+
+
+def steps(
+    layouts: dict[str, dict[str, Any]], strict: list[str], count: int = 3
+) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each layout does in the last of `count` steps of its engine. In this step
+    torch raises an error where the host waits, in the layouts `strict`."""
     return {
-        name: fakegpu.run_ranks(_steps, _world(layout), layout, count)
+        name: fakegpu.run_ranks(_steps, _world(layout), layout, count, name in strict)
         for name, layout in layouts.items()
     }
 
@@ -55,10 +106,11 @@ def _world(layout: dict[str, Any]) -> int:
     return gpu_plan(layout).parallel.world_size
 
 
-def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
+def _steps(rank: int, layout: dict[str, Any], count: int, strict: bool) -> dict[str, Any]:
     plan = gpu_plan(layout)
     device = torch.device("cuda", rank)
     apply_settings(plan)
+    EvenCounts()
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
     many = samples_of_step(plan.parallel, engine.mesh.coord, 0)
     batches = [
@@ -72,6 +124,8 @@ def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
     for _ in range(count - 1):
         step()
     engine.counter.close()
+    if strict:
+        torch.cuda.set_sync_debug_mode("error")
     with fakegpu.recording() as recording:
         step()
     kernels = [note for note in recording.notes if note.kind == "K"]

@@ -4,9 +4,15 @@ noted."""
 from __future__ import annotations
 
 import pytest
+from msgspec import UNSET, to_builtins
 
+from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.model import Moe, Mtp, Yarn
+from orchestrator.plan.offload import offload_of
 from tests.beds import fakegpu
 from tests.trainer import gpu_steps, test_twin
+from tests.trainer import test_planned_memory as planned
+from tests.trainer.test_planned_memory import PIPE
 
 pytestmark = [
     pytest.mark.process,
@@ -21,22 +27,45 @@ QUICK = test_twin.QUICK | {
 QUICK["deterministic"] = {"deterministic": True, "isolate_documents": True}
 #: A card showed that the host waited here, for a copy of frequencies, in every stage and
 #: micro-batch.
-STRETCHED = {"factor": 4.0, "original_seq_len": 32, "mscale_all_dim": 0.0}
-QUICK["YaRN"] = {"model": test_twin.planned.LLAMA | {"yarn": STRETCHED}}
-#: Products in 8 bits are emulated, on CPUs alone.
+STRETCHED = Yarn(factor=4.0, original_seq_len=32, mscale_all_dim=0.0)
+#: All that a model of DeepSeek's has: latent attention, experts, shared ones, a dense first layer.
+DEEPSEEK = planned.DEEPSEEK | {"yarn": STRETCHED, "mtp": Mtp(depth=1)}
+EXPERTS = {"model": planned.MIXTURE}
+FP16 = {"precision": "fp16"}
+QUICK |= {
+    "YaRN": {"model": planned.LLAMA | {"yarn": STRETCHED}},
+    "deepseek": {"model": DEEPSEEK},
+    "deepseek, tp2 ep2": {"model": DEEPSEEK, "tp": 2, "ep": 2},
+    "experts by domain": {"model": planned.MANY, "ep": 4} | planned.BY_DOMAIN,
+    "experts fp16, ep2": EXPERTS | FP16 | {"ep": 2},
+    "tied pp4": {"pp": 4, "micro_batches": 8, "model": planned.GPT},
+    "pp2": PIPE,
+    "activations on the host": {"recompute": "full", "offload": {"activations": "host"}},
+}
 MORE = {
     "deterministic fp32": {"deterministic": True, "precision": "fp32"},
     "deterministic, dropout": {"deterministic": True, "model": test_twin.GPT | {"dropout": 0.1}},
     "deterministic tp2 zero1": {"deterministic": True, "tp": 2, "dp": 2, "zero": 1},
     "deterministic cp2": {"deterministic": True, "cp": 2, "cp_method": "allgather"},
+    "predicts two tokens further": {"model": planned.LLAMA | {"mtp": Mtp(depth=2)}},
+    "experts fp16": EXPERTS | FP16,
+    "experts too narrow for one kernel": {
+        "model": planned.LLAMA | {"moe": Moe(experts=8, top_k=2, ffn_hidden=12)}
+    },
+    "experts dp2 zero3": EXPERTS | {"dp": 2, "zero": 3},
+    "experts that drop, by domain": (
+        {"model": planned.LLAMA | {"layers": 2, "moe": test_twin.DROPPING}, "ep": 4}
+        | planned.BY_DOMAIN
+    ),
+    "dp2 zero1, updates delayed": (
+        {"dp": 2, "zero": 1, "offload": {"optimizer": "host", "delayed": True}}
+    ),
 }
-#: Experts and latents, whose models no JSON holds, have their twins on CPUs.
-DENSE = {
-    name: case
-    for name, case in test_twin.MORE.items()
-    if not {"moe", "mla"} & case.get("model", {}).keys()
+#: Products in 8 bits are emulated, on CPUs alone.
+ON_CPUS = {name for name, case in test_twin.MORE.items() if "matmul" in case}
+MORE |= {
+    name: case for name, case in test_twin.MORE.items() if name not in QUICK and name not in ON_CPUS
 }
-MORE |= {name: case for name, case in DENSE.items() if name not in QUICK and "matmul" not in case}
 #: Of MORE, those whose twin is compared too; the others with `make verify`.
 FULL = {
     name: layout
@@ -46,51 +75,80 @@ FULL = {
 MORE = {name: layout for name, layout in MORE.items() if name not in FULL}
 
 
+def recorded(layouts: dict[str, dict]) -> dict[str, list[dict]]:
+    strict = [name for name, layout in layouts.items() if not may_wait(layout)]
+    return fakegpu.call(gpu_steps.steps, layouts, strict)
+
+
 @pytest.fixture(scope="module")
 def quick():
-    return fakegpu.call(gpu_steps.steps, QUICK)
+    return recorded(QUICK)
 
 
 @pytest.fixture(scope="module")
 def more_records():
-    return fakegpu.call(gpu_steps.steps, MORE)
+    return recorded(MORE)
 
 
 @pytest.fixture(scope="module")
 def full():
-    return fakegpu.call(gpu_steps.steps, FULL)
+    return recorded(FULL)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_layout_runs_on_gpus(quick, name):
-    runs(quick[name], "offload" in QUICK[name])
+    runs(quick[name], QUICK[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_more_layouts_run_on_gpus(more_records, name):
-    runs(more_records[name], "offload" in MORE[name])
+    runs(more_records[name], MORE[name])
 
 
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", FULL)
 def test_all_layouts_run_on_gpus(full, name):
-    runs(full[name], "offload" in FULL[name])
+    runs(full[name], FULL[name])
 
 
 #: Where an optimizer on the host waits for the device.
-OF_OFFLOAD = ("sharded.py:decide", "zero2.py:expect", "zero2.py:_arrive", "clip.py:grad_norm")
+OF_OFFLOAD = (
+    "sharded.py:decide",
+    "zero2.py:expect",
+    "zero2.py:_arrive",
+    "clip.py:grad_norm",
+    "memory.py:settle",
+)
+#: The one place where the host waits for what routers chose.
+OF_EXPERTS = ("permutation.py:read_counts",)
 
 
-def runs(ranks: list[dict], on_the_host: bool) -> None:
-    """`on_the_host`: the optimizer is; it waits for gradients, and nothing else does."""
+def may_wait(layout: dict) -> tuple[str, ...]:
+    """The places where the host may wait in a step: for gradients that it updates with, and for
+    counts of tokens that other ranks compute, that experts drop, or that no kernel takes."""
+    plan = gpu_steps.gpu_plan(to_builtins(layout))
+    places = ()
+    if offload_of(plan.job.train).optimizer:
+        places += OF_OFFLOAD
+    moe = plan.model.moe
+    if moe is not None:
+        mesh = expert_mesh(plan.parallel)
+        sixteen_bytes = moe.ffn_hidden // mesh.etp * 2 % 16 == 0
+        by_kernel = plan.job.train.precision == "bf16" and sixteen_bytes
+        drops = moe.capacity_factor is not UNSET
+        if mesh.ep > 1 or drops or not by_kernel:
+            places += OF_EXPERTS
+    return places
+
+
+def runs(ranks: list[dict], layout: dict) -> None:
+    places = may_wait(layout)
     for rank in ranks:
         assert rank["kernels"] > 100, "it computes on the device"
         waits = [
-            wait
-            for wait in map(str, rank["waits"])
-            if not on_the_host or not any(at in wait for at in OF_OFFLOAD)
+            wait for wait in map(str, rank["waits"]) if not any(place in wait for place in places)
         ]
         assert waits == [], "the host enqueues a step without waiting for the device"
         assert rank["counted"] == rank["sent"], (

@@ -30,6 +30,7 @@ def test_nothing_is_set_on_cpus():
         ({"tp": 2, "dp": 2, "zero": 1}, 1),
         ({}, MANY_QUEUES),
         ({"tp": 2, "dp": 2, "zero": 3}, MANY_QUEUES),
+        ({"tp": 2, "dp": 4, "zero": 1, "zero_group": 2}, MANY_QUEUES),
         ({"tp": 2, "pp": 2}, MANY_QUEUES),
         ({"tp": 2, "cp": 2}, MANY_QUEUES),
     ],

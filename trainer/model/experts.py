@@ -26,7 +26,16 @@ from .capacity import first_choices
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
-from .permutation import CopyPositions, copied, counted, counted_by_row, inverse, permuted, summed
+from .permutation import (
+    CopyPositions,
+    copied,
+    counted,
+    counted_by_row,
+    inverse,
+    permuted,
+    read_counts,
+    summed,
+)
 from .router import Router, Routing
 from .segments import segmented
 
@@ -75,13 +84,20 @@ class Experts(nn.Module):
         """The number of experts on this rank."""
         return self.up.weight.shape[0]
 
+    def _fits_kernel(self, x: Tensor) -> bool:
+        """Checks whether one kernel can multiply all segments: in bfloat16, and with rows of whole
+        16 bytes, which narrow slices of experts may not have."""
+        on_device = self.in_one_kernel or x.is_cuda
+        widths = self.up.weight.shape[1:]
+        fits = all(width * x.itemsize % 16 == 0 for width in widths)
+        return on_device and x.dtype == torch.bfloat16 and fits
+
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        has_kernel = (self.in_one_kernel or x.is_cuda) and x.dtype == torch.bfloat16
-        if not has_kernel:
+        if not self._fits_kernel(x):
             return segmented(
                 x,
                 weights,
-                counts.tolist(),
+                read_counts(counts),
                 gate=None if self.gate is None else self.gate.weight,
                 up=self.up.weight,
                 down=self.down.weight,
@@ -217,10 +233,12 @@ class Copies(NamedTuple):
             positions = CopyPositions(position.view_as(routing.experts))
             counts = counted(chosen, experts)
         else:
-            positions = CopyPositions.unequal(position[accepted.flatten()], accepted.sum(-1))
             counts = counted(chosen, experts + 1)[:-1]
-            weights = weights[: len(positions.of_copies)]
-            order = order[: len(positions.of_copies)]
+            copies = sum(read_counts(counts))
+            by_token = accepted.flatten().nonzero_static(size=copies)[:, 0]
+            positions = CopyPositions.unequal(position[by_token], accepted.sum(-1))
+            weights = weights[:copies]
+            order = order[:copies]
         token = order // routing.experts.shape[-1]
         return cls(
             copied(x, token, positions),

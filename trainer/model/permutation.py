@@ -39,6 +39,12 @@ def counted_by_row(numbers: Tensor, count: int) -> Tensor:
     )
 
 
+def read_counts(counts: Tensor) -> list[Any]:
+    """Returns integers of the device as nested lists. The host waits for the device: operations
+    whose shapes depend on what routers chose need them, and nothing else does."""
+    return counts.tolist()
+
+
 class CopyPositions(NamedTuple):
     """The positions of the copies of each of n rows."""
 

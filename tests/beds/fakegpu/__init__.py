@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 _TRAINER = f"{ROOT / 'trainer'}{os.sep}"
@@ -130,8 +132,8 @@ def environment(devices: int = 8) -> dict[str, str]:
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> Any:
-    """function(*args) in a process with fake GPUs. A function of a module; arguments and result are
-    JSON values.
+    """function(*args) in a process with fake GPUs. A function of a module; the arguments, which
+    may hold parts of a plan, arrive as JSON values; the result is one.
 
     Raises AssertionError with what the process said if it fails.
     """
@@ -141,7 +143,7 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> An
         "tests.beds.fakegpu",
         function.__module__,
         function.__qualname__,
-        json.dumps(args),
+        msgspec.json.encode(args).decode(),
     ]
     with tempfile.TemporaryFile() as stderr_file:
         run = subprocess.run(

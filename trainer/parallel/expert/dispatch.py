@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.comm.collectives import CommCounter, all_gather, all_to_all
 from trainer.comm.uneven import all_gather_uneven, reduce_scatter_uneven, start_all_to_all_uneven
 from trainer.model.experts import Copies, Experts, Meanwhile
-from trainer.model.permutation import inverse, permuted
+from trainer.model.permutation import inverse, permuted, read_counts
 from trainer.model.router import Routing
 
 AXIS = "ep"
@@ -225,14 +225,14 @@ class ExpertDispatch:
         [receiver, its expert] sent -> [sender, expert of this rank]."""
         arriving = all_to_all(counts, group, AXIS, self.counter)
         totals = torch.stack([counts.sum(1), arriving.sum(1)])
-        sent, received = totals.tolist()  # the host waits once
+        sent, received = read_counts(totals)
         return all_to_all_move(sent, received, group, self.counter, self.levels), arriving
 
     def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """Returns the move to the slices of experts, and the counts of all its rows: `counts`
         [runs, experts] of this rank -> those of all ranks of the group, rank after rank."""
         all_counts = all_gather(counts, group, TENSOR_AXIS, self.counter)
-        sizes = all_counts.view(group.size(), -1).sum(1).tolist()
+        sizes = read_counts(all_counts.view(group.size(), -1).sum(1))
 
         def gather(rows: Tensor) -> Callable[[], Tensor]:
             return lambda: all_gather_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
