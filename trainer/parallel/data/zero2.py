@@ -6,6 +6,9 @@ step of m micro-batches sends m reduce-scatters and one all-gather: 2 Psi (n-1)/
 accumulation, (m + 1) Psi (n-1)/n with it, in exchange for 1/n of the gradient memory. Under
 pipeline parallelism m is large and ZeRO-1, which sends 2 Psi, is cheaper (the plan warns).
 
+Hybrid sharding: a shard is summed over the replicas once a step, when the last micro-batch has been
+added to it, concurrently with the rest of backward.
+
 Buckets are sent in the order in which backward completes them. All ranks of a group run the same
 program on the same layers, so they agree on that order; a schedule for which they do not (DualPipe)
 is refused.
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from trainer.comm.collectives import Handle, all_reduce, start_reduce_scatter
 
-from .buckets import AXIS_OF_GROUP, FlatBucket, GradBuckets
+from .buckets import AXIS_OF_GROUP, GradBuckets
 
 #: Maximum number of reductions in progress; each holds one bucket's whole gradient.
 MOST_IN_FLIGHT = 2
@@ -29,6 +32,9 @@ class ShardedGradBuckets(GradBuckets):
     temporary."""
 
     keeps_whole_grads = False
+    #: The buckets of which the previous step has shown that each pass sends them once; a weight
+    #: that two stages use may be sent twice.
+    _sent_once_a_pass = frozenset[int]()
 
     def expect(self, passes: int) -> None:
         """Begins a step of `passes` backward passes. Raises like `GradBuckets.expect`."""
@@ -39,7 +45,8 @@ class ShardedGradBuckets(GradBuckets):
         if self.host is not None:
             self.host.settle()
         self.passes = passes
-        self._in_flight: list[tuple[FlatBucket, Handle, Tensor]] = []
+        self._in_flight: list[tuple[int, Handle, Tensor]] = []
+        self._arrivals = [0] * len(self.buckets)
         for number, bucket in enumerate(self.buckets):
             bucket.grad_shard.zero_()
             self._received[number] = [0] * len(bucket.infos)
@@ -66,21 +73,30 @@ class ShardedGradBuckets(GradBuckets):
             self._send(number)
 
     def _send(self, number: int) -> None:
-        """Starts to reduce the gradients in a bucket."""
+        """Starts to reduce the gradients in a bucket. Raises RuntimeError if its shard is being
+        summed over the replicas already."""
         bucket = self.buckets[number]
+        if bucket.summed:
+            raise RuntimeError(f"bucket {number} got gradients after its last pass of this step")
         self._received[number] = [0] * len(bucket.infos)
         full_grads = bucket.close()
         self.counter.subject = f"bucket {number}"
         handle = start_reduce_scatter(full_grads, self._shard_group(bucket), "dp", self.counter)
         self.counter.subject = ""
-        self._in_flight.append((bucket, handle, full_grads))
+        self._in_flight.append((number, handle, full_grads))
         while len(self._in_flight) > MOST_IN_FLIGHT:
             self._arrive()
 
     def _arrive(self) -> None:
-        """Adds the oldest reduction in progress to its shard."""
-        bucket, handle, _ = self._in_flight.pop(0)
+        """Adds the oldest reduction in progress to its shard. The shard's last one of the step is
+        followed by the sum over the replicas."""
+        number, handle, _ = self._in_flight.pop(0)
+        bucket = self.buckets[number]
         bucket.grad_shard.add_(handle.wait().to(bucket.grad_shard.device))
+        self._arrivals[number] += 1
+        last = self._arrivals[number] == self.passes
+        if last and number in self._sent_once_a_pass and not self._on_host:
+            self._sum_replicas(bucket)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -91,6 +107,9 @@ class ShardedGradBuckets(GradBuckets):
         while self._in_flight:
             self._arrive()
         self._sum_parts()
+        self._sent_once_a_pass = frozenset(
+            number for number, count in enumerate(self._arrivals) if count == self.passes
+        )
 
     @property
     def _on_host(self) -> bool:
