@@ -21,7 +21,7 @@ test: .venv/.ready lint
 test-fast: .venv/.ready
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not process and not slurm and not kubernetes and not full"
 
-# Other versions than the pinned ones: quick tests of orchestrator under Python 3.11 to 3.14, and of the trainer with the
+# Other versions than the pinned ones: quick tests of orchestrator under Python 3.11 to 3.14; all of the trainer with the
 # oldest torch that pyproject.toml allows.
 test-pythons: .venv/.ready
 	$(PY) -m tests.versions pythons --workers $(WORKERS)

@@ -1,8 +1,9 @@
-"""`make test-pythons` and `make test-floor`: quick tests on other versions than the pinned ones.
+"""`make test-pythons` and `make test-floor`: tests on other versions than the pinned ones.
 
-`pythons`: those of orchestrator that need no torch, under each Python of `PYTHONS` that uv finds or
-can install. `floor`: those of the trainer with the oldest torch that pyproject.toml allows. Each
-environment stays in `build/versions`, and one line tells what came of each.
+`pythons`: quick tests of orchestrator that need no torch, under each Python of `PYTHONS` that uv
+finds or can install. `floor`: the tests of the trainer, those with processes and on fake GPUs too,
+with the oldest torch that pyproject.toml allows. Each environment stays in `build/versions`, and
+one line tells what came of each.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ ENVIRONMENTS = ROOT / "build" / "versions"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 ROOMS = ("cli", "config", "cluster", "planner", "run", "schedules", "observe")
 TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "jsonschema", "psutil")
+#: What tests of the trainer compare with, and read.
+OF_TRAINER = ("transformers", "coverage")
 EXTRAS = ("slurm", "kubernetes", "plot", "tokenizers")
-QUICK = "not slow and not process and not slurm and not kubernetes and not full and not timing"
+HERE = "not slurm and not kubernetes and not full and not timing"
+QUICK = f"not slow and not process and {HERE}"
 #: What the pinned torch brings: an older one has others.
 OF_TORCH = re.compile(r"(torch|triton|setuptools|nvidia-[\w-]+|cuda-[\w-]+)==")
 _NEEDS_TORCH = re.compile(r"^\s*(import|from) (torch|trainer|tests\.trainer)\b", re.MULTILINE)
@@ -60,7 +64,7 @@ def run_tests(name: str, python: Path, arguments: Sequence[str]) -> bool:
     Returns whether all tests passed."""
     started = time.monotonic()
     done = subprocess.run(
-        [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", QUICK, *arguments],
+        [str(python), "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -86,7 +90,7 @@ def try_pythons(workers: str) -> bool:
         name = f"python-{version}"
         python = environment(name, version, ROOT / ".ci" / "constraints.txt")
         if python is not None:
-            passed.append(run_tests(name, python, ["-n", workers, *files]))
+            passed.append(run_tests(name, python, ["-n", workers, "-m", QUICK, *files]))
     return bool(passed) and all(passed)
 
 
@@ -99,8 +103,9 @@ def try_floor(workers: str) -> bool:
     pinned = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
     constraints.write_text("\n".join(line for line in pinned if not OF_TORCH.match(line)) + "\n")
     name = f"torch-{floor.partition('==')[2]}"
-    python = environment(name, sys.executable, constraints, floor, *further)
-    return python is not None and run_tests(name, python, ["-n", workers, "tests/trainer"])
+    python = environment(name, sys.executable, constraints, floor, *further, *OF_TRAINER)
+    arguments = ["-n", workers, "--dist", "worksteal", "-m", HERE, "tests/trainer"]
+    return python is not None and run_tests(name, python, arguments)
 
 
 def main() -> int:

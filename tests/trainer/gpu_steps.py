@@ -128,6 +128,7 @@ def _steps(rank: int, layout: dict[str, Any], count: int, strict: bool) -> dict[
         torch.cuda.set_sync_debug_mode("error")
     with fakegpu.recording() as recording:
         step()
+    torch.cuda.set_sync_debug_mode("default")
     kernels = [note for note in recording.notes if note.kind == "K"]
     return {
         "waits": [" at ".join(wait) for wait in recording.waits],

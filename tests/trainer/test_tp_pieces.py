@@ -100,7 +100,7 @@ def test_key_value_groups_follow_the_plan():
 def loss_of(valid, one_pass):
     """`one_pass`: as it is compiled, without the compiler."""
     loss = VocabParallelLoss(0, valid, None, CommCounter())
-    loss.passes = (vocab._log_sums, vocab._gradient) if one_pass else None
+    loss.passes = vocab.IN_ONE_PASS if one_pass else vocab.IN_CHUNKS
     return loss
 
 

@@ -8,7 +8,7 @@ padding, which no token looks up and no softmax counts. No rank holds full logit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from trainer.comm.collectives import CommCounter, all_gather
 from trainer.model.loss import IGNORED
 
 from .tensor import AXIS
-
-#: The log-sum-exp of rows, and the gradient of logits, as one kernel each.
-Passes = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]]
 
 #: Logits that are exponentiated at a time, in elements. It bounds the fp32 temporaries of bf16
 #: logits.
@@ -46,9 +43,9 @@ class VocabParallelLoss:
     """Computes the sum of -log p(target) over valid tokens from this rank's columns of the logits;
     the result is equal on every tp rank.
 
-    logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `valid` is the number of
-    columns that are not padding. `compiled`: uses one kernel in each direction, which reads the
-    logits once and saves no wide tensors.
+    logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `start` is the number of the
+    first column, `valid` the number of columns that are not padding. `compiled`: uses one kernel
+    that reads the logits in each direction, and saves no wide tensors.
     """
 
     def __init__(
@@ -63,35 +60,126 @@ class VocabParallelLoss:
         self.valid = valid
         self.group = group
         self.counter = counter
-        self.passes = (torch.compile(_log_sums), torch.compile(_gradient)) if compiled else None
+        self.passes = IN_CHUNKS
+        if compiled and valid:
+            self.passes = IN_ONE_PASS.compiled()
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.group is None and self.valid == logits.shape[-1] and self.passes is None:
+        is_whole = self.group is None and self.valid == logits.shape[-1]
+        if is_whole and self.passes is IN_CHUNKS:
             return _WholeCrossEntropy.apply(logits, targets)
         return _CrossEntropy.apply(logits, targets, self)
 
 
-def _log_sums(logits: Tensor) -> Tensor:
-    """[n, p] -> [n], the log-sum-exp of each row in at least fp32."""
-    return torch.logsumexp(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)),
-        dim=-1,
-    )
+def _columns(target: Tensor, start: int, valid: int) -> tuple[Tensor, Tensor]:
+    """Returns (each target's column in this shard, 0 if it is in none; whether it is in it)."""
+    column = target - start
+    in_shard = (column >= 0) & (column < valid)  # IGNORED is negative, and in no shard
+    return column.masked_fill(~in_shard, 0), in_shard
+
+
+def _statistics(logits: Tensor, target: Tensor, start: int, valid: int) -> Tensor:
+    """logits [n, p], target int64 [n] -> [1, 2, n] in at least fp32: the log-sum-exp of each row's
+    valid columns, and the target's logit, 0 if another rank has it."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_sums = torch.logsumexp(logits[:, :valid].to(wide), dim=-1)
+    return torch.stack([log_sums, _target_logits(logits, target, start, valid)])[None]
+
+
+def _target_logits(logits: Tensor, target: Tensor, start: int, valid: int) -> Tensor:
+    column, in_shard = _columns(target, start, valid)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    target_logits = logits.gather(1, column[:, None]).squeeze(1).to(wide)
+    return target_logits.masked_fill(~in_shard, 0.0)
+
+
+def _statistics_in_chunks(logits: Tensor, target: Tensor, start: int, valid: int) -> Tensor:
+    """`_statistics`, with fp32 temporaries of a bounded size."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    statistics = logits.new_zeros(1, 2, target.numel(), dtype=wide)
+    if not valid:
+        statistics[0, 0] = -torch.inf
+        return statistics
+    # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse
+    # most exactly.
+    for rows in _chunks(logits):
+        columns = logits[rows, :valid]
+        log_softmax = torch.log_softmax(columns, dim=-1, dtype=wide)
+        torch.sub(columns.amax(-1), log_softmax.amax(-1), out=statistics[0, 0, rows])
+    statistics[0, 1] = _target_logits(logits, target, start, valid)
+    return statistics
+
+
+def _summed(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Statistics of all ranks [ranks, 2, n] -> (the loss, the log-sum-exp of whole rows [n])."""
+    log_sums, target_logits = statistics.unbind(1)
+    total = log_sums[0] if len(log_sums) == 1 else torch.logsumexp(log_sums, dim=0)
+    losses = (total - target_logits.sum(0)).masked_fill(target == IGNORED, 0.0)
+    return losses.sum(), total
 
 
 def _gradient(
     logits: Tensor,
     total: Tensor,
     target: Tensor,
-    scale: Tensor,
+    grad: Tensor,
+    start: int,
     valid: int,
 ) -> Tensor:
-    """Returns scale * (softmax - onehot(target)) of [n, p], zero in padding. `target` -1: the
-    target is in another rank's columns."""
-    column = torch.arange(logits.shape[1], device=logits.device)
+    """Returns grad * (softmax - onehot(target)) of [n, p] for valid tokens and columns; zero
+    elsewhere. `total`: the log-sum-exp of whole rows [n]."""
+    column, in_shard = _columns(target, start, valid)
+    target_column = column.masked_fill(~in_shard, -1)
+    position = torch.arange(logits.shape[1], device=logits.device)
     softmax = torch.exp(logits - total[:, None])
-    grad = (softmax - (column == target[:, None]).to(softmax.dtype)) * scale[:, None]
-    return torch.where(column < valid, grad, 0.0).to(logits.dtype)
+    out = softmax - (position == target_column[:, None]).to(softmax.dtype)
+    out = out * (grad * (target != IGNORED))[:, None]
+    return torch.where(position < valid, out, 0.0).to(logits.dtype)
+
+
+def _gradient_in_chunks(
+    logits: Tensor,
+    total: Tensor,
+    target: Tensor,
+    grad: Tensor,
+    start: int,
+    valid: int,
+) -> Tensor:
+    """`_gradient`, with fp32 temporaries of a bounded size."""
+    column, in_shard = _columns(target, start, valid)
+    scale = (grad * (target != IGNORED))[:, None]
+    out = torch.zeros_like(logits) if valid < logits.shape[1] else torch.empty_like(logits)
+    for rows in _chunks(logits) if valid else ():
+        out_rows = out[rows, :valid]
+        same_dtype = out.dtype == total.dtype
+        softmax = out_rows if same_dtype else torch.empty_like(out_rows, dtype=total.dtype)
+        torch.sub(logits[rows, :valid], total[rows, None], out=softmax)
+        softmax.exp_().mul_(scale[rows])
+        onehot = -in_shard[rows, None].to(softmax.dtype)
+        softmax.scatter_add_(1, column[rows, None], scale[rows] * onehot)
+        if softmax is not out_rows:
+            out_rows.copy_(softmax)
+    return out
+
+
+class Passes(NamedTuple):
+    """The computations of the sharded loss, as `_statistics`, `_summed` and `_gradient` do them."""
+
+    statistics: Callable[..., Tensor]
+    summed: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., Tensor]
+
+    def compiled(self) -> Passes:
+        return Passes(
+            statistics=torch.compile(self.statistics),
+            summed=torch.compile(self.summed),
+            gradient=torch.compile(self.gradient),
+        )
+
+
+IN_CHUNKS = Passes(_statistics_in_chunks, _summed, _gradient_in_chunks)
+#: Each compiled to a kernel or two; uncompiled they would make wide temporaries.
+IN_ONE_PASS = Passes(_statistics, _summed, _gradient)
 
 
 class _WholeCrossEntropy(torch.autograd.Function):
@@ -147,71 +235,33 @@ class _CrossEntropy(torch.autograd.Function):
         targets: Tensor,
         shard: VocabParallelLoss,
     ) -> Tensor:
-        valid = shard.valid
-        flat = logits.flatten(0, -2)
         target = targets.flatten()
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        column = target - shard.start
-        in_shard = (column >= 0) & (column < valid)  # IGNORED is negative, and in no shard
-        column = column.masked_fill(~in_shard, 0)
-        statistics = flat.new_zeros(1, 2, target.numel(), dtype=dtype)
-        _write_log_sums(statistics[0, 0], flat, valid, shard.passes)
-        if valid:
-            target_logit = flat.gather(1, column[:, None]).squeeze(1).to(dtype)
-            statistics[0, 1] = target_logit.masked_fill(~in_shard, 0.0)
-        gathered = all_gather(statistics, shard.group, AXIS, shard.counter)
-        log_sums, target_logits = gathered.unbind(1)
-        total = torch.logsumexp(log_sums, dim=0)
-        counted = target != IGNORED
-        ctx.save_for_backward(logits, total, column, in_shard, counted)
-        ctx.valid = valid
-        ctx.passes = shard.passes
-        return (total - target_logits.sum(0)).masked_fill(~counted, 0.0).sum()
+        statistics = shard.passes.statistics(
+            logits.flatten(0, -2),
+            target,
+            start=shard.start,
+            valid=shard.valid,
+        )
+        statistics = all_gather(statistics, shard.group, AXIS, shard.counter)
+        loss, total = shard.passes.summed(statistics, target)
+        ctx.save_for_backward(logits, total, target)
+        ctx.shard = shard
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns d/dlogits = softmax - onehot(target), for valid tokens and columns; zero
-        elsewhere."""
-        logits, total, column, in_shard, counted = ctx.saved_tensors
+        logits, total, target = ctx.saved_tensors
+        shard = ctx.shard
         flat = logits.flatten(0, -2)
-        scale = (grad * counted)[:, None]
-        if ctx.passes is not None:
-            target = column.masked_fill(~in_shard, -1)
-            out = ctx.passes[1](flat, total, target, scale[:, 0], ctx.valid)
-            return out.view_as(logits), None, None
-        out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
-        for rows in _chunks(flat) if ctx.valid else ():
-            out_rows = out[rows, : ctx.valid]
-            same_dtype = out.dtype == total.dtype
-            softmax = out_rows if same_dtype else torch.empty_like(out_rows, dtype=total.dtype)
-            torch.sub(flat[rows, : ctx.valid], total[rows, None], out=softmax)
-            softmax.exp_().mul_(scale[rows])
-            onehot = -in_shard[rows, None].to(softmax.dtype)
-            softmax.scatter_add_(1, column[rows, None], scale[rows] * onehot)
-            if softmax is not out_rows:
-                out_rows.copy_(softmax)
+        out = shard.passes.gradient(
+            flat,
+            total,
+            target,
+            grad,
+            start=shard.start,
+            valid=shard.valid,
+        )
         return out.view_as(logits), None, None
-
-
-def _write_log_sums(
-    out: Tensor,
-    logits: Tensor,
-    valid: int,
-    passes: Passes | None,
-) -> None:
-    """Writes the log-sum-exp of the first `valid` columns of `logits` [n, p] into `out` [n]."""
-    if not valid:
-        out.fill_(-torch.inf)
-        return
-    if passes is not None:
-        out.copy_(passes[0](logits[:, :valid]))
-        return
-    # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse
-    # most exactly.
-    for rows in _chunks(logits):
-        columns = logits[rows, :valid]
-        log_softmax = torch.log_softmax(columns, dim=-1, dtype=out.dtype)
-        torch.sub(columns.amax(-1), log_softmax.amax(-1), out=out[rows])
 
 
 def _chunks(flat: Tensor) -> list[slice]:
