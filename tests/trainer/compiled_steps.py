@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import tempfile
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from trainer.comm.mesh import Mesh
 from trainer.comm.settings import apply_settings
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
+from trainer.metrics.memory import StepMemory
 from trainer.parallel.expert import dispatch
 from trainer.precision import recipe
 from trainer.verify.samples import micro_batch
@@ -35,6 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "alone, selective": SELECTIVE,
     "alone, full and none by turns": {"recompute": "budget"},
     "alone, inputs on the host": {"offload": {"activations": "host"}} | FULL,
+    "alone, deterministic": {"deterministic": True},
     "alone, optimizer on the host": {"offload": {"optimizer": "host"}},
     "packed documents": {"isolate_documents": True},
     "packed documents, full": {"isolate_documents": True} | FULL,
@@ -77,27 +82,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def traced(layouts: list[str], layers: int) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of each layout compiles in three steps of different samples, and calls in the
-    third. Nothing is generated: graphs run as they were traced."""
-    return {name: _on_ranks(name, layers, "eager") for name in layouts}
+#: Layouts whose code is generated, and built for the device by Triton. The graphs of the others run
+#: as they were traced.
+GENERATED = {"alone", "dropout", "latents", "experts", "tp2", "dp2 zero3"}
 
 
-def generated(layouts: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """The same with code that torch's compiler generates and Triton builds for the device, two
-    layers, without a search for faster kernels."""
+def compiled(names: list[str], layers: int, generate: bool) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each layout compiles in three steps of different samples, the second of
+    them measured, and what it calls in the third."""
     import torch._inductor.config as config
 
     config.compile_threads = 1
     config.triton.autotune_pointwise = False
     config.coordinate_descent_tuning = False
-    return {name: _on_ranks(name, 2, "inductor") for name in layouts}
-
-
-def _on_ranks(name: str, layers: int, backend: str) -> list[dict[str, Any]]:
-    layout = _deep(LAYOUTS[name], layers)
-    world = gpu_plan(layout).parallel.world_size
-    return fakegpu.run_ranks(_steps, world, layout, backend)
+    answers = {}
+    with tempfile.TemporaryDirectory() as caches:
+        os.environ["TRITON_CACHE_DIR"] = f"{caches}/triton"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/inductor"
+        for name in names:
+            layout = _deep(LAYOUTS[name], layers)
+            world = gpu_plan(layout).parallel.world_size
+            backend = "inductor" if generate and name in GENERATED else "eager"
+            answers[name] = fakegpu.run_ranks(_steps, world, layout, backend)
+    return answers
 
 
 def _deep(layout: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def _steps(rank: int, layout: dict[str, Any], backend: str) -> dict[str, Any]:
     device = torch.device("cuda", rank)
     apply_settings(plan)
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
+    memory = StepMemory.of_engine(engine)
     graphs = []
     for step in range(STEPS):
         first = step * plan.parallel.global_batch_samples
@@ -127,7 +135,8 @@ def _steps(rank: int, layout: dict[str, Any], backend: str) -> dict[str, Any]:
             micro_batch(plan, indices, plan.job.data.isolate_documents).pinned()
             for indices in samples_of_step(plan.parallel, engine.mesh.coord, first)
         ]
-        with fakegpu.recording() as recording:
+        measured = memory.measure({}) if step == 1 else contextlib.nullcontext()
+        with fakegpu.recording() as recording, measured:
             _, norm = engine.gradients([batch.to(device) for batch in batches], TOKENS)
             engine.update(norm, LR)
         of_loss = 2 if engine.has_loss else 0
@@ -138,7 +147,7 @@ def _steps(rank: int, layout: dict[str, Any], backend: str) -> dict[str, Any]:
         "breaks": sum(counters["graph_break"].values()),
         "kernels": len(kernels),
         "generated": len([name for name in kernels if name.startswith("triton_")]),
-        "grouped": [name for name in kernels if "group" in name.lower()],
+        "grouped": len([name for name in kernels if "GroupProblemShape" in name]),
         "waits": [" at ".join(wait) for wait in recording.waits],
     }
 
