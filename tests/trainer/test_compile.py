@@ -13,6 +13,7 @@ import functools
 import pytest
 from torch import nn
 
+from orchestrator.plan.model import Moe
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
 from tests.trainer.test_parity import expected_of, parity_plan
@@ -28,8 +29,17 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 TWO_LAYERS = tiny_model(layers=2)
 DROPPED = tiny_model(layers=2, dropout=0.1)
+EXPERTS = tiny_model(layers=2, moe=Moe(experts=4, top_k=2, ffn_hidden=16))
 #: Cases whose code is generated, too.
-GENERATED = ("alone", "tp2 sp", "zb_h1", "cp2", "zero3", "dropout, tp2 sp")
+GENERATED = (
+    "alone",
+    "tp2 sp",
+    "zb_h1",
+    "cp2",
+    "zero3",
+    "dropout, tp2 sp",
+    "full recompute, tp2",
+)
 #: Half a minute each, and close to the others: with the published proof, `make verify`.
 FULL = {
     ("alone", "aot_eager"),
@@ -37,12 +47,23 @@ FULL = {
     ("cp2 allgather", "aot_eager"), ("dropout, tp2 sp", "aot_eager"), ("cp2 ring", "aot_eager"),
     ("cp2", "aot_eager"), ("cp2 ulysses", "aot_eager"), ("zero2, full recompute", "aot_eager"),
     ("zero3", "aot_eager"), ("dropout, tp2 sp", "inductor"), ("tp2 sp", "inductor"), ("zb_h1", "inductor"),
-    ("cp2", "inductor"), ("zero3", "inductor"),
+    ("cp2", "inductor"), ("zero3", "inductor"), ("full recompute, tp2", "inductor"),
+    ("full recompute, tp2", "aot_eager"), ("full recompute, zb_h1", "aot_eager"),
+    ("tp2 without sp", "aot_eager"),
 }  # fmt: skip
 
 CASES = {
     "alone": {},
     "tp2 sp": {"tp": 2},
+    "tp2 without sp": {"tp": 2, "sp": False},
+    "full recompute, tp2": {"recompute": "full", "tp": 2},
+    "full recompute, zb_h1": {
+        "recompute": "full",
+        "pp": 2,
+        "schedule": "zb_h1",
+        "micro_batches": 3,
+    },
+    "full recompute, experts": {"recompute": "full", "model": EXPERTS},
     "full recompute": {"recompute": "full"},
     "selective recompute, tp2": {"recompute": "selective", "tp": 2},
     "zb_h1": {"pp": 2, "schedule": "zb_h1", "micro_batches": 3},
@@ -95,7 +116,7 @@ def test_compiled_blocks_equal_one_process(case, backend):
         # torch's own zero-bubble schedules refuse compiled modules (pytorch#161904). Each matrix
         # must still leave its note for the split backward: seven a block and micro-batch, one for
         # the head.
-        assert worst.pop("notes") == (STEPS * 3 * (7 + rank) if case == "zb_h1" else 0)
+        assert worst.pop("notes") == (STEPS * 3 * (7 + rank) if "zb_h1" in case else 0)
         assert [
             quantity for quantity, error in worst.items() if not error <= LIMIT[torch.float64]
         ] == []

@@ -12,7 +12,7 @@ order:
 7. experts over ranks, their terms of the loss        expert.apply_to_experts
 8. attention over a sequence shard                    context.apply_context_parallel
 9. recomputation of all of the above                  recompute.apply_recompute
-10. compilation, block by block, of all of the above  nn.Module.compile
+10. compilation, block by block, of all of the above  compiled.compile_blocks
 11. the loss over a sharded vocabulary                vocab.VocabParallelLoss
 """
 
@@ -44,6 +44,7 @@ from trainer.model.stage import Stage, term_names
 from trainer.model.state import states
 
 from .column_parallel import OverlappedColumnLinears
+from .compiled import compile_blocks, hide_untraced
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
 from .expert.choice_states import ChoiceStates
@@ -142,8 +143,7 @@ def build(
         builder.round_products_to_8_bits(stage)
         builder.spread_experts(stage)
         builder.shard_attention(stage)
-        builder.recompute_activations(stage)
-        builder.compile_blocks(stage)
+        builder.recompute_and_compile(stage)
         builder.add_stage(stage, infos)
     builder.tie_embeddings()
     return builder.attach_loss()
@@ -239,25 +239,14 @@ class _Builder:
         if self.plan.model.dropout:
             set_dropout_heads(stage, self.plan, self.mesh)
 
-    def recompute_activations(self, stage: Stage) -> None:
+    def recompute_and_compile(self, stage: Stage) -> None:
         inputs = kept_inputs(self.plan, self.mesh, self.counter, self.store)
-        apply_recompute(stage, self.plan.job.train, inputs)
-
-    def compile_blocks(self, stage: Stage) -> None:
-        """Compiles each block, without what the compiler must not trace: communication, and
-        document lengths, which differ from step to step."""
-        if not self.plan.job.train.compile:
-            return
-        untraced_attention = (
-            self.mesh.group("cp") is not None or self.plan.job.data.isolate_documents
-        )
-        for block in stage.blocks.values():
-            if untraced_attention:
-                block.attn.core = torch.compiler.disable(block.attn.core)
-            if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
-                untraced = torch.compiler.disable(block.mlp.forward)
-                block.mlp.forward = untraced  # type: ignore[method-assign]
-            block.compile()
+        train = self.plan.job.train
+        if train.compile:
+            hide_untraced(stage, self.plan, self.mesh)
+        apply_recompute(stage, train, inputs)
+        if train.compile:
+            compile_blocks(stage, self.plan, self.mesh)
 
     def add_stage(self, stage: Stage, infos: ParamTable) -> None:
         """Adds a finished stage. A tied copy on the last stage never replaces the first stage's
@@ -302,8 +291,6 @@ def _declare_terms(plan: Plan) -> LossTerms:
     terms.declare(*term_names(plan.model))
     if plan.model.mtp:  # computed from the logits, of which tensor-parallel ranks hold shards
         terms.declare(MTP, copies=par.tp if par.sp else 1)
-    if plan.job.train.compile:  # to the compiler its counters would be constants
-        terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     return terms
 
 

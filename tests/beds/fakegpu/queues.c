@@ -244,7 +244,7 @@ int cuStreamIsCapturing(void *s, int *c) {
   return 0;
 }
 int cuFuncGetAttribute(int *v, int a, void *f) {
-  *v = a == 4 ? 32 : 0; // registers
+  *v = a == 0 ? 1024 : a == 4 ? 32 : 0; // threads of a block, registers
   return 0;
 }
 int cuModuleGetFunction(void **f, void *module, const char *name) {
