@@ -24,11 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.card import sheet_flops
 from benchmarks.gpu_node import page
 from benchmarks.gpu_node.cases import SMALL, Case, Where, cases, plan_of, planned
 from benchmarks.gpu_node.measure import ceilings, run_case
 from benchmarks.gpu_node.rivals import available
-from benchmarks.gpu_single import PEAKS
 from benchmarks.vs_torch.harness import conditions
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import model_flops_per_token
@@ -122,14 +122,7 @@ def summary(plan: Plan, ranks: list[dict[str, Any]], beside: dict[str, Any]) -> 
         model_flops_per_token(plan.model, plan.job.train.seq_len)
         * plan.parallel.global_batch_tokens
     )
-    sheet = next(
-        (
-            peak
-            for key, peak in PEAKS.items()
-            if all(word in ranks[0]["name"] for word in key.split())
-        ),
-        None,
-    )
+    sheet = sheet_flops(ranks[0]["name"])
     row: dict[str, Any] = {
         "gpu": ranks[0]["name"],
         "planned_s": plan.time.step_s,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu_single import matmul_ceiling
+from benchmarks.card import matmul_ceiling
 from benchmarks.vs_torch.common import LR
 from orchestrator.plan import Plan
 from trainer.comm.mesh import Mesh

@@ -61,6 +61,10 @@ def lines_of(file: str) -> set[int]:
 CLASSES = ("Case", "Where")
 
 
+def fail(*_: Any) -> Any:
+    raise RuntimeError("a rival that fails")
+
+
 def main(kind: str, folder: Path) -> int:
     import torch  # noqa: F401  # before the trace: it does not look at a thing of torch's
 
@@ -68,17 +72,20 @@ def main(kind: str, folder: Path) -> int:
     if kind == "single":
         from benchmarks import gpu_single
 
-        sys.argv = ["gpu_single", "--dry", "--rounds", "2"]
-        return gpu_single.main()
+        original_plain = gpu_single.plain
+
+        def plain(plan: Plan, *rest: Any) -> Any:
+            return fail() if plan.job.train.compile else original_plain(plan, *rest)
+
+        gpu_single.plain = plain
+        arguments = ["--dry", "--rounds", "2", "--out", str(folder / "single.json")]
+        return gpu_single.main(arguments)
     from benchmarks.gpu_node import __main__ as node
     from benchmarks.gpu_node import measure
     from benchmarks.gpu_node.cases import SMALL, Case, Where, plan_of
 
-    def failing(*_: Any) -> Any:
-        raise RuntimeError("a rival that fails")
-
     def ours(plan: Plan, *rest: Any) -> Any:
-        return failing() if plan.parallel.zero == 2 else real(plan, *rest)
+        return fail() if plan.parallel.zero == 2 else real(plan, *rest)
 
     original_cases = node.cases
     rivals = node.available
@@ -94,7 +101,7 @@ def main(kind: str, folder: Path) -> int:
     ]
     node.cases = lambda gpus: [*original_cases(gpus), *extra_cases]
     node.available = lambda folder: (
-        rivals(folder) | {"failing": failing, "dying": lambda *_: os._exit(3)}
+        rivals(folder) | {"failing": fail, "dying": lambda *_: os._exit(3)}
     )
     plan_of(SMALL, (layout, "train.global_batch_samples=8"), 2, Where(dry=False, cuda=True))
     out = folder / "result.json"
