@@ -80,6 +80,7 @@ def forget(device: torch.device) -> None:
     """Gives back what is no longer held: graphs, garbage, the allocator's blocks."""
     torch.compiler.reset()
     gc.collect()
+    gc.collect()  # what the first pass has freed held more
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

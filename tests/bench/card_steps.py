@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from benchmarks import gpu_single
-from benchmarks.card import wait_in, waits_of_the_host
+from benchmarks.card import forget, wait_in, waits_of_the_host
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.model import Moe
 from tests.beds.plans import make_plan, tiny_model
@@ -68,3 +68,16 @@ def waits() -> dict[str, Any]:
         "other": other_error,
         "mode": torch.cuda.get_sync_debug_mode(),
     }
+
+
+def bytes_after_engines() -> list[int]:
+    """Bytes on the card after each of two engines that have trained and are done."""
+    device = torch.device("cuda", 0)
+    remaining = list[int]()
+    for _ in range(2):
+        step = step_of(make_plan(precision="bf16", micro_batches=1))
+        step()
+        del step
+        forget(device)
+        remaining.append(torch.cuda.memory_allocated(device))
+    return remaining

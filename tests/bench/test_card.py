@@ -42,3 +42,11 @@ def test_a_plan_is_for_the_card_that_is_measured(name, gpu, memory_gib, flops):
 
 def test_a_card_that_is_not_known_is_planned_as_the_cluster_says():
     assert card_words("RTX PRO 6000 Blackwell") == () and sheet_flops("cpu") is None
+
+
+@pytest.mark.process
+@pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs")
+def test_an_engine_that_is_done_gives_its_memory_back():
+    """It held weights and gradients through the hooks of its parameters, so a row that followed
+    another on a card had less memory, and a higher peak."""
+    assert fakegpu.call(card_steps.bytes_after_engines) == [0, 0]
