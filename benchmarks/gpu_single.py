@@ -175,9 +175,8 @@ class Card:
             f"train.global_batch_samples={batch}",
             f"train.compile={str(compiled).lower()}",
         ]
-        if self.device.type == "cuda":
-            words += card_words(self.name)
-        return plan_of(SMALL, tuple(words), 1, Where(self.args.dry, self.device.type == "cuda"))
+        where = Where(self.args.dry, self.device.type == "cuda", card_words(self.name))
+        return plan_of(SMALL, tuple(words), 1, where)
 
     def mode(self, compiled: bool) -> dict[str, Any]:
         """Ours and the loop, compiled or not, beside the best product and the plan."""

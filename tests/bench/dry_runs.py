@@ -58,7 +58,7 @@ def lines_of(file: str) -> set[int]:
 
 
 #: Bodies of classes run once, on import.
-CLASSES = ("Case", "Where")
+CLASSES = ("Case", "Where", "Node")
 
 
 def fail(*_: Any) -> Any:
@@ -112,7 +112,8 @@ def main(kind: str, folder: Path) -> int:
     arguments += ["--torchtitan", titan, "--only"]
     node.main([*arguments, *CASES])
     tempfile.tempdir = str(folder)  # where it writes unless told
-    node.main(["--dry", "--gpus", "2", "--only", "refused"])
+    late = ["--dry", "--gpus", "2", "--minutes", "1e-5", "--page", str(page), "--only", "refused"]
+    node.main(late)
     return 0 if node.main([*arguments, "fails", "dies", "ours fails"]) == 1 else 1
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import weakref
+from pathlib import Path
+
+import pytest
 
 from benchmarks import minutes
+from benchmarks.gpu_node.__main__ import Node
+from benchmarks.gpu_node.cases import Where
 from tests.bench.dry_runs import ROOT
 from tests.patience import PATIENCE_S
 
@@ -111,3 +117,31 @@ def test_a_call_that_no_signal_interrupts_ends_the_process_after_the_limit(tmp_p
     masked = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); time.sleep(1e6)"
     assert ended_in(masked, out) == 1
     assert json.loads(out.read_text())["rows"]["second"] == {"failed": minutes.RUNNING}
+
+
+def hanging(rank, plan, store, dry):
+    Path(os.environ["PIDS"], str(rank)).write_text(str(os.getpid()))
+    signal.pause()
+
+
+def raising_rank(rank, plan, store, dry):
+    raise ValueError("this card lacks a kernel")
+
+
+@pytest.mark.process
+def test_ranks_that_hang_are_ended_and_the_next_row_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path))
+    limit = minutes.Limit(600)
+    monkeypatch.setattr(minutes.Limit, "share_s", lambda self, most_s: 0.5)
+    node = Node(2, Where(dry=True, cuda=False), limit, rounds=1, rivals={})
+    series = minutes.Series({}, limit, tmp_path / "result.json")
+    series.measure("hangs", lambda: node.of_node(hanging))
+    series.measure("raises", lambda: node.of_node(raising_rank))
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert rows["hangs"]["failed"].startswith("RuntimeError: rank 0 did not finish in time: File")
+    assert rows["hangs"]["failed"].endswith("in hanging")
+    assert rows["raises"]["failed"] == "RuntimeError: ValueError: this card lacks a kernel"
+    for rank in range(2):
+        pid = int((tmp_path / str(rank)).read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
