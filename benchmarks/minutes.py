@@ -106,8 +106,10 @@ class Series:
 
     def measure(self, name: str, function: Callable[[], Row]) -> Row:
         """The row of this name: what `function` returns, or {"failed": why}."""
-        if not self.limit.remaining_s:
-            return self._keep(name, {"failed": f"{LATE}{self.limit.minutes:g} minutes are over"})
+        if not self.limit.remaining_s:  # `summary` names it
+            self.rows[name] = {"failed": f"{LATE}{self.limit.minutes:g} minutes are over"}
+            self.write()
+            return self.rows[name]
         self.rows[name] = {"failed": RUNNING}
         self.write()
         begin = time.monotonic()
@@ -132,7 +134,10 @@ class Series:
     def _keep(self, name: str, row: Row) -> Row:
         self.rows[name] = row
         self.write()
-        described = f"FAILED {row['failed']}" if "failed" in row else self._show(row)
+        if name in self.late:
+            described = row["failed"]
+        else:
+            described = f"FAILED {row['failed']}" if "failed" in row else self._show(row)
         print(f"{name}: {described}", flush=True)
         return row
 
