@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -64,10 +65,11 @@ class Limit:
             yield
             return
         previous = signal.signal(signal.SIGALRM, _raise_out_of_time)
-        signal.setitimer(signal.ITIMER_REAL, max(self.remaining_s, 1e-3))
-        # A wait for the device inside the driver sees no signal.
-        faulthandler.dump_traceback_later(self.remaining_s + GRACE_S, exit=True)
         try:
+            # A wait for the device inside the driver sees no signal.
+            last_s = self.remaining_s + GRACE_S
+            faulthandler.dump_traceback_later(last_s, exit=True, file=sys.__stderr__)
+            signal.setitimer(signal.ITIMER_REAL, max(self.remaining_s, 1e-3))
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)

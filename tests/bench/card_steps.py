@@ -10,9 +10,17 @@ from msgspec import structs
 
 from benchmarks import gpu_single
 from benchmarks.card import forget, wait_in, waits_of_the_host
+from benchmarks.vs_torch.common import LR
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.model import Moe
+from tests.beds import fakegpu
 from tests.beds.plans import make_plan, tiny_model
+from trainer.comm.mesh import Mesh
+from trainer.comm.settings import apply_settings
+from trainer.data.order import samples_of_step
+from trainer.engine import Engine
+from trainer.precision import recipe
+from trainer.verify.samples import micro_batch
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -26,8 +34,12 @@ EXPERTS = Moe(experts=4, top_k=2, ffn_hidden=32)
 def step_of(plan: Plan) -> Callable[[], object]:
     """The step of the engine of a plan, as gpu_single measures it."""
     device = torch.device("cuda", 0)
-    plan = seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda")))
+    plan = for_cards(plan)
     return gpu_single.ours(plan, device, gpu_single.random_batch(plan, device))
+
+
+def for_cards(plan: Plan) -> Plan:
+    return seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda")))
 
 
 def wait_of_the_third(plan: Plan) -> str:
@@ -81,3 +93,39 @@ def bytes_after_engines() -> list[int]:
         forget(device)
         remaining.append(torch.cuda.memory_allocated(device))
     return remaining
+
+
+#: Two ranks each.
+SHARED: dict[str, dict[str, Any]] = {
+    "zero1": {"dp": 2, "zero": 1},
+    "zero3": {"dp": 2, "zero": 3},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+}
+
+
+def waits_of_ranks() -> dict[str, list[str]]:
+    """Where the ranks of each layout wait in their third step."""
+    return {name: fakegpu.run_ranks(wait_of_rank, 2, layout) for name, layout in SHARED.items()}
+
+
+def wait_of_rank(rank: int, layout: dict[str, Any]) -> str:
+    plan = for_cards(make_plan(precision="bf16", **layout))
+    device = torch.device("cuda", rank)
+    apply_settings(plan)
+    engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
+    samples = samples_of_step(plan.parallel, engine.mesh.coord, 0)
+    batches = [micro_batch(plan, indices).to(device) for indices in samples]
+
+    def step() -> None:
+        engine.update(engine.gradients(batches, plan.parallel.global_batch_tokens)[1], LR)
+
+    step()
+    step()
+    return wait_in(step, device)
+
+
+def everything() -> dict[str, Any]:
+    """All of it in one process; ranks are forked before it has used a GPU."""
+    return {"ranks": waits_of_ranks(), "waits": waits(), "bytes": bytes_after_engines()}

@@ -11,10 +11,16 @@ from tests.beds import fakegpu
 from tests.bench import card_steps
 
 
+@pytest.fixture(scope="module")
+def steps():
+    if reason := fakegpu.missing():
+        pytest.skip(reason)
+    return fakegpu.call(card_steps.everything)
+
+
 @pytest.mark.process
-@pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs")
-def test_a_steady_step_waits_nowhere_and_a_wait_is_named():
-    waits = fakegpu.call(card_steps.waits)
+def test_a_steady_step_waits_nowhere_and_a_wait_is_named(steps):
+    waits = steps["waits"]
     assert waits["steady"] == dict.fromkeys(card_steps.LAYOUTS, "")
     assert waits["experts"].startswith("model/experts.py:")
     assert waits["elsewhere"].startswith("card_steps.py:")
@@ -22,6 +28,18 @@ def test_a_steady_step_waits_nowhere_and_a_wait_is_named():
     (copy,) = waits["copies"]
     assert waits["elsewhere"] == f"{copy} read"
     assert waits["other"] == "another error" and waits["mode"] == 0
+
+
+@pytest.mark.process
+def test_ranks_that_share_a_model_wait_nowhere_in_a_steady_step(steps):
+    assert steps["ranks"] == {name: ["", ""] for name in card_steps.SHARED}
+
+
+@pytest.mark.process
+def test_an_engine_that_is_done_gives_its_memory_back(steps):
+    """It held weights and gradients through the hooks of its parameters, so a row that followed
+    another on a card had less memory, and a higher peak."""
+    assert steps["bytes"] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -42,11 +60,3 @@ def test_a_plan_is_for_the_card_that_is_measured(name, gpu, memory_gib, flops):
 
 def test_a_card_that_is_not_known_is_planned_as_the_cluster_says():
     assert card_words("RTX PRO 6000 Blackwell") == () and sheet_flops("cpu") is None
-
-
-@pytest.mark.process
-@pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs")
-def test_an_engine_that_is_done_gives_its_memory_back():
-    """It held weights and gradients through the hooks of its parameters, so a row that followed
-    another on a card had less memory, and a higher peak."""
-    assert fakegpu.call(card_steps.bytes_after_engines) == [0, 0]

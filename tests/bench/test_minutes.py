@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import minutes
+from benchmarks import gpu_single, minutes
+from benchmarks.gpu_node import __main__ as gpu_node
 from benchmarks.gpu_node.__main__ import Node
-from benchmarks.gpu_node.cases import Where
+from benchmarks.gpu_node.cases import FIRST, Where
+from benchmarks.gpu_parity import __main__ as gpu_parity
 from tests.bench.dry_runs import ROOT
 from tests.patience import PATIENCE_S
 
@@ -145,3 +147,20 @@ def test_ranks_that_hang_are_ended_and_the_next_row_is_measured(tmp_path, monkey
         pid = int((tmp_path / str(rank)).read_text())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "first"),
+    [(gpu_single, "compiled"), (gpu_parity, "bf16"), (gpu_node, "ceilings")],
+)
+def test_each_program_stops_at_its_limit_and_names_its_rows_in_their_order(
+    program, first, tmp_path, capsys
+):
+    out = tmp_path / "result.json"
+    assert program.main(["--dry", "--minutes", "1e-6", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert all(row["failed"].startswith("not measured: ") for row in rows.values())
+    assert next(iter(rows)).startswith(first) and len(rows) >= 3
+    assert f"not measured in 1e-06 minutes: {', '.join(rows)}" in capsys.readouterr().out
+    if program is gpu_node:
+        assert list(rows)[2:4] == list(FIRST[:2])
