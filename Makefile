@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu-check gpu-wheels bench-guard docs mutations demo test test-fast test-pythons test-floor newcomer test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
+.PHONY: gpu-check gpu-node gpu-wheels bench-guard docs mutations demo test test-fast test-pythons test-floor newcomer test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
 # It installs the package and torch, unless everything is installed already.
 DEMO := $(if $(wildcard .venv/.ready),.venv/.ready,.venv/.demo)
@@ -78,10 +78,15 @@ gpu-check: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 	$(GPU).gpu_run || status=1; \
 	exit $$status
 
+# On a node of GPUs: every technique on all of them, what matters first, and the node's ceilings, for MINUTES.
+gpu-node: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
+	@$(GPU).gpu_wheels --install
+	$(GPU).gpu_node --minutes $(MINUTES)
+
 # What a machine with a card lacks besides torch, numpy, safetensors and prometheus-client, in build/gpu-wheels, for
-# Linux on x86-64; WHEELS_PYTHON=3.12 for an image with another Python than this one.
+# Linux on x86-64; WHEELS_PYTHON=3.12 for an image with another Python than this one, TITAN=1 for torchtitan as well.
 gpu-wheels: .venv/.ready
-	$(PY) -m benchmarks.gpu_wheels --python "$(WHEELS_PYTHON)"
+	$(PY) -m benchmarks.gpu_wheels --python "$(WHEELS_PYTHON)" $(if $(TITAN),--titan)
 
 # The score in docs/accuracy.md, by a table of measured runs: some minutes, most of them for the terms.
 accuracy: .venv/.ready

@@ -1,10 +1,11 @@
 """What a machine with a card lacks, as a folder of wheels: it may have no registry.
 
-    python -m benchmarks.gpu_wheels [--python 3.12]    # build/gpu-wheels, where a registry answers
-    python -m benchmarks.gpu_wheels --install          # from there, on the machine with the card
+    python -m benchmarks.gpu_wheels [--python 3.12] [--titan]    # where a registry answers
+    python -m benchmarks.gpu_wheels --install                    # on the machine with the card
 
 An image for cards has torch, numpy, safetensors and prometheus-client (`PRESENT`). The folder holds
-what orch needs beyond these, and orch itself, for Linux on x86-64 and one version of Python.
+what orch needs beyond these, and orch itself, for Linux on x86-64 and one version of Python; with
+`--titan` torchtitan as well, which gpu_node stands beside.
 `--install` does nothing where everything is there; else it unpacks the wheels into
 build/gpu-packages, which `make gpu-check` puts on PYTHONPATH: the image stays as it is. This module
 needs nothing but Python.
@@ -35,6 +36,8 @@ PRESENT = {
 }
 #: What travels -> the module that shows it; the packages that it needs itself travel as well.
 TRAVELLING = {"hydra-core": "hydra", "msgspec": "msgspec"}
+#: torchtitan without what its trainer needs (benchmarks/kernels.py).
+TITAN = ("torchtitan", "spmd_types", "tyro", "docstring_parser", "typeguard")
 
 
 def requirements() -> list[str]:
@@ -49,21 +52,40 @@ def name_of(requirement: str) -> str:
     return name
 
 
-def build(python: str) -> int:
-    """Fills the folder of wheels, with the versions of .ci/constraints.txt."""
+def build(python: str, titan: bool) -> int:
+    """Fills the folder of wheels, with the versions of .ci/constraints.txt. `python`: the version
+    that binary wheels are for; "": this Python's."""
     shutil.rmtree(WHEELS, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as folder:
-        interpreter = with_pip(Path(folder) / "venv", python)
-        pip = [interpreter, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
-        pip += ["--wheel-dir", str(WHEELS)]
+        pip = [with_pip(Path(folder) / "venv"), "-m", "pip"]
+        wheel = [*pip, "wheel", "--quiet", "--disable-pip-version-check"]
+        wheel += ["--wheel-dir", str(WHEELS)]
         constraints = ["-c", str(ROOT / ".ci" / "constraints.txt")]
-        subprocess.run([*pip, *constraints, *requirements()], check=True)
+        subprocess.run([*wheel, *constraints, *requirements()], check=True)
+        if titan:
+            subprocess.run([*wheel, "--no-deps", *TITAN], check=True)
         # Of a copy: what an earlier build has left beside the source would be in the wheel.
-        subprocess.run([*pip, "--no-deps", str(copy_of_source(Path(folder)))], check=True)
+        subprocess.run([*wheel, "--no-deps", str(copy_of_source(Path(folder)))], check=True)
+        if python:
+            replace_binaries(pip, python)
     size = sum(path.stat().st_size for path in WHEELS.iterdir())
     names = ", ".join(sorted(path.name for path in WHEELS.iterdir()))
     print(f"{WHEELS.relative_to(ROOT)}: {size / 1e6:.1f} MB: {names}")
     return 0
+
+
+def replace_binaries(pip: list[str], python: str) -> None:
+    """Puts the wheels of another version of Python in the place of those of this one."""
+    download = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    download += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
+    for platform in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
+        download += ["--platform", platform]
+    for path in WHEELS.glob("*.whl"):
+        if not path.name.endswith("-none-any.whl"):
+            name, version, *_ = path.name.split("-")
+            path.unlink()
+            argv = [*download, "--dest", str(WHEELS), f"{name}=={version}"]
+            subprocess.run(argv, check=True)
 
 
 def copy_of_source(folder: Path) -> Path:
@@ -77,17 +99,13 @@ def copy_of_source(folder: Path) -> Path:
     return source
 
 
-def with_pip(folder: Path, python: str) -> str:
-    """A Python of a version ("": this one's) in an environment that has pip."""
+def with_pip(folder: Path) -> str:
+    """This Python in an environment that has pip."""
     own_uv = ROOT / ".venv" / ".uv" / "bin" / "uv"
     uv = shutil.which("uv") or (str(own_uv) if own_uv.exists() else None)
+    argv = [sys.executable, "-m", "venv", str(folder)]
     if uv is not None:
-        version = python or "{}.{}".format(*sys.version_info)
-        argv = [uv, "venv", "--quiet", "--seed", "--python", version, str(folder)]
-    elif python:
-        raise SystemExit(f"--python {python} needs uv")
-    else:
-        argv = [sys.executable, "-m", "venv", str(folder)]
+        argv = [uv, "venv", "--quiet", "--seed", "--python", sys.executable, str(folder)]
     subprocess.run(argv, check=True)
     return str(folder / "bin" / "python")
 
@@ -111,10 +129,11 @@ def install() -> int:
     if absent := missing(PRESENT):
         print(f"missing: {', '.join(absent)}; this Python's image must bring them")
         return 1
-    absent = missing(TRAVELLING)
+    wheels = sorted(map(str, WHEELS.glob("*.whl")))
+    has_titan = any(WHEELS.glob("torchtitan-*.whl"))
+    absent = missing(TRAVELLING | ({"torchtitan": "torchtitan"} if has_titan else {}))
     if not absent:
         return 0
-    wheels = sorted(map(str, WHEELS.glob("*.whl")))
     if not wheels:
         print(
             f"missing: {', '.join(absent)}; run `make gpu-wheels` where a registry answers, and"
@@ -140,8 +159,9 @@ def main() -> int:
     )
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--python", default="", metavar="VERSION", help="default: this Python's")
+    parser.add_argument("--titan", action="store_true", help="torchtitan, too")
     args = parser.parse_args()
-    return install() if args.install else build(args.python)
+    return install() if args.install else build(args.python, args.titan)
 
 
 if __name__ == "__main__":
