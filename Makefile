@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu-check bench-guard docs mutations demo test test-fast test-pythons test-floor newcomer test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
+.PHONY: gpu-check gpu-node gpu-wheels bench-guard docs mutations demo test test-fast test-pythons test-floor newcomer test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
 # It installs the package and torch, unless everything is installed already.
 DEMO := $(if $(wildcard .venv/.ready),.venv/.ready,.venv/.demo)
@@ -66,12 +66,27 @@ mutations: .venv/.ready
 	$(PY) -m tests.mutations.run --record --count $(COUNT) --seed $(SEED) --out docs/mutations.md
 
 # On a machine with a GPU: three steps of every technique beside float64 on the host, a 1B model beside plain torch, and a
-# run that is killed twice, cancelled and resumed; six minutes in all. On an image that brings its own torch: make gpu-check
-# PY=python3.
+# run that is killed twice, cancelled and resumed; at most MINUTES each for the first two. All three run, whatever fails.
+# On an image that brings its own torch: make gpu-check PY=python3, with the wheels of make gpu-wheels beside it.
+MINUTES ?= 8
+GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-packages$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m benchmarks
 gpu-check: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
-	$(PY) -m benchmarks.gpu_parity
-	$(PY) -m benchmarks.gpu_single
-	$(PY) -m benchmarks.gpu_run
+	@$(GPU).gpu_wheels --install
+	@status=0; \
+	$(GPU).gpu_parity --minutes $(MINUTES) || status=1; \
+	$(GPU).gpu_single --minutes $(MINUTES) || status=1; \
+	$(GPU).gpu_run || status=1; \
+	exit $$status
+
+# On a node of GPUs: every technique on all of them, what matters first, and the node's ceilings, for MINUTES.
+gpu-node: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
+	@$(GPU).gpu_wheels --install
+	$(GPU).gpu_node --minutes $(MINUTES)
+
+# What a machine with a card lacks besides torch, numpy, safetensors and prometheus-client, in build/gpu-wheels, for
+# Linux on x86-64; WHEELS_PYTHON=3.12 for an image with another Python than this one, TITAN=1 for torchtitan as well.
+gpu-wheels: .venv/.ready
+	$(PY) -m benchmarks.gpu_wheels --python "$(WHEELS_PYTHON)" $(if $(TITAN),--titan)
 
 # The score in docs/accuracy.md, by a table of measured runs: some minutes, most of them for the terms.
 accuracy: .venv/.ready

@@ -118,7 +118,11 @@ def main() -> int:
         print("skipped: this machine has no CUDA device")
         return 0
     gpus = 0 if args.dry else torch.cuda.device_count()
-    found = measure(gpus, args.steps)
+    try:
+        found = measure(gpus, args.steps)
+    except subprocess.CalledProcessError as error:  # it has said why
+        print(f"FAILED: orch {' '.join(error.cmd[3:])} ended with {error.returncode}")
+        return 1
     wrong = problems(found, args.steps)
     report = found["report"]
     drill = found["drill"]

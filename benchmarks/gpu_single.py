@@ -1,40 +1,57 @@
-"""One-GPU training at 1B, bf16, beside a plain torch loop on the same shapes and the matmul
-ceiling, in one run.
+"""One-GPU training at 1B, bf16, beside a plain torch loop on the same shapes and the card's own
+ceilings, in one run.
 
-    python -m benchmarks.gpu_single [--seq 4096] [--batch 2] [--rounds 10] [--dry]
+    python -m benchmarks.gpu_single [--minutes 8] [--seq 4096] [--batch 2] [--rounds 10] [--dry]
 
 Ours is the engine that `orch` trains with (bf16 weights, fp32 gradients, master copy and moments);
 the plain loop is the same decoder of nn.Linear, nn.Embedding, nn.RMSNorm and
 scaled_dot_product_attention under bf16 autocast, with fp32 weights and fused AdamW, which is as
-exact. Both clip the gradient. First eagerly, in turns, a round each; then compiled (ours by block
-as `train.compile` does, the loop as a whole). Every round ends in a synchronisation. MFU counts
-`model_flops_per_token` against the best of a few large bf16 products measured in between, and
-against the data sheet where the device is known. Writes benchmarks/results/gpu_single.json.
+exact. Both clip the gradient. They take turns, a round each, which ends in a synchronisation; first
+compiled (ours by block as `train.compile` does, the loop as a whole), then eagerly. A step of ours
+then runs under torch's sync debug mode: it must not wait for the card. MFU counts
+`model_flops_per_token` against the best of a few large bf16 products measured just before, and
+against the data sheet where the card is known. The plan of the same step stands beside what is
+measured, and `orch calibrate --from FILE` takes the result.
 
-Without CUDA it says so and ends with 0. `--dry` runs the whole program with a tiny model on
-whatever is there, writes nothing and proves nothing but that it runs.
+Each row is in benchmarks/results/gpu_single.json as soon as it is measured; what fails is a row
+with its error. Without CUDA it says so and ends with 0. `--dry` runs the whole program with a tiny
+model on whatever is there, writes to --out alone and proves nothing but that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import minutes
+from benchmarks.card import (
+    card_words,
+    device_name,
+    forget,
+    matmul_ceiling,
+    memory_ceiling,
+    seconds,
+    sheet_flops,
+    wait_in,
+)
+from benchmarks.gpu_node.cases import SMALL, Where, plan_of
 from benchmarks.vs_torch.common import LR, adamw, new_stage
 from benchmarks.vs_torch.harness import conditions
 from benchmarks.vs_torch.tensor import with_torchs_modules
+from orchestrator.cost.memory.rank_memory import context_bytes
 from orchestrator.plan import Plan
+from orchestrator.plan.codec import to_json
 from orchestrator.plan.flops import model_flops_per_token
-from tests.beds.plans import make_plan, tiny_model
 from trainer.comm.mesh import Mesh
 from trainer.data.batch import MicroBatch
 from trainer.engine import Engine
@@ -42,20 +59,11 @@ from trainer.model.loss import cross_entropy_sum
 from trainer.precision import recipe
 
 RESULT = Path(__file__).parent / "results" / "gpu_single.json"
-#: The shapes of Llama 3.2 1B: 1.24 billion parameters.
-LLAMA_1B = {
-    "layers": 16,
-    "hidden": 2048,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 64,
-    "ffn_hidden": 8192,
-    "vocab": 128256,
-    "tied_embeddings": True,
-    "rope_theta": 5e5,
-}
-#: Dense bf16 FLOP/s of data sheets.
-PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}
+GIB = 1 << 30
+WARM_UP = 3
+#: Sides of square products, and bytes of an array: of a dry run, of a card.
+PRODUCTS = {True: (256,), False: (4096, 8192, 16384)}
+ARRAY = {True: 1 << 16, False: 1 << 30}
 Step = Callable[[], Tensor]
 
 
@@ -81,10 +89,10 @@ def ours(plan: Plan, device: torch.device, batch: MicroBatch) -> Step:
     return step
 
 
-def plain(plan: Plan, device: torch.device, batch: MicroBatch, compiled: bool) -> Step:
+def plain(plan: Plan, device: torch.device, batch: MicroBatch) -> Step:
     model: nn.Module = with_torchs_modules(new_stage(plan, device))
     optimizer = adamw(plan, list(model.parameters()), fused=True)
-    run = torch.compile(model) if compiled else model
+    run = torch.compile(model) if plan.job.train.compile else model
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -99,111 +107,130 @@ def plain(plan: Plan, device: torch.device, batch: MicroBatch, compiled: bool) -
     return step
 
 
-def seconds(step: Callable[[], object], device: torch.device) -> float:
-    begin = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def matmul_ceiling(device: torch.device, sizes: tuple[int, ...]) -> float:
-    """FLOP/s of the best square bf16 product."""
-    best = 0.0
-    for size in sizes:
-        a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-        spent = statistics.median([seconds(lambda a=a, b=b: a @ b, device) for _ in range(12)][2:])
-        best = max(best, 2 * size**3 / spent)
-    return best
-
-
 def difference(ours: float, loop: float) -> float:
     return abs(ours / loop - 1) if loop else abs(ours)  # a fake GPU's losses are zero
 
 
-def compare(plan: Plan, device: torch.device, rounds: int, compiled: bool) -> dict[str, float]:
+def peak_gib(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+
+
+def compare(plan: Plan, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Ours beside the loop. A loop that fails leaves ours alone in the row."""
     batch = random_batch(plan, device)
-    steps = {"ours": ours(plan, device, batch), "loop": plain(plan, device, batch, compiled)}
     begin = time.perf_counter()
-    losses = [{name: float(step()) for name, step in steps.items()} for _ in range(3)]
-    warm_up = time.perf_counter() - begin
-    spent = {name: [] for name in steps}
+    steps = {"ours": ours(plan, device, batch)}
+    losses = {"ours": [float(steps["ours"]()) for _ in range(WARM_UP)]}
+    row: dict[str, Any] = {"ours_peak_gib": peak_gib(device)}
+    try:
+        loop = plain(plan, device, batch)
+        losses["loop"] = [float(loop()) for _ in range(WARM_UP)]
+        steps["loop"] = loop
+    except Exception as error:  # both may not fit on this card
+        traceback.print_exc()
+        row["loop_failed"] = minutes.error_line(error)
+    row["warm_up_s"] = time.perf_counter() - begin
+    spent: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         for name in list(steps)[:: 1 if index % 2 == 0 else -1]:
             spent[name].append(seconds(steps[name], device))
-    tokens = batch.targets.numel()
-    ratio = [a / b for a, b in zip(spent["ours"], spent["loop"], strict=True)]
-    return {
-        **{f"{name}_s": statistics.median(times) for name, times in spent.items()},
-        **{
-            f"{name}_tokens_per_s": tokens / statistics.median(times)
-            for name, times in spent.items()
-        },
-        "time_ratio": statistics.median(ratio),
-        "time_ratio_min": min(ratio),
-        "time_ratio_max": max(ratio),
-        "warm_up_s": warm_up,
-        "loss_difference": max(difference(**x) for x in losses),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
-    }
+    for name, times in spent.items():
+        row[f"{name}_s"] = statistics.median(times)
+        row[f"{name}_tokens_per_s"] = batch.targets.numel() / statistics.median(times)
+    if "loop" in steps:
+        ratios = [a / b for a, b in zip(spent["ours"], spent["loop"], strict=True)]
+        row |= {"time_ratio": statistics.median(ratios)}
+        row |= {"time_ratio_min": min(ratios), "time_ratio_max": max(ratios)}
+        pairs = zip(losses["ours"], losses["loop"], strict=True)
+        row["loss_difference"] = max(difference(*pair) for pair in pairs)
+    row["peak_gib"] = peak_gib(device)
+    # Last, since it may raise in the middle of a step.
+    return row | {"waits_at": wait_in(steps["ours"], device)}
 
 
-def main() -> int:
+class Card:
+    """The rows of one card, in the order of what matters."""
+
+    def __init__(self, device: torch.device, args: argparse.Namespace):
+        self.device = device
+        self.args = args
+        self.name = device_name(device)
+        self.sheet = sheet_flops(self.name)
+        self.ceiling = 0.0
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        return {
+            "compiled": lambda: self.mode(compiled=True),
+            "memory": lambda: memory_ceiling(self.device, ARRAY[self.args.dry]),
+            "eager": lambda: self.mode(compiled=False),
+        }
+
+    def plan(self, compiled: bool) -> Plan:
+        # All samples are one micro-batch, those of a dry run (`cases.DRY_WORDS`) too.
+        batch = 16 if self.args.dry else self.args.batch
+        words = [
+            "parallel=dp1",
+            f"parallel.micro_batch_size={batch}",
+            f"train.seq_len={self.args.seq}",
+            f"train.global_batch_samples={batch}",
+            f"train.compile={str(compiled).lower()}",
+        ]
+        where = Where(self.args.dry, self.device.type == "cuda", card_words(self.name))
+        return plan_of(SMALL, tuple(words), 1, where)
+
+    def mode(self, compiled: bool) -> dict[str, Any]:
+        """Ours and the loop, compiled or not, beside the best product and the plan."""
+        plan = self.plan(compiled)
+        product = matmul_ceiling(self.device, PRODUCTS[self.args.dry])
+        self.ceiling = max(self.ceiling, product)
+        row = compare(plan, self.device, self.args.rounds)
+        flops = model_flops_per_token(plan.model, plan.job.train.seq_len)
+        for side in ("ours", "loop"):
+            achieved = row.get(f"{side}_tokens_per_s", 0.0) * flops
+            row[f"{side}_of_ceiling"] = achieved / self.ceiling
+            row[f"{side}_mfu"] = achieved / self.sheet if self.sheet else None
+        memory = plan.memory.total - context_bytes(plan.memory, plan.cluster.device)
+        row |= {"product_flops": product, "flops_per_token": flops}
+        row |= {"planned_s": plan.time.step_s, "planned_gib": memory / GIB}
+        # The cost model does not know of `train.compile`: steps as users train correct it.
+        measured = {"plan": json.loads(to_json(plan)), "step_s": row["ours_s"]}
+        return row | (measured if compiled else {})
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people: its numbers, and where a step of ours has waited."""
+    numbers = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)]
+    problems = [row[key] for key in ("loop_failed",) if key in row]
+    problems += [f"a steady step waits at {row['waits_at']}"] if row.get("waits_at") else []
+    return ", ".join(numbers + problems)
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_single", description=__doc__.partition("\n")[2]
     )
+    minutes.add_argument(parser)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--dry", action="store_true")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available() and not args.dry:
         print("skipped: this machine has no CUDA device")
         return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    seq, batch = (64, 2) if args.dry else (args.seq, args.batch)
-    model = tiny_model(**({} if args.dry else LLAMA_1B) | {"max_seq_len": seq})
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    sheet = next(
-        (peak for key, peak in PEAKS.items() if all(word in name for word in key.split())), None
-    )
-    flops = model_flops_per_token(model, seq)
-    ceilings = []
-    results = {}
-    for mode in ("eager", "compiled"):
-        ceilings.append(matmul_ceiling(device, (256,) if args.dry else (4096, 8192, 16384)))
-        train = {"seq_len": seq, "precision": "bf16", "micro_batches": 1, "micro_batch_size": batch}
-        plan = make_plan(model=model, compile=mode == "compiled", bucket_bytes=25 << 20, **train)
-        results[mode] = row = compare(plan, device, args.rounds, mode == "compiled")
-        for side in ("ours", "loop"):
-            achieved = row[f"{side}_tokens_per_s"] * flops
-            row[f"{side}_of_ceiling"] = achieved / max(ceilings)
-            row[f"{side}_mfu"] = achieved / sheet if sheet else None
-        print(
-            f"{mode}: "
-            + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if value is not None),
-            flush=True,
-        )
-        torch.compiler.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-    ceiling = {
-        "matmul_ceiling_flops": max(ceilings),
-        "sheet_flops": sheet,
-        "flops_per_token": flops,
-    }
-    print(f"{name}: matmul ceiling {max(ceilings) / 1e12:.1f} TFLOP/s bf16")
-    if not args.dry:
-        record = {
-            "device": name,
-            **ceiling,
-            "modes": results,
-            "conditions": conditions(**vars(args)),
-        }
-        RESULT.write_text(json.dumps(record, indent=2) + "\n")
-    return 0
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    card = Card(device, args)
+    record = {"device": card.name, "sheet_flops": card.sheet, "conditions": conditions(**settings)}
+    out = args.out if args.dry else args.out or RESULT
+    limit = minutes.Limit(args.minutes)
+    series = minutes.Series(record, limit, out, show=line, free=lambda: forget(device))
+    for name, measure in card.rows().items():
+        series.measure(name, measure)
+    print(f"{card.name}: best product {card.ceiling / 1e12:.1f} TFLOP/s bf16; {series.summary()}")
+    waits = [name for name, row in series.rows.items() if row.get("waits_at")]
+    return 1 if series.failed or waits else 0
 
 
 if __name__ == "__main__":

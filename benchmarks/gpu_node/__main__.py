@@ -1,36 +1,44 @@
-"""python -m benchmarks.gpu_node [--rounds 8] [--only NAME ...] [--torchtitan DIR] [--dry]
+"""python -m benchmarks.gpu_node [--minutes 8] [--rounds 8] [--only NAME ...] [--torchtitan DIR]
+[--dry]
 
-Runs every technique on the GPUs of this node, unattended: about an hour on eight H100s. Each case
-is a line of words that `orch plan` takes; its processes are forked here, one a GPU, and end with
-it. What fails is written down with its reason, and the next case goes on. After each case
-benchmarks/results/gpu_node.json and docs/performance.md are written, so a run that is cut off has
-told what it knew; `--only` replaces single cases.
+Runs every technique on the GPUs of this node, unattended, in the order of what matters: about an
+hour on eight H100s, or as many as --minutes allows. Each case is a line of words that `orch plan`
+takes; its processes are forked here, one a GPU, and end with it. A case that hangs gets half of the
+time that remains. What fails is written down with its reason, and the next case goes on. After each
+case benchmarks/results/gpu_node.json and docs/performance.md are written, so a run that is cut off
+has told what it knew; `--only` replaces single cases and measures those that were not reached.
+`orch calibrate --from FILE` takes the result.
 
 Beside ours: a plain loop of torch's modules on DDP or FSDP2, and torchtitan, where it is installed
 (`pip install torchtitan`, or --torchtitan with a folder: see benchmarks/kernels.py). In the same
-run: the best bf16 matrix product on all GPUs at once, and NCCL's collectives. Without GPUs it says
-so and ends with 0; `--dry` runs all of it with small models on CPU processes and writes to --out
-alone: it proves that the program runs.
+run: the best bf16 matrix product and the rate of memory on all GPUs at once, and NCCL's
+collectives. Without GPUs it says so and ends with 0; `--dry` runs all of it with small models on
+CPU processes and writes to --out alone: it proves that the program runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import minutes
+from benchmarks.card import card_words, sheet_flops
 from benchmarks.gpu_node import page
 from benchmarks.gpu_node.cases import SMALL, Case, Where, cases, plan_of, planned
-from benchmarks.gpu_node.measure import ceilings, run_case
+from benchmarks.gpu_node.measure import ceilings, nccl, run_case
 from benchmarks.gpu_node.rivals import available
-from benchmarks.gpu_single import PEAKS
 from benchmarks.vs_torch.harness import conditions
 from orchestrator.plan import Plan
+from orchestrator.plan.codec import to_json
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.trained import refusal
 from trainer.verify.ranks import RankError, run_ranks
@@ -42,9 +50,42 @@ TIMEOUT = 1800.0
 
 
 def main(argv: list[str] | None = None) -> int:
+    args = parsed(argv)
+    gpus_here, card = devices()
+    if not gpus_here and not args.dry:
+        print("skipped: this machine has no CUDA device")
+        return 0
+    gpus = args.gpus or gpus_here or 8
+    out = args.out or RESULT
+    if args.dry and args.out is None:
+        out = Path(tempfile.mkdtemp(prefix="gpu-node-")) / RESULT.name
+    earlier = args.only and out.exists()
+    record = json.loads(out.read_text()) if earlier else {"rows": {}}
+    record |= {"gpus": gpus, "dry": args.dry, "conditions": conditions(rounds=args.rounds)}
+    where = Where(args.dry, bool(gpus_here), card_words(card))
+    limit = minutes.Limit(args.minutes)
+    series = minutes.Series(record, limit, out, show=page.line)
+    node = Node(gpus, where, limit, args.rounds, available(args.torchtitan))
+    for name, measure in node.rows().items():
+        is_kept = name in page.CEILINGS and name in series.rows and name not in series.late
+        if args.only and name not in args.only and (name not in page.CEILINGS or is_kept):
+            continue
+        series.measure(name, measure)
+        if args.page is not None:
+            page.write(record, args.page)
+    failed = [name for name, row in series.rows.items() if "failed" in row.get("ours", {})]
+    print(f"{series.summary()}; ours failed: {', '.join(failed) or 'never'}; {out}")
+    if series.late:
+        names = " ".join(map(shlex.quote, series.late))
+        print(f"the others: python -m benchmarks.gpu_node --only {names}")
+    return 1 if args.dry and (failed or series.failed) else 0
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_node", description=__doc__.partition("\n")[2]
     )
+    minutes.add_argument(parser)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--torchtitan", default="", metavar="DIR")
@@ -56,63 +97,77 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     args.page = args.page or (None if args.dry else page.PAGE)
-    found = devices()
-    if not found and not args.dry:
-        print("skipped: this machine has no CUDA device")
-        return 0
-    gpus = args.gpus or found or 8
-    out = args.out or RESULT
-    if args.dry and args.out is None:
-        out = Path(tempfile.mkdtemp(prefix="gpu-node-")) / RESULT.name
-    record = json.loads(out.read_text()) if args.only and out.exists() else {"cases": {}}
-    record |= {"gpus": gpus, "dry": args.dry, "conditions": conditions(rounds=args.rounds)}
-    rivals = available(args.torchtitan)
-    where = Where(args.dry, bool(found))
-    node = plan_of(SMALL, (f"parallel=dp{gpus}_zero1",), gpus, where)
-    (record["node"], *_) = forked(ceilings, gpus, node, args.dry)
-    for case in cases(gpus):
-        if args.only and case.name not in args.only:
-            continue
-        record["cases"][case.name] = row = one(case, gpus, rivals, args.rounds, where)
-        print(f"{case.name}: {page.line(row)}", flush=True)
-        out.write_text(json.dumps(record, indent=2) + "\n")
-        if args.page is not None:
-            page.write(record, args.page)
-    failed = [
-        name
-        for name, row in record["cases"].items()
-        if "failed" in row or "failed" in row.get("ours", {})
-    ]
-    print(
-        f"{len(record['cases'])} cases, {len(failed)} failed: {', '.join(failed) or 'none'}; {out}"
+    return args
+
+
+def devices() -> tuple[int, str]:
+    """GPUs of this node and the name of the first, asked for by another process: one that has
+    looked at a GPU cannot fork others that use it."""
+    program = (
+        "import torch; n = torch.cuda.device_count(); "
+        "print(n, torch.cuda.get_device_name(0) if n else '')"
     )
-    return 1 if args.dry and failed else 0
+    argv = [sys.executable, "-c", program]
+    answer = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    count, _, name = answer.strip().partition(" ")
+    return int(count), name
 
 
-def devices() -> int:
-    """GPUs of this node, asked for by another process: one that has looked at a GPU cannot fork
-    others that use it."""
-    words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+@dataclass(frozen=True)
+class Node:
+    """The rows of this node: what it can do, then the techniques."""
+
+    gpus: int
+    where: Where
+    limit: minutes.Limit
+    rounds: int
+    rivals: dict[str, Any]
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        rows = {
+            page.CEILINGS[0]: lambda: self.of_node(ceilings),
+            page.CEILINGS[1]: lambda: self.of_node(nccl),
+        }
+        return rows | {case.name: partial(self.case, case) for case in cases(self.gpus)}
+
+    def forked(self, function: Callable[..., Any], plan: Plan, *args: Any) -> list[Any]:
+        """[function(rank, plan, store, *args) for each rank]. Raises RuntimeError with one line."""
+        timeout = self.limit.share_s(TIMEOUT)
+        with tempfile.TemporaryDirectory(prefix="gpu-node-") as folder:
+            store = f"{folder}/store"
+            try:
+                return run_ranks(function, self.gpus, plan, store, *args, timeout=timeout)
+            except RankError as error:
+                print(error, file=sys.stderr)
+                raise RuntimeError(reason(error)) from None
+
+    def of_node(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """What all GPUs can do at once, as the first rank sees it."""
+        plan = plan_of(SMALL, (f"parallel=dp{self.gpus}_zero1",), self.gpus, self.where)
+        return self.forked(function, plan, self.where.dry)[0]
+
+    def case(self, case: Case) -> dict[str, Any]:
+        plan = planned(case, self.gpus, self.where)
+        problem = plan if isinstance(plan, str) else refusal(plan)
+        if isinstance(plan, str) or problem:
+            return {"failed": problem}
+        beside = {name: self.rivals[name] for name in case.rivals if name in self.rivals}
+        ranks = self.forked(run_case, plan, beside, self.rounds, self.where.dry)
+        row = summary(plan, ranks, beside) | {"words": [f"model={case.model}", *case.words]}
+        # The cost model does not know of `train.compile`: steps as users train correct it.
+        if "step_s" in row["ours"] and plan.job.train.compile:
+            row |= {"plan": json.loads(to_json(plan)), "step_s": row["ours"]["step_s"]}
+        return row
 
 
-def forked(function: Callable[..., Any], gpus: int, plan: Plan, *args: Any) -> list[Any]:
-    """[function(rank, plan, store, *args) for each rank]. Raises RankError."""
-    with tempfile.TemporaryDirectory(prefix="gpu-node-") as folder:
-        return run_ranks(function, gpus, plan, f"{folder}/store", *args, timeout=TIMEOUT)
-
-
-def one(case: Case, gpus: int, rivals: dict[str, Any], rounds: int, where: Where) -> dict[str, Any]:
-    plan = planned(case, gpus, where)
-    problem = plan if isinstance(plan, str) else refusal(plan)
-    if isinstance(plan, str) or problem:
-        return {"failed": problem}
-    beside = {name: rivals[name] for name in case.rivals if name in rivals}
-    try:
-        ranks = forked(run_case, gpus, plan, beside, rounds, where.dry)
-    except RankError as error:
-        return {"failed": str(error).strip().splitlines()[-1]}
-    return summary(plan, ranks, beside) | {"words": [f"model={case.model}", *case.words]}
+def reason(error: RankError) -> str:
+    """What went wrong on a rank, in one line: the end of its traceback, or where a rank that did
+    not finish stands."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if "did not finish" not in lines[0]:
+        return lines[-1]
+    innermost = next((line for line in lines if line.startswith("File ")), "")
+    return f"{lines[0]} {innermost}".strip()
 
 
 def summary(plan: Plan, ranks: list[dict[str, Any]], beside: dict[str, Any]) -> dict[str, Any]:
@@ -122,14 +177,7 @@ def summary(plan: Plan, ranks: list[dict[str, Any]], beside: dict[str, Any]) -> 
         model_flops_per_token(plan.model, plan.job.train.seq_len)
         * plan.parallel.global_batch_tokens
     )
-    sheet = next(
-        (
-            peak
-            for key, peak in PEAKS.items()
-            if all(word in ranks[0]["name"] for word in key.split())
-        ),
-        None,
-    )
+    sheet = sheet_flops(ranks[0]["name"])
     row: dict[str, Any] = {
         "gpu": ranks[0]["name"],
         "planned_s": plan.time.step_s,

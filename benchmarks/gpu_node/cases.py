@@ -31,10 +31,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Where:
-    """`dry`: small models; `cuda`: on GPUs, which a dry run may be too (tests/beds/fakegpu)."""
+    """`dry`: small models; `cuda`: on GPUs, which a dry run may be too (tests/beds/fakegpu);
+    `card`: the words of `card_words`."""
 
     dry: bool
     cuda: bool
+    card: tuple[str, ...] = ()
 
 
 #: Dry: the same layouts of small models, which trains in seconds.
@@ -75,6 +77,7 @@ def plan_of(model: str, words: tuple[str, ...], gpus: int, where: Where) -> Plan
             f"cluster.gpus_per_node={gpus}",
             f"model={model}",
             "train=pretrain",
+            *where.card,
         ]
         config = load([*place, *_without(WORDS, words), *words])
     return build_plan(config, build_cluster(config.cluster))
@@ -85,9 +88,27 @@ def _without(defaults: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
     return [word for word in defaults if word.partition("=")[0] not in given]
 
 
+#: What is measured first, since time may end: one case of each kind of parallelism, beside the
+#: rivals; then what is built of them.
+FIRST = (
+    "ZeRO-3",
+    "TP + SP",
+    "ZeRO-1",
+    "PP 1f1b",
+    "CP zigzag",
+    "experts",
+    "TP + ZeRO-1",
+    "TP + PP + ZeRO-1",
+    "ZeRO-0",
+    "ZeRO-2",
+)
+
+
 def cases(gpus: int) -> list[Case]:
-    """Every technique on `gpus`, a power of two from 2 on; those that need more are left out."""
-    return [case for case in _all(gpus) if case is not None]
+    """Every technique on `gpus`, a power of two from 2 on, in the order of what matters; those that
+    need more are left out."""
+    possible = [case for case in _all(gpus) if case is not None]
+    return sorted(possible, key=lambda case: (*FIRST, case.name).index(case.name))
 
 
 def _all(n: int) -> Iterator[Case | None]:

@@ -7,7 +7,6 @@ measured before each side, on all GPUs at once: they share power and heat as in 
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 import time
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu_single import matmul_ceiling
+from benchmarks.card import forget, matmul_ceiling, memory_ceiling
 from benchmarks.vs_torch.common import LR
 from orchestrator.plan import Plan
 from trainer.comm.mesh import Mesh
@@ -33,8 +32,9 @@ from trainer.verify.samples import micro_batch
 WARM_UP = 3
 GIB = 1 << 30
 Step = Callable[[], Tensor]
-#: Sides of square products, and bytes of collectives: of a dry run, of GPUs.
+#: Sides of square products, bytes of an array and of collectives: of a dry run, of GPUs.
 PRODUCTS = {True: (128,), False: (4096, 8192, 16384)}
+ARRAY = {True: 1 << 16, False: 1 << 30}
 MESSAGES = {True: (1 << 12,), False: (1 << 20, 1 << 24, 1 << 28, 1 << 30)}
 
 
@@ -81,7 +81,7 @@ def run_case(
             traceback.print_exc()
         if any(_told(problem)):
             return found | {name: {"failed": next(filter(None, _told(problem)))}}
-        _forget(device)
+        forget(device)
     return found
 
 
@@ -154,21 +154,24 @@ def _finished(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _forget(device: torch.device) -> None:
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 # -------------------------------------------------------------------------------------------
 #     ceilings of the node
 
 
 def ceilings(rank: int, plan: Plan, store: str, dry: bool) -> dict[str, Any]:
-    """{"matmul_flops", "nccl": {operation: {bytes: bus bytes/s}}} of all GPUs at once. Bus rates
-    are those of NCCL's tests: bytes over a ring's slowest link."""
+    """What each GPU can do while all do it: products, and its own memory."""
+    device = device_of(rank, plan, store)
+    product = matmul_ceiling(device, PRODUCTS[dry])
+    return {
+        "matmul_flops": product,
+        **memory_ceiling(device, ARRAY[dry]),
+        "cores": os.cpu_count(),
+    }
+
+
+def nccl(rank: int, plan: Plan, store: str, dry: bool) -> dict[str, Any]:
+    """{"nccl": {operation: {bytes: bus bytes/s}}} of all GPUs at once. Bus rates are those of
+    NCCL's tests: bytes over a ring's slowest link."""
     device = device_of(rank, plan, store)
     world = dist.get_world_size()
     found: dict[str, dict[str, float]] = {}
@@ -196,11 +199,7 @@ def ceilings(rank: int, plan: Plan, store: str, dry: bool) -> dict[str, Any]:
             runs["reduce-scatter"] = scatter
         for name, (run, share) in runs.items():
             found.setdefault(name, {})[str(size)] = share * whole.nbytes / _best(run, device)
-    return {
-        "matmul_flops": matmul_ceiling(device, PRODUCTS[dry]),
-        "nccl": found,
-        "cores": os.cpu_count(),
-    }
+    return {"nccl": found}
 
 
 def _neighbours(x: Tensor, y: Tensor, rank: int, world: int) -> None:

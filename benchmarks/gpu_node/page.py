@@ -7,13 +7,15 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 MARKS = "<!-- gpu node -->\n", "<!-- end of gpu node -->"
+#: The rows about the node itself.
+CEILINGS = ("ceilings", "NCCL")
 SIDES = {"ours": "ours", "loop": "plain loop", "titan": "torchtitan"}
 
 
 def line(row: dict[str, Any]) -> str:
     """One line for people."""
-    if "failed" in row:
-        return f"failed: {row['failed']}"
+    if "ours" not in row:
+        return _rates(row)
     parts = []
     for side, name in SIDES.items():
         if side in row:
@@ -33,31 +35,34 @@ def _speed(part: dict[str, Any]) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """All cases, and what the node itself can do."""
-    node = record["node"]
     rows = [
         "| technique | words | step, s | planned | MFU | of the product | peak GiB | planned |"
         " exposed, s | beside |"
     ]
     rows += ["|---|---|---|---|---|---|---|---|---|---|"]
-    for name, row in record["cases"].items():
-        rows.append(
-            f"| {name} | {' '.join(f'`{word}`' for word in row.get('words', []))} | {_cells(row)} |"
-        )
-    what = (
-        f"{record['gpus']} x"
-        f" {next((row['gpu'] for row in record['cases'].values() if 'gpu' in row), '?')}"
-    )
-    rates = "; ".join(
-        f"{name} {max(sizes.values()) / 1e9:.0f} GB/s at"
-        f" {int(max(sizes, key=lambda size: sizes[size])) >> 20} MiB"
-        for name, sizes in node["nccl"].items()
-    )
-    about = (
-        f"{what}: best bf16 product on all at once {node['matmul_flops'] / 1e12:.1f} TFLOP/s; bus"
-        f" rates: {rates}."
-    )
+    cases = {name: row for name, row in record["rows"].items() if name not in CEILINGS}
+    for name, row in cases.items():
+        words = " ".join(f"`{word}`" for word in row.get("words", []))
+        rows.append(f"| {name} | {words} | {_cells(row)} |")
+    gpu = next((row["gpu"] for row in cases.values() if "gpu" in row), "?")
+    rates = [_rates(record["rows"].get(name, {})) for name in CEILINGS]
+    about = f"{record['gpus']} x {gpu}, all at once: {'; '.join(filter(None, rates))}."
     about += f" Commit {record['conditions']['commit'][:7]}, torch {record['conditions']['torch']}."
     return "\n".join([*rows, "", about]) + "\n"
+
+
+def _rates(row: dict[str, Any]) -> str:
+    """What the node itself can do, of a row of `CEILINGS`."""
+    if "failed" in row:
+        return f"failed: {row['failed']}"
+    rates = []
+    if "matmul_flops" in row:
+        rates.append(f"best bf16 product {row['matmul_flops'] / 1e12:.1f} TFLOP/s")
+        rates.append(f"memory {row['triad_bytes_per_s'] / 1e9:.0f} GB/s (triad)")
+    for name, sizes in row.get("nccl", {}).items():
+        size = max(sizes, key=lambda size: sizes[size])
+        rates.append(f"{name} {sizes[size] / 1e9:.0f} GB/s at {int(size) >> 20} MiB")
+    return "; ".join(rates)
 
 
 def _cells(row: dict[str, Any]) -> str:

@@ -79,6 +79,7 @@ def titan(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
     plain, unchunked configuration."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.distributed import utils as titan_utils
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.llama3 import model_registry
 
@@ -86,7 +87,8 @@ def titan(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
     par = plan.parallel
     train = plan.job.train
     spec = model_registry(TITAN.get(plan.model.name, "debugmodel"))
-    parallelism = ParallelismConfig(tensor_parallel_degree=par.tp, spmd_backend="full_dtensor")
+    parallelism = ParallelismConfig(tensor_parallel_degree=par.tp, spmd_backend="partial_dtensor")
+    titan_utils.set_spmd_backend(parallelism.spmd_backend)  # as its trainer does
     dims = ParallelDims.from_config(parallelism, par.world_size)
     dims.build_mesh()
     with torch.device("meta"):

@@ -58,7 +58,11 @@ def lines_of(file: str) -> set[int]:
 
 
 #: Bodies of classes run once, on import.
-CLASSES = ("Case", "Where")
+CLASSES = ("Case", "Where", "Node")
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("a rival that fails")
 
 
 def main(kind: str, folder: Path) -> int:
@@ -68,17 +72,20 @@ def main(kind: str, folder: Path) -> int:
     if kind == "single":
         from benchmarks import gpu_single
 
-        sys.argv = ["gpu_single", "--dry", "--rounds", "2"]
-        return gpu_single.main()
+        original_plain = gpu_single.plain
+
+        def plain(plan: Plan, *rest: Any) -> Any:
+            return fail() if plan.job.train.compile else original_plain(plan, *rest)
+
+        gpu_single.plain = plain
+        arguments = ["--dry", "--rounds", "2", "--out", str(folder / "single.json")]
+        return gpu_single.main(arguments)
     from benchmarks.gpu_node import __main__ as node
     from benchmarks.gpu_node import measure
     from benchmarks.gpu_node.cases import SMALL, Case, Where, plan_of
 
-    def failing(*_: Any) -> Any:
-        raise RuntimeError("a rival that fails")
-
     def ours(plan: Plan, *rest: Any) -> Any:
-        return failing() if plan.parallel.zero == 2 else real(plan, *rest)
+        return fail() if plan.parallel.zero == 2 else real(plan, *rest)
 
     original_cases = node.cases
     rivals = node.available
@@ -94,7 +101,7 @@ def main(kind: str, folder: Path) -> int:
     ]
     node.cases = lambda gpus: [*original_cases(gpus), *extra_cases]
     node.available = lambda folder: (
-        rivals(folder) | {"failing": failing, "dying": lambda *_: os._exit(3)}
+        rivals(folder) | {"failing": fail, "dying": lambda *_: os._exit(3)}
     )
     plan_of(SMALL, (layout, "train.global_batch_samples=8"), 2, Where(dry=False, cuda=True))
     out = folder / "result.json"
@@ -105,7 +112,8 @@ def main(kind: str, folder: Path) -> int:
     arguments += ["--torchtitan", titan, "--only"]
     node.main([*arguments, *CASES])
     tempfile.tempdir = str(folder)  # where it writes unless told
-    node.main(["--dry", "--gpus", "2", "--only", "refused"])
+    late = ["--dry", "--gpus", "2", "--minutes", "1e-5", "--page", str(page), "--only", "refused"]
+    node.main(late)
     return 0 if node.main([*arguments, "fails", "dies", "ours fails"]) == 1 else 1
 
 

@@ -11,7 +11,8 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks.gpu_node.cases import Where, cases, plan_of
+from benchmarks.gpu_node import page
+from benchmarks.gpu_node.cases import FIRST, Where, cases, plan_of
 from tests.beds import fakegpu
 from tests.bench.dry_runs import CASES, NODE, ROOT, SINGLE, lines_of
 
@@ -47,7 +48,8 @@ def left(files, *runs):
     return missing
 
 
-#: What the machine decides: one without GPUs, one with torchtitan.
+#: What the machine decides: one without GPUs, one with torchtitan. A rank that hangs is in
+#: test_minutes.
 ELSEWHERE = (
     "skipped: this machine has no CUDA device",
     "return 0",
@@ -58,7 +60,14 @@ ELSEWHERE = (
     '"modes": results,',
     '"conditions": conditions(',
     "return RIVALS",
+    "innermost",
 )
+
+
+def test_what_matters_is_measured_first():
+    names = [case.name for case in cases(8)]
+    assert tuple(names[: len(FIRST)]) == FIRST and len(set(names)) == len(names) > len(FIRST)
+    assert [case.name for case in cases(2)][:7] == list(FIRST[:7])
 
 
 def test_every_case_has_a_plan_that_fits_eight_gpus():
@@ -79,8 +88,9 @@ def test_a_dry_run_executes_every_line(kind, files, tmp_path):
         missing = [line for line in missing if not in_titan(line)]
     assert missing == []
     if kind == "node":
-        rows = json.loads((tmp_path / "cpu" / "result.json").read_text())["cases"]
-        assert set(rows) == {*CASES, "fails", "dies", "ours fails"}
+        rows = json.loads((tmp_path / "cpu" / "result.json").read_text())["rows"]
+        assert set(rows) == {*page.CEILINGS, *CASES, "fails", "dies", "ours fails"}
+        assert rows["NCCL"]["nccl"] and rows["ceilings"]["triad_bytes_per_s"] > 0
         assert (
             "rule 'gpus'" in rows["refused"]["failed"]
             and "a rival that fails" in rows["fails"]["failing"]["failed"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.beds import fakegpu
 from tests.trainer import compiled_steps
-from tests.trainer.test_gpu import OF_OFFLOAD
+from tests.trainer.test_gpu import OF_EXPERTS, OF_OFFLOAD
 
 pytestmark = [
     pytest.mark.process,
@@ -85,7 +85,7 @@ MORE = [name for name in ROWS if name not in QUICK]
 
 
 #: Where the host waits by design.
-WAITS = (*OF_OFFLOAD, "dispatch.py:_to_experts")
+WAITS = (*OF_OFFLOAD, *OF_EXPERTS)
 
 
 @pytest.fixture(scope="module")

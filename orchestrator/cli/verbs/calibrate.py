@@ -1,12 +1,12 @@
 """`orch calibrate`: fits the parameters of the cost model to a table of runs, to a run of this
-site, or to `orch bench`."""
+site, to `orch bench`, or to the rows of a benchmark."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -14,6 +14,7 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from orchestrator.accuracy.calibrate.measured_steps import StepFacts
     from orchestrator.accuracy.calibrate.update import Update
     from orchestrator.config.schema import ClusterSpec
     from orchestrator.cost.profile import Profile
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from orchestrator.run.folder import RunFolder
 
 BENCH = "bench"
+ROWS = ".json"  # the end of the name of a file with measured rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fit a new profile to these runs; needs --out",
     )
     source_help = (
-        "update the site's profile with the measured steps of a run, or with the orch bench of the"
-        " given cluster"
+        "update the site's profile with the measured steps of a run, or, for the given cluster,"
+        " with its orch bench or with the rows of a benchmark (gpu_single.json)"
     )
     parser.add_argument(
         "--from",
-        metavar="RUN|bench",
+        metavar="RUN|bench|FILE.json",
         dest="source",
         help=source_help,
     )
@@ -59,15 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if (args.table is None) == (args.source is None):
         raise OrchError(
-            "orch calibrate needs either --table FILE.csv or --from RUN|bench", Exit.USAGE
+            "orch calibrate needs either --table FILE.csv or --from RUN|bench|FILE.json", Exit.USAGE
         )
-    if args.source != BENCH and overrides:
+    is_bench = args.source == BENCH
+    has_rows = args.source is not None and args.source.endswith(ROWS)
+    if overrides and not is_bench and not has_rows:
         raise OrchError(
-            f"{overrides[0]!r}: only --from bench takes overrides (the cluster)", Exit.USAGE
+            f"{overrides[0]!r}: only --from bench and --from FILE.json take overrides (the"
+            " cluster)",
+            Exit.USAGE,
         )
     if args.table is not None:
         return _table(args)
-    return _bench(args, overrides) if args.source == BENCH else _run(args)
+    if is_bench:
+        return _bench(args, overrides)
+    return _rows(args, overrides) if has_rows else _run(args)
 
 
 # ------------------------------------------------------------------------------- a table of runs
@@ -127,6 +135,7 @@ def _table(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from orchestrator.accuracy.calibrate.measured_steps import StepFacts
     from orchestrator.accuracy.calibrate.update import site_profile, then, update_with_step
     from orchestrator.cli.session import open_run, plan_of_run
     from orchestrator.cost.of_plan import context_of, step_of
@@ -160,14 +169,14 @@ def _run(args: argparse.Namespace) -> int:
         update = then(load_update, step_update)
     step_after = float(predict_step(update.values(base)))  # type: ignore[arg-type]
     step_before = float(predict_step(base.values))  # type: ignore[arg-type]
-    facts = {"measured_s": measured, "before_s": step_before, "after_s": step_after}
+    facts = StepFacts(measured, step_before, step_after)
     return _save(
         args,
         spec,
         base,
         update,
         source=("run", folder.run_id),
-        facts=facts,
+        steps={folder.run_id: facts},
     )
 
 
@@ -240,8 +249,49 @@ def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
         base,
         update,
         source=("bench", source),
-        facts={},
+        steps={},
     )
+
+
+def _rows(args: argparse.Namespace, overrides: list[str]) -> int:
+    from orchestrator.accuracy.calibrate.measured_steps import (
+        read_measured_steps,
+        update_with_steps,
+    )
+    from orchestrator.cli.verbs.predict import digest
+    from orchestrator.config.compose import load
+
+    path = Path(args.source)
+    steps = read_measured_steps(path)
+    spec = load(overrides, args.config_dir).cluster
+    for step in steps:
+        _check_gpu(spec, step.plan, f"{path}: row {step.name!r}")
+    base = _base(args, spec)
+    source = f"{path.name} {digest(path)[:12]}"
+    _check_new(base, source, str(path))
+    update, facts = update_with_steps(base, steps, lambda plan: _measured_cluster(spec, plan))
+    return _save(
+        args,
+        spec,
+        base,
+        update,
+        source=("rows", source),
+        steps=facts,
+    )
+
+
+def _check_gpu(spec: ClusterSpec, plan: Plan, label: str) -> None:
+    """Raises OrchError (65) if a plan's GPUs are of another generation than the cluster's."""
+    from orchestrator.cost.parameters import generation_of
+
+    measured = generation_of(plan.cluster.gpu.name, plan.cluster.device)
+    described = generation_of(spec.gpu.name, spec.device)
+    if measured != described:
+        raise OrchError(
+            f"{label} was measured on {plan.cluster.gpu.name} ({measured}), but cluster {spec.name}"
+            f" has {spec.gpu.name} ({described})",
+            Exit.CONFIG,
+        )
 
 
 def _check_new(base: Profile, source: str, label: str) -> None:
@@ -268,10 +318,10 @@ def _save(
     update: Update,
     *,
     source: tuple[str, str],
-    facts: dict[str, float],
+    steps: dict[str, StepFacts],
 ) -> int:
     """Writes the updated profile, and prints what has changed. `source`: the kind of measurement
-    and its name; `facts`: step seconds before and after the update, if a run was measured."""
+    and its name; `steps`: the measured steps by name, a run's own alone."""
     from orchestrator.accuracy.calibrate.drift import changed
     from orchestrator.accuracy.calibrate.update import site_profile
     from orchestrator.cli.session import home
@@ -302,20 +352,18 @@ def _save(
                 "file": str(path),
                 "profile": profile.label,
                 "base": base.label,
-                **facts,
+                **_facts(steps, source[1]),
                 "parameters": parameters,
             }
         )
         return Exit.DONE
-    if facts:
+    for name, facts in steps.items():
         from orchestrator.style import seconds
 
-        before, measured, after = (
-            seconds(facts[name]) for name in ("before_s", "measured_s", "after_s")
-        )
+        measured, before, after = map(seconds, facts)
         print(
-            f"step of {source[1]}: {before} predicted, {measured} measured, {after} predicted from"
-            " now on"
+            f"step of {name}: {before} predicted, {measured} measured, {after} predicted from now"
+            " on"
         )
     for parameter in moved[:8]:
         print(f"  {parameter.text}")
@@ -326,6 +374,13 @@ def _save(
             " the file restores the shipped profile"
         )
     return Exit.DONE
+
+
+def _facts(steps: dict[str, StepFacts], run: str) -> dict[str, Any]:
+    """Returns the JSON fields of the measured steps: those of a run itself, or `steps` by name."""
+    if run in steps:
+        return steps[run]._asdict()
+    return {"steps": {name: facts._asdict() for name, facts in steps.items()}} if steps else {}
 
 
 def _write(profile: Profile, path: Path, private: bool = False) -> None:

@@ -22,9 +22,10 @@ last pipeline stage. It follows the first sum and moves only the shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -187,7 +188,9 @@ class GradBuckets(ParamGathers):
         self._received.append([0] * len(members))
         for position, (_, param, _) in enumerate(members):
             self._slot_of[param] = (number, position)
-            hook = partial(self._accumulate, number, position)
+            # Weak: the garbage collector sees no cycle through a parameter's hook, and an engine
+            # that is done would keep its weights and gradients.
+            hook = partial(_call, WeakMethod(self._accumulate), number, position)
             param.register_post_accumulate_grad_hook(hook)
 
     def _shards_of(self, kind: Hashable) -> int:
@@ -370,6 +373,18 @@ class GradBuckets(ParamGathers):
     def grad_tensors(self) -> list[Tensor]:
         """The gradients' storage, for memory metrics."""
         return [bucket.whole_grads for bucket in self.buckets]
+
+
+def _call(
+    method: WeakMethod[Callable[[int, int, Tensor], None]],
+    number: int,
+    position: int,
+    param: Tensor,
+) -> None:
+    """Calls `GradBuckets._accumulate`, unless its buckets are gone."""
+    accumulate = method()
+    if accumulate is not None:
+        accumulate(number, position, param)
 
 
 def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:

@@ -1,0 +1,1 @@
+"""Every technique of one card against float64 on the host."""
