@@ -78,7 +78,7 @@ def may_wait(name: str, place: str) -> bool:
     """Whether the host of a case waits at a place ("file:line") by design."""
     if "offload" in CASES[name]:
         return True
-    return name in ASKS and place.startswith("experts.py:")
+    return name in ASKS and place.startswith("permutation.py:")
 
 
 def activations_margin(name: str, compiled: bool) -> float | None:

@@ -22,7 +22,7 @@ def steps():
 def test_a_steady_step_waits_nowhere_and_a_wait_is_named(steps):
     waits = steps["waits"]
     assert waits["steady"] == dict.fromkeys(card_steps.LAYOUTS, "")
-    assert waits["experts"].startswith("model/experts.py:")
+    assert waits["experts"].startswith("model/permutation.py:")
     assert waits["elsewhere"].startswith("card_steps.py:")
     assert waits["elsewhere"].endswith(" read")
     (copy,) = waits["copies"]

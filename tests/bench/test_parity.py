@@ -55,7 +55,9 @@ def test_what_is_not_as_it_must_be_is_named():
     assert parity.line(row | {"not_as_planned": ["grads"], "waits_in_last_step": []}) == (
         "WAITS at zero1.py:7, NOT AS PLANNED: grads: "
     )
-    assert not may_wait("bf16", "experts.py:84") and may_wait("experts, fp32", "experts.py:84")
+    assert not may_wait("bf16", "permutation.py:45") and may_wait(
+        "experts, fp32", "permutation.py:45"
+    )
     assert may_wait("optimizer on the host", "sharded.py:3")
     assert activations_margin("full recomputation", True) is None
     assert activations_margin("full recomputation", False) == activations_margin("bf16", True)
