@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "alone, optimizer on the host": {"offload": {"optimizer": "host"}},
     "packed documents": {"isolate_documents": True},
     "packed documents, full": {"isolate_documents": True} | FULL,
+    "packed documents, selective": {"isolate_documents": True} | SELECTIVE,
     "GPT, tied": {"model": GPT},
     "YaRN": {"model": LLAMA | {"yarn": STRETCHED}},
     "dropout": {"model": DROPPED},
@@ -139,11 +140,13 @@ def _steps(rank: int, layout: dict[str, Any], backend: str) -> dict[str, Any]:
         of_loss = len(Passes._fields) if engine.has_loss else 0
         graphs.append(counters["stats"]["unique_graphs"] - of_loss)
     kernels = recording.names("K")
+    passes = plan.model.layers * plan.parallel.micro_batches
     return {
         "graphs": graphs,
         "breaks": sum(counters["graph_break"].values()),
         "kernels": len(kernels),
         "generated": len([name for name in kernels if name.startswith("triton_")]),
+        "attention": len([name for name in kernels if "flash_fwd" in name]) / passes,
         "grouped": len([name for name in kernels if "GroupProblemShape" in name]),
         "waits": [" at ".join(wait) for wait in recording.waits],
     }

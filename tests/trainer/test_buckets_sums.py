@@ -13,6 +13,7 @@ from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
 from trainer.optim.clip import ROW, clip_coefficient, squared_norm
 from trainer.parallel.data.buckets import GradBuckets
+from trainer.parallel.data.zero2 import ShardedGradBuckets
 from trainer.parallel.params import whole
 from trainer.verify.ranks import run_ranks
 
@@ -194,6 +195,28 @@ def test_ranks_that_get_gradients_in_different_orders_get_the_same_sums(zero):
 
 
 # ------------------------------------------------------------------------------------------- norms
+
+
+@pytest.mark.process
+def test_what_a_long_step_shows_of_a_bucket_does_not_hold_for_a_shorter_one():
+    """ZeRO-2 with replicas: three passes send the bucket once each, a single one twice. The sum
+    over the replicas must not leave before the second."""
+    plan = make_plan(dp=2, zero=2, zero_group=1)
+
+    def work(rank: int) -> list[float]:
+        mesh = Mesh.from_plan(plan, rank)
+        params = {name: Parameter(torch.zeros(4, dtype=F64)) for name in "ab"}
+        triples = [(name, param, whole(name, (4,))) for name, param in params.items()]
+        buckets = ShardedGradBuckets(triples, mesh, 2, F64, 512, CommCounter())
+        for passes, names in ((3, "ababab"), (3, "ababab"), (1, "abab")):
+            buckets.expect(passes)
+            for name in names:
+                params[name].grad = torch.ones_like(params[name])
+                buckets.accumulate_grad(params[name])
+            buckets.finish()
+        return buckets.full_grads()["a"].tolist()
+
+    assert run_ranks(work, 2) == [[4.0] * 4] * 2, "two gradients of ones from each of two ranks"
 
 
 def test_norm_of_many_elements_is_not_lost_in_fp32():

@@ -19,6 +19,7 @@ from tests.trainer.samples import engine_of
 from tests.trainer.test_parity import expected_of, parity_plan
 from trainer.metrics.memory import StepMemory
 from trainer.model.block import Block
+from trainer.parallel.vocab import Passes
 from trainer.pipeline.split import DeferredWeightGrads
 from trainer.precision import FP64
 from trainer.verify.compare import LIMIT, STEPS, run_rank
@@ -81,10 +82,7 @@ CASES = {
 def compiled_rank(rank: int, plan, expected, backend: str) -> dict[str, float]:
     import torch._dynamo
 
-    if backend != "inductor":
-        Block.compile = functools.partialmethod(
-            nn.Module.compile, backend=backend
-        )  # in this forked process alone
+    torch.compile = functools.partial(torch.compile, backend=backend)  # in this forked process
     torch._dynamo.utils.counters.clear()
     notes = []
     compute = DeferredWeightGrads.compute
@@ -112,7 +110,9 @@ def test_compiled_blocks_equal_one_process(case, backend):
     for rank, worst in enumerate(
         run_ranks(compiled_rank, plan.parallel.world_size, *args, timeout=400.0)
     ):
-        assert worst.pop("graphs") > 0, "something must have been compiled"
+        has_loss = plan.ranks[rank].coord.pp == plan.parallel.pp - 1
+        of_loss = len(Passes._fields) if has_loss else 0
+        assert worst.pop("graphs") > of_loss, "blocks must have been compiled"
         # torch's own zero-bubble schedules refuse compiled modules (pytorch#161904). Each matrix
         # must still leave its note for the split backward: seven a block and micro-batch, one for
         # the head.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from msgspec import UNSET, to_builtins
 
+from orchestrator.plan import Plan
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.model import Moe, Mtp, Yarn
 from orchestrator.plan.offload import offload_of
@@ -123,34 +124,60 @@ OF_OFFLOAD = (
 )
 #: The one place where the host waits for what routers chose.
 OF_EXPERTS = ("permutation.py:read_counts",)
+SYNCHRONISED = "cudaStreamSynchronize"
 
 
 def may_wait(layout: dict) -> tuple[str, ...]:
     """The places where the host may wait in a step: for gradients that it updates with, and for
-    counts of tokens that other ranks compute, that experts drop, or that no kernel takes."""
+    what routers chose."""
     plan = gpu_steps.gpu_plan(to_builtins(layout))
     places = ()
     if offload_of(plan.job.train).optimizer:
         places += OF_OFFLOAD
-    moe = plan.model.moe
-    if moe is not None:
-        mesh = expert_mesh(plan.parallel)
-        sixteen_bytes = moe.ffn_hidden // mesh.etp * 2 % 16 == 0
-        by_kernel = plan.job.train.precision == "bf16" and sixteen_bytes
-        drops = moe.capacity_factor is not UNSET
-        if mesh.ep > 1 or drops or not by_kernel:
-            places += OF_EXPERTS
+    if reads_of_layer(plan):
+        places += OF_EXPERTS
     return places
+
+
+def reads_of_layer(plan: Plan) -> int:
+    """How often the host reads counts in a pass of a layer's experts."""
+    moe = plan.model.moe
+    if moe is None:
+        return 0
+    par = plan.parallel
+    mesh = expert_mesh(par)
+    by_domain = par.expert_all_to_all == "hierarchical"
+    to_slices = mesh.ep > 1 and mesh.etp > 1 and par.sp
+    drops = moe.capacity_factor is not UNSET
+    whole_16_bytes = moe.ffn_hidden // mesh.etp * 2 % 16 == 0
+    by_kernel = plan.job.train.precision == "bf16" and whole_16_bytes
+    reasons = (mesh.ep > 1, by_domain, to_slices, drops and not by_domain, not by_kernel)
+    return sum(reasons)
+
+
+def reads_of_step(plan: Plan) -> int:
+    """How often the host reads counts in a step of a rank without a pipeline."""
+    model = plan.model
+    per_layer = reads_of_layer(plan)
+    if not per_layer:
+        return 0
+    further = 0 if model.mtp is UNSET else model.mtp.depth
+    layers = model.layers - model.moe.first_dense_layers + further
+    passes = 2 if plan.job.train.recompute == "full" else 1
+    return per_layer * layers * passes * plan.parallel.micro_batches
 
 
 def runs(ranks: list[dict], layout: dict) -> None:
     places = may_wait(layout)
+    plan = gpu_steps.gpu_plan(to_builtins(layout))
     for rank in ranks:
         assert rank["kernels"] > 100, "it computes on the device"
         waits = [
             wait for wait in map(str, rank["waits"]) if not any(place in wait for place in places)
         ]
         assert waits == [], "the host enqueues a step without waiting for the device"
+        reads = [wait for wait in rank["waits"] if SYNCHRONISED in wait and OF_EXPERTS[0] in wait]
+        assert plan.parallel.pp > 1 or len(reads) == reads_of_step(plan)
         assert rank["counted"] == rank["sent"], (
             "what the counter counts is what NCCL is given, to the byte"
         )

@@ -35,6 +35,7 @@ ROWS = {
     "alone, optimizer on the host": (1, 0),
     "packed documents": (4, 3),
     "packed documents, full": (4, 3),
+    "packed documents, selective": (1, 2),
     "GPT, tied": (1, 0),
     "YaRN": (1, 0),
     "dropout": (1, 0),
@@ -76,6 +77,7 @@ ROWS = {
 QUICK = [
     "alone",
     "packed documents, full",
+    "packed documents, selective",
     "experts, full",
     "tp2, full",
     "pp2 zb_h1, full",
@@ -122,6 +124,8 @@ def runs(name: str, ranks: list[dict], generated: bool = True) -> None:
         assert rank["breaks"] == breaks, name
         if generated and name in compiled_steps.GENERATED:
             assert rank["generated"] > 4 * LAYERS, f"{name}: each layer launches generated kernels"
+        if name == "packed documents, selective":
+            assert rank["attention"] == 1, "its result is kept, not computed again"
         assert bool(rank["grouped"]) == ("experts" in name), "products of experts are one kernel"
         waits = [wait for wait in rank["waits"] if not any(at in wait for at in WAITS)]
         assert waits == [], f"{name}: the host enqueues a step without waiting for the device"

@@ -36,7 +36,8 @@ def settings(plan: Plan) -> dict[str, str]:
         return {}
     par = plan.parallel
     # ZeRO-3 gathers weights, and hybrid sharding sums replicas, on streams of their own.
-    one_stream = par.zero < 3 and not par.zero_group
+    replicas = par.dp * par.cp * par.ep
+    one_stream = par.zero < 3 and par.zero_group in (0, replicas)
     in_order = par.tp > 1 and par.pp == par.cp == par.ep == 1 and one_stream
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if in_order else str(MANY_QUEUES)

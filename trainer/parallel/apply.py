@@ -244,7 +244,8 @@ class _Builder:
         train = self.plan.job.train
         if train.compile:
             hide_untraced(stage, self.plan, self.mesh)
-        apply_recompute(stage, train, inputs)
+        whole_sequences = self.mesh.group("cp") is None
+        apply_recompute(stage, train, inputs, whole_sequences=whole_sequences)
         if train.compile:
             compile_blocks(stage, self.plan, self.mesh)
 

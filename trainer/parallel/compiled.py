@@ -35,30 +35,30 @@ from .tensor import Region
 def hide_untraced(stage: Stage, plan: Plan, mesh: Mesh) -> None:
     """Hides from the compiler what it must not trace, before recomputation wraps the blocks. Blocks
     that are recomputed whole and not traced whole are compiled here."""
-    reason = _Untraced(plan, mesh)
+    untraced_parts = _UntracedParts(plan, mesh)
     for layer, block in stage.blocks.items():
-        if reason.attention:
+        if untraced_parts.attention:
             block.attn.core = torch.compiler.disable(block.attn.core)
         for half in (block.attn, block.mlp):
-            if reason.linears and hasattr(half, "apply_linears"):
+            if untraced_parts.linears and hasattr(half, "apply_linears"):
                 half.apply_linears = torch.compiler.disable(half.apply_linears)
         for module in block.modules():
             if isinstance(module, Region | MixtureOfExperts):
                 untraced = torch.compiler.disable(module.forward)
                 module.forward = untraced  # type: ignore[method-assign]
-        if reason.splits_recomputation(layer, block):
+        if untraced_parts.splits_recomputation(layer, block):
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
 
 
 def compile_blocks(stage: Stage, plan: Plan, mesh: Mesh) -> None:
     """Compiles each block that is not compiled inside its recomputation."""
-    reason = _Untraced(plan, mesh)
+    untraced_parts = _UntracedParts(plan, mesh)
     for layer, block in stage.blocks.items():
-        if not reason.splits_recomputation(layer, block):
+        if not untraced_parts.splits_recomputation(layer, block):
             block.compile()
 
 
-class _Untraced:
+class _UntracedParts:
     """The parts of a plan's blocks that are not traced."""
 
     def __init__(self, plan: Plan, mesh: Mesh):

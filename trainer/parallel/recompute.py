@@ -28,7 +28,6 @@ from torch.utils.checkpoint import (
 )
 
 from orchestrator.plan.document import Train
-from trainer.model.attention import SDPA
 from trainer.model.block import Block
 from trainer.model.linear import Linear
 from trainer.model.mla import LatentAttention
@@ -59,9 +58,16 @@ def recompute_mode(train: Train, layer: int) -> str:
     return modes[min(layer, len(modes) - 1)]
 
 
-def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None) -> None:
+def apply_recompute(
+    stage: Stage,
+    train: Train,
+    inputs: KeptInputs | None = None,
+    *,
+    whole_sequences: bool = True,
+) -> None:
     """Applies the plan's mode to every block of a stage. Gradients stay bitwise equal.
 
+    `whole_sequences`: whether attention is one operator, over sequences that this rank has whole.
     `inputs`: hooks that keep the inputs of recomputed parts; None: they are kept whole. The hooks
     are not used for the first part of a stage that received its input and holds it anyway.
     """
@@ -77,7 +83,8 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
             forward = _checkpointed(block.forward)
             block.forward = kept(forward, received)  # type: ignore[method-assign]
         elif mode == "selective":
-            contexts = _attention_contexts(block, train.recompute_latents is True)
+            latents = train.recompute_latents is True
+            contexts = _attention_contexts(block, latents, whole_sequences)
             attend = _checkpointed(block.attend, contexts)
             block.attend = kept(attend, received)  # type: ignore[method-assign]
             # Experts keep all: little is computed between their products.
@@ -90,12 +97,16 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 
 
-def _attention_contexts(block: Block, latents: bool) -> Callable[[], Any]:
+def _attention_contexts(
+    block: Block,
+    latents: bool,
+    whole_sequences: bool,
+) -> Callable[[], Any]:
     """Returns the contexts of selective recomputation of attention. `latents`: keeps no product
     that is made from latents."""
-    # A context-parallel core attends block by block: keeping each partial result would cost more
-    # than it saves.
-    keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
+    # Over a sequence shard, attention goes block by block: keeping each partial result would cost
+    # more than it saves.
+    keep = ATTENTION if whole_sequences else set()
     linears = sum(isinstance(module, Linear) for module in block.attn.children())
     from_latents = 0
     if latents and isinstance(block.attn, LatentAttention):

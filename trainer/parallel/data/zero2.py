@@ -32,8 +32,8 @@ class ShardedGradBuckets(GradBuckets):
     temporary."""
 
     keeps_whole_grads = False
-    #: The buckets of which the previous step has shown that each pass sends them once; a weight
-    #: that two stages use may be sent twice.
+    #: The buckets of which the previous step, with as many passes, has shown that each pass sends
+    #: them once; a weight that two stages use may be sent twice.
     _sent_once_a_pass = frozenset[int]()
 
     def expect(self, passes: int) -> None:
@@ -44,11 +44,14 @@ class ShardedGradBuckets(GradBuckets):
             raise RuntimeError("expect() before finish() of the previous step")
         if self.host is not None:
             self.host.settle()
+        if passes != self.passes:  # what steps of other lengths have shown may not hold
+            self._sent_once_a_pass = frozenset()
         self.passes = passes
         self._in_flight: list[tuple[int, Handle, Tensor]] = []
         self._arrivals = [0] * len(self.buckets)
         for number, bucket in enumerate(self.buckets):
             bucket.grad_shard.zero_()
+            bucket.summed = False
             self._received[number] = [0] * len(bucket.infos)
 
     @torch.no_grad()
@@ -73,11 +76,8 @@ class ShardedGradBuckets(GradBuckets):
             self._send(number)
 
     def _send(self, number: int) -> None:
-        """Starts to reduce the gradients in a bucket. Raises RuntimeError if its shard is being
-        summed over the replicas already."""
+        """Starts to reduce the gradients in a bucket."""
         bucket = self.buckets[number]
-        if bucket.summed:
-            raise RuntimeError(f"bucket {number} got gradients after its last pass of this step")
         self._received[number] = [0] * len(bucket.infos)
         full_grads = bucket.close()
         self.counter.subject = f"bucket {number}"
@@ -89,9 +89,11 @@ class ShardedGradBuckets(GradBuckets):
 
     def _arrive(self) -> None:
         """Adds the oldest reduction in progress to its shard. The shard's last one of the step is
-        followed by the sum over the replicas."""
+        followed by the sum over the replicas. Raises RuntimeError for one that comes later."""
         number, handle, _ = self._in_flight.pop(0)
         bucket = self.buckets[number]
+        if bucket.summed:
+            raise RuntimeError(f"bucket {number} got gradients after its last pass of this step")
         bucket.grad_shard.add_(handle.wait().to(bucket.grad_shard.device))
         self._arrivals[number] += 1
         last = self._arrivals[number] == self.passes

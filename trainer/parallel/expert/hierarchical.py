@@ -1,7 +1,6 @@
 """The hierarchical all-to-all: tokens go once to each NVLink domain that holds some of their
-experts,
-and are distributed to the experts within the domain (node-limited routing, DeepSeek-V3, arXiv
-2412.19437, sections 2.1.2 and 3.2.2).
+experts, and are distributed to the experts within the domain (node-limited routing, DeepSeek-V3,
+arXiv 2412.19437, sections 2.1.2 and 3.2.2).
 
 Between domains a rank sends to the ranks with its own position in each domain (`plan.hierarchy`),
 so every network card carries an equal share. It sends a row of hidden size for each token and
@@ -65,6 +64,7 @@ class HierarchicalDispatch:
         by_rows = self._move(*rows_moved)
         by_copies = self._move(*copies_moved)
         sent = _Sent.of(domains, routing, sum(rows_moved[0]), sum(copies_moved[0]))
+        del domains
         weights = by_copies(routing.weights.flatten()[sent.choice])
         label = by_copies.send(sent.label)()
         own_rows = copied(x, sent.token, sent.positions)
@@ -121,7 +121,7 @@ def _first_rows(arriving: Tensor, copies: int) -> Tensor:
 class _Domains(NamedTuple):
     """The domains that hold the experts of each token."""
 
-    experts: int  # of a domain
+    domain_experts: int  # the number of experts of a domain
     of_choices: Tensor  # int64 [n, k]; dropped choices go behind the last domain
     goes: Tensor  # bool [n, domains]: whether a token goes to a domain
     number: Tensor  # int64 [n, domains]: of a token's row among those to a domain
@@ -143,7 +143,7 @@ class _Domains(NamedTuple):
         goes.scatter_(1, domain, True)
         goes = goes[:, :-1]
         return cls(
-            experts=domain_experts,
+            domain_experts=domain_experts,
             of_choices=domain,
             goes=goes,
             number=goes.cumsum(0) - 1,
@@ -174,7 +174,7 @@ class _Sent(NamedTuple):
         # Dropped choices have no row; what they gather is not sent.
         domain = domains.of_choices.clamp(max=goes.shape[1] - 1)
         number = domains.number.gather(1, domain)
-        label = number * domains.experts + routing.experts % domains.experts
+        label = number * domains.domain_experts + routing.experts % domains.domain_experts
         return cls(
             token=goes.T.nonzero_static(size=rows)[:, 1],
             positions=CopyPositions.unequal(row_positions, goes.sum(1)),
