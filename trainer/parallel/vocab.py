@@ -44,8 +44,8 @@ class VocabParallelLoss:
     the result is equal on every tp rank.
 
     logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `start` is the number of the
-    first column, `valid` the number of columns that are not padding. `compiled`: uses one kernel
-    that reads the logits in each direction, and saves no wide tensors.
+    first column, `valid` the number of columns that are not padding. `compiled`: reads all logits
+    once in each direction, and makes no tensors as wide as they are but their gradient.
     """
 
     def __init__(

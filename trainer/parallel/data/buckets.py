@@ -113,7 +113,8 @@ class GradBuckets(ParamGathers):
     A step calls `expect(n)`, runs n backward passes, and calls `finish()`. Hooks collect the
     gradients; a schedule that computes weight gradients itself calls `accumulate_grad`. Then the
     optimizer updates `param_shard` of each bucket from its `grad_shard` and calls `gather(bucket)`.
-    The next step begins with `start_forward()`. Each part of a forward waits for its own buckets
+    The hooks do not keep this object: its user holds it. The next step begins with
+    `start_forward()`. Each part of a forward waits for its own buckets
     (`gather_ahead`), so that gathers overlap with the computation of earlier parts.
     """
 
