@@ -76,13 +76,21 @@ def memory_ceiling(device: torch.device, size: int) -> dict[str, float]:
     return {"copy_bytes_per_s": 2 * size / copied, "triad_bytes_per_s": 3 * size / triad}
 
 
-def forget(device: torch.device) -> None:
-    """Gives back what is no longer held: graphs, garbage, the allocator's blocks."""
-    torch.compiler.reset()
+def collect(device: torch.device) -> None:
+    """Gives back garbage and the allocator's blocks. Raises RuntimeError if the device is lost:
+    after some errors every call of the process fails."""
     gc.collect()
     gc.collect()  # what the first pass has freed held more
     if device.type == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def forget(device: torch.device) -> None:
+    """Gives back what is no longer held, compiled graphs too. Raises as `collect` does."""
+    torch.compiler.reset()
+    collect(device)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 

@@ -14,8 +14,9 @@ against the data sheet where the card is known. The plan of the same step stands
 measured, and `orch calibrate --from FILE` takes the result.
 
 Each row is in benchmarks/results/gpu_single.json as soon as it is measured; what fails is a row
-with its error. Without CUDA it says so and ends with 0. `--dry` runs the whole program with a tiny
-model on whatever is there, writes to --out alone and proves nothing but that it runs.
+with its error, and the program ends with 1 if a row fails, a step waits or nothing is measured.
+Without CUDA it says so and ends with 0. `--dry` runs the whole program with a tiny model on whatever
+is there, writes to --out alone, without plans, and proves nothing but that it runs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from benchmarks import minutes
 from benchmarks.card import (
     card_words,
+    collect,
     device_name,
     forget,
     matmul_ceiling,
@@ -115,20 +117,36 @@ def peak_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
 
 
+def warm_up(step: Step) -> list[float]:
+    """The losses of the first steps."""
+    return [float(step()) for _ in range(WARM_UP)]
+
+
+def waits_of(step: Step, device: torch.device) -> dict[str, str]:
+    """Where a steady step waits, or why that is not known: what is measured stays."""
+    try:
+        return {"waits_at": wait_in(step, device)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"waits_failed": minutes.error_line(error)}
+
+
 def compare(plan: Plan, device: torch.device, rounds: int) -> dict[str, Any]:
     """Ours beside the loop. A loop that fails leaves ours alone in the row."""
     batch = random_batch(plan, device)
     begin = time.perf_counter()
     steps = {"ours": ours(plan, device, batch)}
-    losses = {"ours": [float(steps["ours"]()) for _ in range(WARM_UP)]}
+    losses = {"ours": warm_up(steps["ours"])}
     row: dict[str, Any] = {"ours_peak_gib": peak_gib(device)}
     try:
-        loop = plain(plan, device, batch)
-        losses["loop"] = [float(loop()) for _ in range(WARM_UP)]
-        steps["loop"] = loop
+        steps["loop"] = plain(plan, device, batch)
+        losses["loop"] = warm_up(steps["loop"])
     except Exception as error:  # both may not fit on this card
         traceback.print_exc()
         row["loop_failed"] = minutes.error_line(error)
+        steps.pop("loop", None)
+    if "loop_failed" in row:  # outside the handler, whose traceback holds the loop's tensors
+        collect(device)
     row["warm_up_s"] = time.perf_counter() - begin
     spent: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
@@ -145,7 +163,7 @@ def compare(plan: Plan, device: torch.device, rounds: int) -> dict[str, Any]:
         row["loss_difference"] = max(difference(*pair) for pair in pairs)
     row["peak_gib"] = peak_gib(device)
     # Last, since it may raise in the middle of a step.
-    return row | {"waits_at": wait_in(steps["ours"], device)}
+    return row | waits_of(steps["ours"], device)
 
 
 class Card:
@@ -194,13 +212,13 @@ class Card:
         row |= {"planned_s": plan.time.step_s, "planned_gib": memory / GIB}
         # The cost model does not know of `train.compile`: steps as users train correct it.
         measured = {"plan": json.loads(to_json(plan)), "step_s": row["ours_s"]}
-        return row | (measured if compiled else {})
+        return row | (measured if compiled and not self.args.dry else {})
 
 
 def line(row: dict[str, Any]) -> str:
     """A row for people: its numbers, and where a step of ours has waited."""
     numbers = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)]
-    problems = [row[key] for key in ("loop_failed",) if key in row]
+    problems = [row[key] for key in ("loop_failed", "waits_failed") if key in row]
     problems += [f"a steady step waits at {row['waits_at']}"] if row.get("waits_at") else []
     return ", ".join(numbers + problems)
 
@@ -222,15 +240,19 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     card = Card(device, args)
-    record = {"device": card.name, "sheet_flops": card.sheet, "conditions": conditions(**settings)}
+    record = {"device": card.name, "dry": args.dry, "sheet_flops": card.sheet}
+    record |= {"conditions": conditions(**settings)}
     out = args.out if args.dry else args.out or RESULT
     limit = minutes.Limit(args.minutes)
     series = minutes.Series(record, limit, out, show=line, free=lambda: forget(device))
+    series.expect(card.rows())
     for name, measure in card.rows().items():
         series.measure(name, measure)
     print(f"{card.name}: best product {card.ceiling / 1e12:.1f} TFLOP/s bf16; {series.summary()}")
-    waits = [name for name, row in series.rows.items() if row.get("waits_at")]
-    return 1 if series.failed or waits else 0
+    rows = series.rows.values()
+    has_waits = any(row.get("waits_at") or "waits_failed" in row for row in rows)
+    is_empty = all("failed" in row for row in rows)
+    return 1 if series.failed or has_waits or is_empty else 0
 
 
 if __name__ == "__main__":

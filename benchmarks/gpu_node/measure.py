@@ -1,8 +1,9 @@
-"""What one rank of a case does: ours, then each rival, on the same samples, in the same processes.
+"""What one rank of a case does for ours or for a rival, on the same samples.
 
-One side is in memory at a time. Each side makes warm-up steps (the first compiles), then rounds; a
-round ends when the device has finished and all ranks have met. The best large matrix product is
-measured before each side, on all GPUs at once: they share power and heat as in training.
+Each side has its own processes: what a rival does cannot take ours along. It makes warm-up steps
+(the first compiles), then rounds; a round ends when the device has finished and all ranks have met.
+The best large matrix product is measured before each side, on all GPUs at once: they share power and
+heat as in training.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.card import forget, matmul_ceiling, memory_ceiling
+from benchmarks.card import matmul_ceiling, memory_ceiling
 from benchmarks.vs_torch.common import LR
 from orchestrator.plan import Plan
 from trainer.comm.mesh import Mesh
@@ -55,41 +55,22 @@ def device_of(rank: int, plan: Plan, store: str) -> torch.device:
     return device
 
 
-def run_case(
-    rank: int, plan: Plan, store: str, rivals: dict[str, Any], rounds: int, dry: bool
+def run_side(
+    rank: int, plan: Plan, store: str, rival: Callable[..., Step] | None, rounds: int, dry: bool
 ) -> dict[str, Any]:
-    """{"ours" or a rival's name: what was measured, or {"failed": why}}, and the case's own
-    ceiling."""
+    """What ours (`rival` None) or a rival takes. An error ends all ranks: the peers of one that has
+    failed wait for it inside NCCL, where nobody can ask them."""
     device = device_of(rank, plan, store)
     batches = batches_of(plan, rank, device)
-    found: dict[str, Any] = {
-        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    facts: dict[str, Any] = {
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "ceiling_flops": matmul_ceiling(device, PRODUCTS[dry]),
     }
-    sides: dict[str, Callable[[], Step]] = {
-        "ours": lambda: ours(plan, rank, device, batches, found)
-    }
-    sides |= {name: lambda make=make: make(plan, device, batches) for name, make in rivals.items()}
-    for name, make in sides.items():
-        ceiling = matmul_ceiling(device, PRODUCTS[dry])
-        problem = ""
-        try:
-            found[name] = timed(make(), device, rounds) | {"ceiling_flops": ceiling}
-        except (
-            Exception
-        ) as error:  # out of memory, a kernel that this GPU has not: the other cases go on
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            traceback.print_exc()
-        if any(_told(problem)):
-            return found | {name: {"failed": next(filter(None, _told(problem)))}}
-        forget(device)
-    return found
-
-
-def _told(text: str) -> list[str]:
-    """What each rank says, over gloo."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, text)
-    return told
+    if rival is None:
+        step = ours(plan, rank, device, batches, facts)
+    else:
+        step = rival(plan, device, batches)
+    return facts | timed(step, device, rounds)
 
 
 def batches_of(plan: Plan, rank: int, device: torch.device) -> list[MicroBatch]:
@@ -100,7 +81,7 @@ def batches_of(plan: Plan, rank: int, device: torch.device) -> list[MicroBatch]:
 
 
 def ours(
-    plan: Plan, rank: int, device: torch.device, batches: list[MicroBatch], found: dict[str, Any]
+    plan: Plan, rank: int, device: torch.device, batches: list[MicroBatch], facts: dict[str, Any]
 ) -> Step:
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
     valid = plan.parallel.global_batch_tokens
@@ -116,8 +97,8 @@ def ours(
         if passed == WARM_UP:
             _finished(device)
             account = engine.counter.close()
-            found["exposed_s"], found["bytes"] = account.seconds(), account.bytes
-            found["idle_s"] = engine.pipeline.action_times.step.idle_seconds()
+            facts.update(exposed_s=account.seconds(), bytes=account.bytes)
+            facts["idle_s"] = engine.pipeline.action_times.step.idle_seconds()
         elif passed < WARM_UP:
             engine.counter.close()
         return loss

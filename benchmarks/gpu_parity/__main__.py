@@ -13,8 +13,9 @@ and activations of a fourth step are compared with the plan. The attention kerne
 parallelism and packed documents call directly are compared by themselves.
 
 Prints a line a case, keeps each in benchmarks/results/gpu_parity.json as soon as it is measured, and
-ends with 1 if a case differs, waits or fails. Without CUDA it says so and ends with 0; `--dry` runs
-the same on the host alone, not compiled, and writes to --out alone.
+ends with 1 if a case differs, waits or fails, or nothing is measured. `--only` replaces single cases
+in that file. Without CUDA it says so and ends with 0; `--dry` runs the same on the host alone, not
+compiled, and writes to --out alone.
 """
 
 from __future__ import annotations
@@ -77,15 +78,20 @@ def main(argv: list[str] | None = None) -> int:
         print("skipped: this machine has no CUDA device")
         return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = {"device": device_name(device), "conditions": conditions(minutes=args.minutes)}
     out = args.out if args.dry else args.out or RESULT
+    record = minutes.earlier(out) if args.only else {}
+    record |= {"device": device_name(device), "dry": args.dry}
+    record |= {"conditions": conditions(minutes=args.minutes)}
     limit = minutes.Limit(args.minutes)
     series = minutes.Series(record, limit, out, show=line, free=lambda: forget(device))
-    for name, measure in rows(args.only, device).items():
-        series.measure(name, measure)
-    wrong = [name for name, row in series.rows.items() if "failed" not in row and problems(row)]
+    cases = rows(args.only, device)
+    series.expect(cases)
+    measured = {name: series.measure(name, measure) for name, measure in cases.items()}
+    compared = {name: row for name, row in measured.items() if "failed" not in row}
+    wrong = [name for name, row in compared.items() if problems(row)]
     print(f"{series.summary()}; not as they must be: {', '.join(wrong) or 'none'}")
-    return 1 if wrong or series.failed else 0
+    has_failed = any(name in series.failed for name in measured)
+    return 1 if wrong or has_failed or not compared else 0
 
 
 def problems(row: dict[str, Any]) -> list[str]:

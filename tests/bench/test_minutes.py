@@ -10,6 +10,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks import gpu_single, minutes
@@ -63,7 +64,7 @@ def test_what_a_failed_row_held_is_free_when_memory_is_given_back():
 
 def test_the_limit_stops_the_row_that_runs_and_names_those_not_reached(tmp_path):
     out = tmp_path / "result.json"
-    series = minutes.Series({}, minutes.Limit(0.01), out)
+    series = minutes.Series({}, minutes.Limit(0), out)
 
     def endless():
         while True:
@@ -73,16 +74,84 @@ def test_the_limit_stops_the_row_that_runs_and_names_those_not_reached(tmp_path)
                 raise AssertionError("nothing measured takes the end of the time") from error
 
     before = signal.getsignal(signal.SIGALRM)
+    series.expect(["first", "endless", "later"])
     series.measure("first", lambda: {"seconds": 1.5})
+    series.limit = minutes.Limit(0.05)
     series.measure("endless", endless)
+    assert json.loads(out.read_text())["rows"]["later"] == {"failed": minutes.AHEAD}
     series.measure("later", raising)
     assert signal.getsignal(signal.SIGALRM) is before
     rows = json.loads(out.read_text())["rows"]
     assert rows["first"]["seconds"] == 1.5
-    assert rows["endless"]["failed"] == "not measured: stopped after 0.01 minutes"
-    assert rows["later"]["failed"] == "not measured: 0.01 minutes are over"
+    assert rows["endless"]["failed"] == "not measured: stopped after 0.05 minutes"
+    assert rows["later"]["failed"] == "not measured: 0.05 minutes are over"
     assert series.failed == [] and series.late == ["endless", "later"]
-    assert series.summary().endswith("not measured in 0.01 minutes: endless, later")
+    assert series.summary().endswith("not measured in 0.05 minutes: endless, later")
+
+
+class Absorbing:
+    """Loses what the first signal of the limit raises, as callbacks of C do."""
+
+    def __del__(self):
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        except minutes.OutOfTimeError:
+            return
+
+
+def test_an_error_of_the_limit_that_is_lost_is_raised_again():
+    intervals = list[float]()
+
+    def absorbing():
+        Absorbing()
+        intervals.append(signal.getitimer(signal.ITIMER_REAL)[1])
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            signal.raise_signal(signal.SIGALRM)  # not again: this block is to end
+            intervals.append(0.0)
+
+    series = minutes.Series({}, minutes.Limit(600), None)
+    assert series.measure("row", absorbing)["failed"].startswith("not measured: stopped")
+    assert intervals == [minutes.REPEAT_S, 0.0]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    out = tmp_path / "result.json"
+    series = minutes.Series({}, minutes.Limit(0), out)
+    series.measure("row", lambda: {"loss": [float("nan"), 1.5], "mfu": {"ours": float("inf")}})
+    row = msgspec.json.decode(out.read_bytes())["rows"]["row"]
+    assert row["loss"] == [None, 1.5] and row["mfu"] == {"ours": None}
+
+
+def test_what_a_row_has_so_far_stays_if_its_rest_fails(tmp_path):
+    out = tmp_path / "result.json"
+    series = minutes.Series({}, minutes.Limit(600), out)
+
+    def stopped():
+        series.note({"ours": {"step_s": 1.5}})
+        noted = json.loads(out.read_text())["rows"]["row"]
+        assert noted == {"ours": {"step_s": 1.5}, "failed": minutes.RUNNING}
+        signal.raise_signal(signal.SIGALRM)
+
+    row = series.measure("row", stopped)
+    assert row["ours"] == {"step_s": 1.5} and series.late == ["row"]
+    assert "ours" not in series.measure("next", raising)
+
+
+def test_rows_after_one_that_lost_the_device_are_not_measured():
+    def free():
+        if series.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    series = minutes.Series({}, minutes.Limit(0), None, free=free)
+    series.measure("first", lambda: {"seconds": 1.5})
+    series.measure("second", raising)
+    row = series.measure("third", lambda: {"seconds": 2.5})
+    assert row == {"failed": "not measured: the device was lost in second"}
+    assert series.failed == ["second"]
+    assert series.summary().endswith("not measured since the device was lost in second: third")
 
 
 def test_rows_that_may_hang_leave_time_for_others():
@@ -90,17 +159,21 @@ def test_rows_that_may_hang_leave_time_for_others():
     assert 1.0 <= minutes.Limit(2).share_s(1800.0) <= 60.0
 
 
-def ended_in(body: str, out) -> int:
-    """The exit code of a process whose second row does `body`."""
+def ended_in(body: str, out, *, limit: float = 0.0, free: str = "pass") -> int:
+    """The exit code of a process whose second row does `body`, in so many minutes, then `free`."""
     lines = [
         "import os, signal, sys, time",
         "from pathlib import Path",
         "from benchmarks import minutes",
-        "minutes.GRACE_S = 0.0",
+        "minutes.GRACE_S = 1.0",
         "def second():",
         f"    {body}",
-        "series = minutes.Series({}, minutes.Limit(0.01), Path(sys.argv[1]))",
+        "def free():",
+        "    if 'second' in series.rows:",
+        f"        {free}",
+        "series = minutes.Series({}, minutes.Limit(0), Path(sys.argv[1]), free=free)",
         "series.measure('first', lambda: {'seconds': 1.5})",
+        f"series.limit = minutes.Limit({limit})",
         "series.measure('second', second)",
     ]
     argv = [sys.executable, "-c", "\n".join(lines), str(out)]
@@ -117,8 +190,14 @@ def test_the_file_of_a_killed_process_is_whole(tmp_path):
 def test_a_call_that_no_signal_interrupts_ends_the_process_after_the_limit(tmp_path):
     out = tmp_path / "result.json"
     masked = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); time.sleep(1e6)"
-    assert ended_in(masked, out) == 1
+    assert ended_in(masked, out, limit=0.05) == 1
     assert json.loads(out.read_text())["rows"]["second"] == {"failed": minutes.RUNNING}
+
+
+def test_memory_that_is_never_given_back_ends_the_process_and_its_row_stays(tmp_path):
+    out = tmp_path / "result.json"
+    assert ended_in("return {'seconds': 2.5}", out, limit=0.05, free="time.sleep(1e6)") == 1
+    assert json.loads(out.read_text())["rows"]["second"]["seconds"] == 2.5
 
 
 def hanging(rank, plan, store, dry):
@@ -127,21 +206,22 @@ def hanging(rank, plan, store, dry):
 
 
 def raising_rank(rank, plan, store, dry):
-    raise ValueError("this card lacks a kernel")
+    raise ValueError("this card lacks a kernel\nFor debugging, ask another one")
 
 
 @pytest.mark.process
 def test_ranks_that_hang_are_ended_and_the_next_row_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("PIDS", str(tmp_path))
     limit = minutes.Limit(600)
-    monkeypatch.setattr(minutes.Limit, "share_s", lambda self, most_s: 0.5)
-    node = Node(2, Where(dry=True, cuda=False), limit, rounds=1, rivals={})
+    monkeypatch.setattr(minutes.Limit, "share_s", lambda self, most_s: 5.0)
     series = minutes.Series({}, limit, tmp_path / "result.json")
+    node = Node(2, Where(dry=True, cuda=False), limit, 1, {}, series.note)
     series.measure("hangs", lambda: node.of_node(hanging))
     series.measure("raises", lambda: node.of_node(raising_rank))
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert rows["hangs"]["failed"].startswith("RuntimeError: rank 0 did not finish in time: File")
     assert rows["hangs"]["failed"].endswith("in hanging")
+    assert gpu_node.timed_out(rows["hangs"]) and not gpu_node.timed_out(rows["raises"])
     assert rows["raises"]["failed"] == "RuntimeError: ValueError: this card lacks a kernel"
     for rank in range(2):
         pid = int((tmp_path / str(rank)).read_text())
@@ -157,8 +237,10 @@ def test_each_program_stops_at_its_limit_and_names_its_rows_in_their_order(
     program, first, tmp_path, capsys
 ):
     out = tmp_path / "result.json"
-    assert program.main(["--dry", "--minutes", "1e-6", "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
+    assert program.main(["--dry", "--minutes", "1e-6", "--out", str(out)]) == 1, "nothing measured"
+    record = json.loads(out.read_text())
+    rows = record["rows"]
+    assert record["dry"] is True
     assert all(row["failed"].startswith("not measured: ") for row in rows.values())
     assert next(iter(rows)).startswith(first) and len(rows) >= 3
     assert f"not measured in 1e-06 minutes: {', '.join(rows)}" in capsys.readouterr().out

@@ -19,6 +19,8 @@ from tests.patience import PATIENCE_S
 
 
 def run(out, case, environment):
+    """How a case ends, and its rows. The compiler is off, which would take minutes: a case and the
+    same "not compiled" are one program here."""
     argv = [sys.executable, "-m", "benchmarks.gpu_parity", "--dry"]
     argv += ["--out", str(out), "--only", case]
     environment |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
