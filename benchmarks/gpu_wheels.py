@@ -192,7 +192,8 @@ def install() -> int:
     names = [normalised(name_of(line)) for line in absent]
     chosen = needed_wheels(names, wheels)
     problems = [f"no wheel of {name}" for name in names if name not in wheels]
-    problems += [f"{path.name} is for another machine" for path in chosen if not fits(path)]
+    strangers = ["-".join(path.name.split("-")[:3]) for path in chosen if not fits(path)]
+    problems += [f"{name} is for another Python or machine" for name in strangers]
     if problems:
         version = "{}.{}".format(*sys.version_info)
         here = f"this is Python {version} on {platform.machine()}"

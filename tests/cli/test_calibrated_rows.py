@@ -114,7 +114,7 @@ def test_a_profile_that_no_plan_can_read_is_not_written(tmp_path):
     parameter, *others = shipped().parameters
     unbounded = structs.replace(parameter, value=float("inf"))
     path = tmp_path / "profile.json"
-    with pytest.raises(OrchError, match="parameter"):
+    with pytest.raises(OrchError, match="none is written: profile"):
         calibrate._write(structs.replace(shipped(), parameters=[unbounded, *others]), path)
     assert not path.exists()
 
@@ -133,7 +133,7 @@ def test_a_row_whose_plan_cannot_be_read_is_named(plan, message, answer, tmp_pat
 def test_a_file_that_is_too_large_is_not_read(answer, tmp_path, capsys):
     path = tmp_path / "rows.json"
     with path.open("wb") as file:
-        file.truncate(1 << 40)
+        file.truncate(64 << 20)
     assert main(["calibrate", "--from", str(path), "cluster=h100x8"]) == Exit.CONFIG
     assert "more than 32 MiB" in capsys.readouterr().err
 
@@ -149,7 +149,13 @@ def test_a_misspelt_source_is_told(source, best, answer, tmp_path, monkeypatch, 
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seconds", [0, -1, "soon", True, 10**399])
+def test_a_file_of_another_name_is_told_what_its_name_must_have(answer, tmp_path, capsys):
+    path = rows(tmp_path / "rows.txt", 0.9)
+    assert main(["calibrate", "--from", path, "cluster=h100x8"]) == Exit.USAGE
+    assert "a file of rows has a name that ends in .json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "soon", True, pytest.param(10**399, id="400 digits")])
 def test_a_step_must_take_time(seconds, answer, tmp_path, capsys):
     path = rows(tmp_path / "rows.json", 1.0, step_s=seconds)
     shown = json.dumps(seconds)[:40]

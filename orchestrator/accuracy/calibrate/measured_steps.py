@@ -33,6 +33,11 @@ class MeasuredStep(NamedTuple):
     name: str
     plan: Plan
     step_s: float
+    path: Path
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}: row {self.name!r}"
 
     @property
     def source(self) -> str:
@@ -76,7 +81,7 @@ def read_measured_steps(path: Path) -> list[MeasuredStep]:
         steps = [
             step
             for name, content in document.rows.items()
-            if (step := _measured_step(name, content)) is not None
+            if (step := _measured_step(path, name, content)) is not None
         ]
         if not steps:
             raise ValueError("no row has both plan and step_s")
@@ -87,7 +92,7 @@ def read_measured_steps(path: Path) -> list[MeasuredStep]:
     return steps
 
 
-def _measured_step(name: str, content: msgspec.Raw) -> MeasuredStep | None:
+def _measured_step(path: Path, name: str, content: msgspec.Raw) -> MeasuredStep | None:
     """Returns None for a row without a measured step. Raises ValueError, which names the row."""
     if not bytes(content).lstrip().startswith(b"{"):
         return None
@@ -106,7 +111,7 @@ def _measured_step(name: str, content: msgspec.Raw) -> MeasuredStep | None:
         plan = from_json(bytes(row.plan))
     except PlanError as error:
         raise ValueError(f"row {name!r}: {error}") from None
-    return MeasuredStep(name, plan, step_s)
+    return MeasuredStep(name, plan, step_s, path)
 
 
 def update_with_steps(
@@ -145,7 +150,7 @@ def update_with_steps(
 def _check_seconds(step: MeasuredStep, predicted_s: float) -> None:
     if not 1 / MOST_FACTOR <= step.step_s / predicted_s <= MOST_FACTOR:
         raise OrchError(
-            f"row {step.name!r}: {step.step_s:.3g} s measured and {predicted_s:.3g} s predicted are"
+            f"{step.label}: {step.step_s:.3g} s measured and {predicted_s:.3g} s predicted are"
             f" more than {MOST_FACTOR:.0f} times apart; step_s is in seconds",
             Exit.CONFIG,
         )

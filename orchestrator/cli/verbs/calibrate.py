@@ -88,7 +88,9 @@ def _check_source(source: str | None) -> None:
     if source is None:
         return
     if Path(source).is_file():
-        raise OrchError(f"--from {source}: a file of rows has a name with {ROWS}", Exit.USAGE)
+        raise OrchError(
+            f"--from {source}: a file of rows has a name that ends in {ROWS}", Exit.USAGE
+        )
     try:
         find_run(home(), source)
     except OrchError:
@@ -285,18 +287,13 @@ def _rows(args: argparse.Namespace, overrides: list[str]) -> int:
     steps = read_measured_steps(path)
     spec = load(overrides, args.config_dir).cluster
     for step in steps:
-        _check_gpu(spec, step.plan, f"{path}: row {step.name!r}")
+        _check_gpu(spec, step.plan, step.label)
     base = _base(args, spec)
     new_steps = [step for step in steps if step.source not in base.fitted_on.runs]
     if not new_steps:
         raise OrchError(f"{path} is part of profile {base.label} already", Exit.USAGE)
     skipped = [step.name for step in steps if step not in new_steps]
-    try:
-        update, facts = update_with_steps(
-            base, new_steps, lambda plan: _measured_cluster(spec, plan)
-        )
-    except OrchError as error:
-        raise OrchError(f"{path}: {error.message}", error.exit) from None
+    update, facts = update_with_steps(base, new_steps, lambda plan: _measured_cluster(spec, plan))
     return _save(
         args,
         spec,
@@ -422,7 +419,13 @@ def _write(profile: Profile, path: Path, private: bool = False) -> None:
     from orchestrator.cost.profile import decode_profile
 
     content = msgspec.json.format(msgspec.json.encode(profile), indent=0) + b"\n"
-    decode_profile(content, path)  # what no plan can read does not replace what all can
+    try:
+        decode_profile(content, path)
+    except OrchError as error:
+        raise OrchError(
+            f"these measurements make no valid profile, and none is written: {error.message}",
+            error.exit,
+        ) from None
     if private:
         from orchestrator.run.folder import make_private_folder, write_private
 
