@@ -78,13 +78,14 @@ gpu-check: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 	$(GPU).gpu_run || status=1; \
 	exit $$status
 
-# On a node of GPUs: every technique on all of them, what matters first, and the node's ceilings, for MINUTES.
+# On a node of GPUs: every technique on all of them, what matters first, and the node's ceilings, for MINUTES; or
+# ONLY="'TP + SP' experts", cases as the last line of an earlier call names them.
 gpu-node: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 	@$(GPU).gpu_wheels --install
-	$(GPU).gpu_node --minutes $(MINUTES)
+	$(GPU).gpu_node --minutes $(MINUTES)$(if $(ONLY), --only $(ONLY))
 
-# What a machine with a card lacks besides torch, numpy, safetensors and prometheus-client, in build/gpu-wheels, for
-# Linux on x86-64; WHEELS_PYTHON=3.12 for an image with another Python than this one, TITAN=1 for torchtitan as well.
+# What a machine with a card lacks besides torch and numpy, in build/gpu-wheels, for Linux on x86-64;
+# WHEELS_PYTHON=3.12 for an image with another Python than this one, TITAN=1 for torchtitan as well.
 gpu-wheels: .venv/.ready
 	$(PY) -m benchmarks.gpu_wheels --python "$(WHEELS_PYTHON)" $(if $(TITAN),--titan)
 

@@ -3,48 +3,67 @@
     python -m benchmarks.gpu_wheels [--python 3.12] [--titan]    # where a registry answers
     python -m benchmarks.gpu_wheels --install                    # on the machine with the card
 
-An image for cards has torch, numpy, safetensors and prometheus-client (`PRESENT`). The folder holds
-what orch needs beyond these, and orch itself, for Linux on x86-64 and one version of Python; with
-`--titan` torchtitan as well, which gpu_node stands beside.
-`--install` does nothing where everything is there; else it unpacks the wheels into
-build/gpu-packages, which `make gpu-check` puts on PYTHONPATH: the image stays as it is. This module
-needs nothing but Python.
+An image for cards has torch and numpy (`PRESENT`). The folder holds what orch needs beyond these,
+and orch itself, for Linux on x86-64 and one version of Python; with `--titan` torchtitan as well,
+which gpu_node stands beside.
+`--install` does nothing where everything is there in a version that pyproject.toml allows; else it
+unpacks the wheels that are missing into build/gpu-packages, which `make gpu-check` puts on
+PYTHONPATH: the image stays as it is, and its pip, if it has one, is not asked. This module needs
+nothing but Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
-import tomllib
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ROOT / "build" / "gpu-wheels"
 PACKAGES = ROOT / "build" / "gpu-packages"
+OLDEST_PYTHON = (3, 11)  # pyproject.toml, which an older Python cannot read
 #: What an image for cards has -> the module that shows it.
-PRESENT = {
-    "torch": "torch",
-    "numpy": "numpy",
+PRESENT = {"torch": "torch", "numpy": "numpy"}
+#: What travels -> the module that shows it; the packages that it needs itself travel as well.
+TRAVELLING = {
+    "hydra-core": "hydra",
+    "msgspec": "msgspec",
     "safetensors": "safetensors",
     "prometheus-client": "prometheus_client",
 }
-#: What travels -> the module that shows it; the packages that it needs itself travel as well.
-TRAVELLING = {"hydra-core": "hydra", "msgspec": "msgspec"}
 #: torchtitan without what its trainer needs (benchmarks/kernels.py).
-TITAN = ("torchtitan", "spmd_types", "tyro", "docstring_parser", "typeguard")
+TITAN = (
+    "torchtitan==0.3.0",
+    "spmd_types==0.3.1",
+    "tyro==1.0.17",
+    "docstring_parser==0.18.0",
+    "typeguard==4.6.1",
+)
 
 
 def requirements() -> list[str]:
     """What orch and its trainer need beyond `PRESENT`, as pyproject.toml says it."""
+    return [line for name, line in bounds().items() if name not in PRESENT]
+
+
+def bounds() -> dict[str, str]:
+    """What orch and its trainer need, by name, as pyproject.toml says it."""
+    import tomllib
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = project["dependencies"] + project["optional-dependencies"]["trainer"]
-    return [line for line in needed if name_of(line) not in PRESENT]
+    return {name_of(line): line for line in needed}
 
 
 def name_of(requirement: str) -> str:
@@ -70,7 +89,7 @@ def build(python: str, titan: bool) -> int:
             replace_binaries(pip, python)
     size = sum(path.stat().st_size for path in WHEELS.iterdir())
     names = ", ".join(sorted(path.name for path in WHEELS.iterdir()))
-    print(f"{WHEELS.relative_to(ROOT)}: {size / 1e6:.1f} MB: {names}")
+    print(f"{os.path.relpath(WHEELS, ROOT)}: {size / 1e6:.1f} MB: {names}")
     return 0
 
 
@@ -78,8 +97,8 @@ def replace_binaries(pip: list[str], python: str) -> None:
     """Puts the wheels of another version of Python in the place of those of this one."""
     download = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     download += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
-    for platform in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
-        download += ["--platform", platform]
+    for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
+        download += ["--platform", tag]
     for path in WHEELS.glob("*.whl"):
         if not path.name.endswith("-none-any.whl"):
             name, version, *_ = path.name.split("-")
@@ -111,17 +130,47 @@ def with_pip(folder: Path) -> str:
 
 
 def missing(names: dict[str, str]) -> list[str]:
-    """The packages whose modules this Python does not find, or finds for another Python."""
+    """The packages that this Python does not find, finds for another Python, or has in a version
+    that pyproject.toml does not allow, each with that version."""
     absent = []
     for name, module in names.items():
-        if importlib.util.find_spec(module) is None:
+        is_found = importlib.util.find_spec(module) is not None
+        if not is_found or (name in TRAVELLING and not is_importable(module)):
             absent.append(name)
-        elif name in TRAVELLING:
-            try:
-                importlib.import_module(module)
-            except ImportError:
-                absent.append(name)
+        elif problem := version_problem(name):
+            absent.append(f"{name} ({problem})")
     return absent
+
+
+def is_importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def version_problem(name: str) -> str:
+    """Why the version of a package is not allowed; "" if it is, or if the package has no version.
+    The part before a suffix counts: 2.11.0a0+git of an image has what 2.11 has."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    for sign, bound in re.findall(r"(>=|<)([0-9.]+)", bounds().get(name, "")):
+        is_older = numbers(version) < numbers(bound)
+        if is_older is (sign == ">="):
+            return f"{version} is not {sign}{bound}"
+    return ""
+
+
+def numbers(version: str) -> list[int]:
+    """[2, 11] of 2.11.0+cu130, which is no later than 2.11."""
+    release = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    parts = [int(part) for part in release.group().split(".")] if release else []
+    while parts and not parts[-1]:
+        parts.pop()
+    return parts
 
 
 def install() -> int:
@@ -129,9 +178,9 @@ def install() -> int:
     if absent := missing(PRESENT):
         print(f"missing: {', '.join(absent)}; this Python's image must bring them")
         return 1
-    wheels = sorted(map(str, WHEELS.glob("*.whl")))
-    has_titan = any(WHEELS.glob("torchtitan-*.whl"))
-    absent = missing(TRAVELLING | ({"torchtitan": "torchtitan"} if has_titan else {}))
+    wheels = {normalised(path.name.partition("-")[0]): path for path in WHEELS.glob("*.whl")}
+    titan = {"torchtitan": "torchtitan"} if "torchtitan" in wheels else {}
+    absent = missing(TRAVELLING | titan)
     if not absent:
         return 0
     if not wheels:
@@ -140,20 +189,81 @@ def install() -> int:
             f" copy {WHEELS.relative_to(ROOT)} here"
         )
         return 1
-    shutil.rmtree(PACKAGES, ignore_errors=True)
-    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    argv += ["--no-index", "--find-links", str(WHEELS), "--no-deps", "--target", str(PACKAGES)]
-    ended = subprocess.run([*argv, *wheels], capture_output=True, text=True)
-    if ended.returncode:
-        reason = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1]
+    names = [normalised(name_of(line)) for line in absent]
+    chosen = needed_wheels(names, wheels)
+    problems = [f"no wheel of {name}" for name in names if name not in wheels]
+    strangers = ["-".join(path.name.split("-")[:3]) for path in chosen if not fits(path)]
+    problems += [f"{name} is for another Python or machine" for name in strangers]
+    if problems:
         version = "{}.{}".format(*sys.version_info)
-        print(f"missing: {', '.join(absent)}; this is Python {version}; pip: {reason}")
+        here = f"this is Python {version} on {platform.machine()}"
+        print(f"missing: {', '.join(absent)}; {here}: {', '.join(problems)}")
         return 1
+    PACKAGES.mkdir(parents=True, exist_ok=True)
+    for path in chosen:
+        for earlier in PACKAGES.glob(f"{path.name.partition('-')[0]}-*.dist-info"):
+            shutil.rmtree(earlier)
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(PACKAGES)
     print(f"{PACKAGES.relative_to(ROOT)}: {', '.join(absent)} and what they need")
     return 0
 
 
+def needed_wheels(names: list[str], wheels: dict[str, Path]) -> list[Path]:
+    """The wheels of these packages, of orch and of what they need in turn; what the image has of
+    `TRAVELLING` stays the image's."""
+    todo = ["orch-train", *names]
+    if "torchtitan" in names:
+        todo += [name_of(line) for line in TITAN]
+    chosen: dict[str, Path] = {}
+    while todo:
+        name = normalised(todo.pop())
+        if name not in wheels or name in chosen:
+            continue
+        chosen[name] = wheels[name]
+        if name != "orch-train":
+            todo += [each for each in requires(wheels[name]) if each not in TRAVELLING]
+    return list(chosen.values())
+
+
+def requires(path: Path) -> list[str]:
+    """What a wheel needs without its extras."""
+    with zipfile.ZipFile(path) as wheel:
+        (entry,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = wheel.read(entry).decode().splitlines()
+    needed = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
+    return [normalised(name_of(line)) for line in needed if "extra ==" not in line]
+
+
+def normalised(name: str) -> str:
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def fits(path: Path) -> bool:
+    """Whether this Python can import a wheel, by the tags at the end of its name."""
+    pythons, abis, platforms = path.stem.split("-")[-3:]
+    own = "cp{}{}".format(*sys.version_info)
+    has_python = abis in ("none", "abi3") or own in pythons.split(".")
+    return has_python and (platforms == "any" or platforms.endswith(platform.machine()))
+
+
+def what_compilation_lacks() -> str:
+    """What Triton needs to start a compiled kernel, and this machine does not have; "" if all is
+    there."""
+    lacking = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        lacking.append("a C compiler (gcc, clang or $CC)")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        lacking.append(f"{header} (python3-dev)")
+    return " and ".join(lacking)
+
+
 def main() -> int:
+    if sys.version_info < OLDEST_PYTHON:
+        here = "{}.{}".format(*sys.version_info)
+        print("orch needs Python {}.{} or later; this is {}".format(*OLDEST_PYTHON, here))
+        return 1
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_wheels", description=__doc__.partition("\n")[2]
     )
@@ -161,7 +271,11 @@ def main() -> int:
     parser.add_argument("--python", default="", metavar="VERSION", help="default: this Python's")
     parser.add_argument("--titan", action="store_true", help="torchtitan, too")
     args = parser.parse_args()
-    return install() if args.install else build(args.python, args.titan)
+    if not args.install:
+        return build(args.python, args.titan)
+    if lacking := what_compilation_lacks():
+        print(f"compiled cases will fail: Triton needs {lacking}; train.compile=false does not")
+    return install()
 
 
 if __name__ == "__main__":

@@ -15,13 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu_single import LLAMA_1B, ours, random_batch
+from benchmarks.gpu_single import ours, random_batch
 from benchmarks.kernels import Sdpa
 from orchestrator.plan import Plan
 from tests.beds import fakegpu
 from tests.beds.plans import make_plan, tiny_model
 
 LENGTH = 4096
+#: The shapes of Llama 3.2 1B.
+LLAMA_1B = {
+    "layers": 16,
+    "hidden": 2048,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "ffn_hidden": 8192,
+    "vocab": 128256,
+    "tied_embeddings": True,
+    "rope_theta": 5e5,
+}
 #: Steps before the one that is counted: they compile, and make the optimizer's state.
 WARM_UP = 3
 Step = Callable[[], Any]

@@ -95,7 +95,8 @@ class FittedOn(Frozen):
     rows: dict[str, int] = {}  # rows by source
     #: The label of the profile that was updated; after several updates, of the first one.
     base: str = ""
-    # Ids of the runs, and "bench <when>", whose measurements updated the profile, in order.
+    #: Ids of the runs, "bench <when>" and "row <name> <plan> <seconds>", whose measurements updated
+    #: the profile, in order.
     runs: list[str] = []
 
 
@@ -235,9 +236,16 @@ def prior_profile() -> Profile:
 def read_profile(path: Path) -> Profile:
     """Reads a profile. Raises OrchError (65) for a file that is not a profile."""
     try:
-        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        content = path.read_bytes()
     except OSError as error:
         raise OrchError(f"profile {path}: {error.strerror}", Exit.CONFIG) from None
+    return decode_profile(content, path)
+
+
+def decode_profile(content: bytes, path: Path) -> Profile:
+    """Decodes the content of a profile's file. Raises OrchError (65) if it is not a profile."""
+    try:
+        profile = msgspec.json.decode(content, type=Profile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise OrchError(
             f"profile {path}: {error}; orch calibrate writes one", Exit.CONFIG

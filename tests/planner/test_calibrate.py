@@ -171,14 +171,14 @@ def test_an_update_leaves_less_uncertainty_and_says_what_it_is_made_of():
     rows = table(PRIOR.values)
     residuals, jacobian = linearised(observations(rows), PRIOR.values)
     change = update(PRIOR, residuals, jacobian)
-    profile = site_profile(PRIOR, change, "run", "a-run", "2026-01-01", "site")
+    profile = site_profile(PRIOR, change, "run", ["a-run"], "2026-01-01", "site")
     assert np.all(np.diag(profile.uncertainty) <= np.diag(PRIOR.uncertainty) + 1e-9)
     assert (
         profile.uncertainty[INDEX["gemm.a100.16"], INDEX["gemm.a100.16"]]
         < 0.9 * PRIOR.uncertainty[INDEX["gemm.a100.16"], INDEX["gemm.a100.16"]]
     )
     again = site_profile(
-        profile, update(profile, residuals, jacobian), "run", "other", "2026-01-02", "site"
+        profile, update(profile, residuals, jacobian), "run", ["other"], "2026-01-02", "site"
     )
     assert again.fitted_on.base == PRIOR.label and again.fitted_on.runs == ["a-run", "other"]
 

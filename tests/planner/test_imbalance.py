@@ -185,7 +185,7 @@ def test_a_run_s_loads_teach_the_next_plan():
             if abs(by) > 1e-9
         ]
         assert moved == ["moe.spread.loss"]
-        profile = site_profile(profile, change, "run", f"run-{run}", "", "site")
+        profile = site_profile(profile, change, "run", [f"run-{run}"], "", "site")
     cluster = plan.cluster
     from orchestrator.planner.build import build_plan as build
 

@@ -73,7 +73,7 @@ def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
         profile,
         update(profile, residuals, jacobian),
         kind="row",
-        source=name,
+        sources=[name],
         date="",
         name=profile.name,
     )

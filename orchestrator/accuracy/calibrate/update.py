@@ -245,13 +245,13 @@ def site_profile(
     base: Profile,
     change: Update,
     kind: str,
-    source: str,
+    sources: list[str],
     date: str,
     name: str,
 ) -> Profile:
     """Returns `base` after an update, as a profile that can be written to a file.
 
-    `kind` and `source` say what was measured, such as a run and its id; `name` is the cluster's.
+    `kind` and `sources` say what was measured, such as a run and its id; `name` is the cluster's.
     """
     first_base = base.label
     earlier_runs: list[str] = []
@@ -262,7 +262,7 @@ def site_profile(
         what=kind,
         date=date,
         base=first_base,
-        runs=[*earlier_runs, source],
+        runs=[*earlier_runs, *sources],
     )
     return make_profile(name, change.values(base), change.covariance, fitted_on)
 

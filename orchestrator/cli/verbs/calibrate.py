@@ -66,6 +66,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     is_bench = args.source == BENCH
     has_rows = args.source is not None and args.source.endswith(ROWS)
     if overrides and not is_bench and not has_rows:
+        _check_source(args.source)
         raise OrchError(
             f"{overrides[0]!r}: only --from bench and --from FILE.json take overrides (the"
             " cluster)",
@@ -76,6 +77,28 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if is_bench:
         return _bench(args, overrides)
     return _rows(args, overrides) if has_rows else _run(args)
+
+
+def _check_source(source: str | None) -> None:
+    """Raises OrchError (64) if --from names neither a run nor anything else that is there."""
+    from orchestrator.cli.session import home
+    from orchestrator.errors import nearest
+    from orchestrator.run.registry import all_runs, find_run
+
+    if source is None:
+        return
+    if Path(source).is_file():
+        raise OrchError(
+            f"--from {source}: a file of rows has a name that ends in {ROWS}", Exit.USAGE
+        )
+    try:
+        find_run(home(), source)
+    except OrchError:
+        files = map(str, Path(source).parent.glob(f"*{ROWS}"))
+        runs = [run.run_id for run in all_runs(home())]
+        best = nearest(source, [BENCH, *files, *runs])
+        hint = f"; did you mean {best!r}?" if best else ""
+        raise OrchError(f"--from {source}: no such file or run{hint}", Exit.USAGE) from None
 
 
 # ------------------------------------------------------------------------------- a table of runs
@@ -161,7 +184,7 @@ def _run(args: argparse.Namespace) -> int:
             base,
             load_update,
             "run",
-            folder.run_id,
+            [folder.run_id],
             date="",
             name=base.name,
         )
@@ -175,7 +198,7 @@ def _run(args: argparse.Namespace) -> int:
         spec,
         base,
         update,
-        source=("run", folder.run_id),
+        sources=("run", [folder.run_id]),
         steps={folder.run_id: facts},
     )
 
@@ -248,7 +271,7 @@ def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
         spec,
         base,
         update,
-        source=("bench", source),
+        sources=("bench", [source]),
         steps={},
     )
 
@@ -258,25 +281,27 @@ def _rows(args: argparse.Namespace, overrides: list[str]) -> int:
         read_measured_steps,
         update_with_steps,
     )
-    from orchestrator.cli.verbs.predict import digest
     from orchestrator.config.compose import load
 
     path = Path(args.source)
     steps = read_measured_steps(path)
     spec = load(overrides, args.config_dir).cluster
     for step in steps:
-        _check_gpu(spec, step.plan, f"{path}: row {step.name!r}")
+        _check_gpu(spec, step.plan, step.label)
     base = _base(args, spec)
-    source = f"{path.name} {digest(path)[:12]}"
-    _check_new(base, source, str(path))
-    update, facts = update_with_steps(base, steps, lambda plan: _measured_cluster(spec, plan))
+    new_steps = [step for step in steps if step.source not in base.fitted_on.runs]
+    if not new_steps:
+        raise OrchError(f"{path} is part of profile {base.label} already", Exit.USAGE)
+    skipped = [step.name for step in steps if step not in new_steps]
+    update, facts = update_with_steps(base, new_steps, lambda plan: _measured_cluster(spec, plan))
     return _save(
         args,
         spec,
         base,
         update,
-        source=("rows", source),
+        sources=("rows", [step.source for step in new_steps]),
         steps=facts,
+        skipped=skipped,
     )
 
 
@@ -317,11 +342,13 @@ def _save(
     base: Profile,
     update: Update,
     *,
-    source: tuple[str, str],
+    sources: tuple[str, list[str]],
     steps: dict[str, StepFacts],
+    skipped: Sequence[str] = (),
 ) -> int:
-    """Writes the updated profile, and prints what has changed. `source`: the kind of measurement
-    and its name; `steps`: the measured steps by name, a run's own alone."""
+    """Writes the updated profile, and prints what has changed. `sources`: the kind of measurement
+    and its names; `steps`: the measured steps by name, a run's own alone; `skipped`: the rows that
+    the profile includes already."""
     from orchestrator.accuracy.calibrate.drift import changed
     from orchestrator.accuracy.calibrate.update import site_profile
     from orchestrator.cli.session import home
@@ -331,7 +358,7 @@ def _save(
     profile = site_profile(
         base,
         update,
-        *source,
+        *sources,
         date=_today(),
         name=f"{spec.name}-site",
     )
@@ -352,11 +379,14 @@ def _save(
                 "file": str(path),
                 "profile": profile.label,
                 "base": base.label,
-                **_facts(steps, source[1]),
+                **_facts(steps, sources[1][0]),
+                **({"skipped": list(skipped)} if skipped else {}),
                 "parameters": parameters,
             }
         )
         return Exit.DONE
+    for name in skipped:
+        print(f"row {name!r} is part of profile {base.label} already: skipped")
     for name, facts in steps.items():
         from orchestrator.style import seconds
 
@@ -386,7 +416,16 @@ def _facts(steps: dict[str, StepFacts], run: str) -> dict[str, Any]:
 def _write(profile: Profile, path: Path, private: bool = False) -> None:
     import msgspec
 
+    from orchestrator.cost.profile import decode_profile
+
     content = msgspec.json.format(msgspec.json.encode(profile), indent=0) + b"\n"
+    try:
+        decode_profile(content, path)
+    except OrchError as error:
+        raise OrchError(
+            f"these measurements make no valid profile, and none is written: {error.message}",
+            error.exit,
+        ) from None
     if private:
         from orchestrator.run.folder import make_private_folder, write_private
 
