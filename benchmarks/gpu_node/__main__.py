@@ -114,7 +114,7 @@ def told(series: minutes.Series, names: list[str], out: Path, dry: bool) -> int:
     print(f"{series.summary()}; ours failed: {', '.join(failed) or 'never'}; {out}")
     others = [name for name, row in series.rows.items() if name in series.late or timed_out(row)]
     if others:
-        print(f"the others: python -m benchmarks.gpu_node --only {shlex.join(others)}")
+        print(f'the others: make gpu-node ONLY="{shlex.join(others)}"')
     if dry and (failed or series.failed):
         return 1
     subjects = [name for name in names if name not in page.CEILINGS] or names

@@ -85,12 +85,12 @@ def test_a_run_without_a_measured_case_ends_with_1(is_ours, tmp_path, capsys):
     for case in ("ZeRO-3", "TP + SP"):
         series.measure(case, lambda: {"ours": failure} if is_ours else failure)
     assert gpu_node.told(series, list(series.rows), tmp_path, dry=False) == 1
-    others = "the others: python -m benchmarks.gpu_node --only ZeRO-3 'TP + SP'\n"
+    others = "the others: make gpu-node ONLY=\"ZeRO-3 'TP + SP'\"\n"
     assert others in capsys.readouterr().out
     series.measure("ZeRO-3", lambda: {"ours": {"step_s": 1.5, "of_ceiling": 0.5, "peak_gib": 1.0}})
     assert gpu_node.told(series, list(series.rows), tmp_path, dry=False) == 0
     assert gpu_node.told(series, ["TP + SP"], tmp_path, dry=False) == 1
-    assert "--only 'TP + SP'\n" in capsys.readouterr().out
+    assert "ONLY=\"'TP + SP'\"\n" in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
