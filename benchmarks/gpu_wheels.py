@@ -178,7 +178,9 @@ def install() -> int:
     if absent := missing(PRESENT):
         print(f"missing: {', '.join(absent)}; this Python's image must bring them")
         return 1
-    wheels = {normalised(path.name.partition("-")[0]): path for path in WHEELS.glob("*.whl")}
+    # Of wheels for several Pythons, the one for this.
+    paths = sorted(WHEELS.glob("*.whl"), key=fits)
+    wheels = {normalised(path.name.partition("-")[0]): path for path in paths}
     titan = {"torchtitan": "torchtitan"} if "torchtitan" in wheels else {}
     absent = missing(TRAVELLING | titan)
     if not absent:

@@ -142,11 +142,12 @@ class Series:
         if self._lost_in or not self.limit.remaining_s:  # `summary` names it
             over = f"{self.limit.minutes:g} minutes are over"
             lost = f"the device was lost in {self._lost_in}"
-            self.rows[name] = {"failed": f"{LATE}{lost if self._lost_in else over}"}
-            self.write()
+            if not self._has_numbers(name):  # an earlier run may have measured it
+                self.rows[name] = {"failed": f"{LATE}{lost if self._lost_in else over}"}
+                self.write()
             return self.rows[name]
         self._name = name
-        self.note({})
+        self.note(self.rows[name] if self._has_numbers(name) else {})
         begin = time.monotonic()
         with self.limit.watched():
             row = self._guarded(function)
@@ -155,10 +156,16 @@ class Series:
             # Outside the handler: the error's traceback holds the tensors of the failed row.
             try:
                 self._free()
-            except RuntimeError:
+            except RuntimeError as error:
                 traceback.print_exc()
                 self._lost_in = name
+                row.setdefault("failed", error_line(error))
+                self.write()
         return row
+
+    def _has_numbers(self, name: str) -> bool:
+        """Whether a row has more than the reason why it has not been measured."""
+        return bool(self.rows.get(name, {}).keys() - {"failed", "row_s"})
 
     def note(self, row: Row) -> None:
         """Keeps what the row that is measured has so far, whatever becomes of the rest."""

@@ -230,6 +230,10 @@ class Node:
         return row | communication(ranks) | (taken if is_taken else {})
 
 
+#: How a traceback begins; its frames are indented, the error below them is not.
+TRACEBACK = "Traceback (most recent call last)"
+
+
 def reason(error: RankError) -> str:
     """What went wrong on a rank, in one line: the error below its traceback, or where a rank that
     did not finish stands."""
@@ -238,8 +242,10 @@ def reason(error: RankError) -> str:
     if TIMED_OUT in lines[0]:
         innermost = lines[frames[0]].strip() if frames else ""
         return f"{lines[0]} {innermost}".strip()
-    below = lines[frames[-1] + 1 :] if frames else lines
-    return next(line for line in below if not line.startswith(" "))
+    headers = [index for index, line in enumerate(lines) if TRACEBACK in line]
+    below = lines[headers[-1] + 1 :] if headers else lines
+    # The compiler adds lines of the user's code below its error.
+    return next((line for line in below if line.strip() and not line.startswith(" ")), lines[0])
 
 
 def speed(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Any]:

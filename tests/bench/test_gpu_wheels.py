@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -189,7 +190,7 @@ runpy.run_module("benchmarks.gpu_wheels", run_name="__main__")
     assert ended.stdout == "orch needs Python 3.11 or later; this is 3.10\n"
 
 
-def test_what_triton_needs_is_told(tmp_path, monkeypatch, capsys):
+def test_what_triton_needs_is_told(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(gpu_wheels.sysconfig, "get_path", lambda name: str(tmp_path))
@@ -200,9 +201,15 @@ def test_what_triton_needs_is_told(tmp_path, monkeypatch, capsys):
 
 
 def test_single_cases_of_a_node_have_the_wheels():
-    argv = ["make", "-n", "gpu-node", "PY=python3", "ONLY='TP + SP' experts"]
-    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    line = ended.stdout.splitlines()[-1]
+    argv = ["make", "-n", "--no-print-directory", "gpu-node", "PY=python3"]
+    argv.append("ONLY='TP + SP' experts")
+    # Under `make test` these would make it a make within another.
+    outer = ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    ended = subprocess.run(
+        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    (line,) = [line for line in ended.stdout.splitlines() if "gpu_node" in line]
     assert "build/gpu-packages" in line and line.endswith("--only 'TP + SP' experts")
 
 

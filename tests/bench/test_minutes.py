@@ -40,6 +40,18 @@ def test_a_row_that_fails_is_a_row_with_its_error_and_the_next_ones_follow(tmp_p
     assert "second: FAILED MemoryError: out of memory" in capsys.readouterr().out
 
 
+def test_numbers_of_an_earlier_run_stay_if_a_row_fails_or_is_not_reached():
+    earlier = {"seconds": 1.5}
+    record = {"rows": {"fails": dict(earlier), "late": dict(earlier)}}
+    series = minutes.Series(record, minutes.Limit(0), None)
+    series.measure("fails", raising)
+    assert series.rows["fails"].items() > earlier.items() and series.failed == ["fails"]
+    over = minutes.Limit(1.0)
+    over._end = 0.0
+    minutes.Series(record, over, None).measure("late", raising)
+    assert record["rows"]["late"] == earlier
+
+
 class Held:
     """What a row holds on a device."""
 

@@ -55,6 +55,9 @@ def test_the_reason_is_the_error_and_not_the_advice_below_it():
     advice = "CUDA kernel errors might be asynchronously reported\nCompile with TORCH_USE_CUDA_DSA"
     message = f"rank 1: Traceback (most recent call last):\n{frame}RuntimeError: lost\n{advice}\n"
     assert reason(RankError(1, message)) == "RuntimeError: lost"
+    compiler = '\nfrom user code:\n   File "block.py", line 3, in forward\n    x @ y\n\nSet VERBOSE'
+    message = f"rank 1: Traceback (most recent call last):\n{frame}Unsupported: a call{compiler}\n"
+    assert reason(RankError(1, message)) == "Unsupported: a call"
     message = "rank 1: ended with code 3 and no result"
     assert reason(RankError(1, message)) == message
 
