@@ -170,11 +170,12 @@ from orchestrator.planner.search import auto
 
 once = auto.resolve_auto
 
-def twice(*args, **options):
-    once(*args, **options)
+def often(*args, **options):
+    for _ in range(4):  # later ones find much in caches
+        once(*args, **options)
     return once(*args, **options)
 
-auto.resolve_auto = twice
+auto.resolve_auto = often
 from orch_start import main
 
 sys.exit(main())
@@ -182,7 +183,7 @@ sys.exit(main())
 
 
 @pytest.mark.timing
-def test_a_search_that_is_made_twice_as_long_is_seen():
+def test_a_search_that_is_made_at_least_twice_as_long_is_seen():
     arguments = ["plan", "+cluster=h100x1024", "model=llama3_70b", "parallel=auto"]
     was = row_of(NUMBERS["search_1024"].measure(3), CONDITIONS)
     now = row_of(of_command([sys.executable, "-c", SLOWED, *arguments], PLAIN, 3), CONDITIONS)

@@ -99,8 +99,9 @@ def _(patch):
 @DATA("ZeRO-2: a micro-batch's gradient replaces the one before", dp=2, zero=2)
 def _(patch):
     def arrive(self):
-        bucket, handle, _ = self._in_flight.pop(0)
-        bucket.grad_shard.copy_(handle.wait())
+        number, handle, _ = self._in_flight.pop(0)
+        self._arrivals[number] += 1
+        self.buckets[number].grad_shard.copy_(handle.wait())
 
     patch.setattr(zero2.ShardedGradBuckets, "_arrive", arrive)
 
