@@ -18,6 +18,17 @@ from orchestrator.accuracy.predict.hardware import GPUS, gpu_of
 TRAINER = f"{Path(__file__).resolve().parents[1] / 'trainer'}/"
 
 
+def device_to_measure(dry: bool) -> torch.device | None:
+    """The card of this machine, else the CPU for a dry run; None, and a line that says so, if there
+    is nothing to measure."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if dry:
+        return torch.device("cpu")
+    print("skipped: this machine has no CUDA device")
+    return None
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 

@@ -39,6 +39,7 @@ from benchmarks.card import (
     card_words,
     collect,
     device_name,
+    device_to_measure,
     forget,
     matmul_ceiling,
     memory_ceiling,
@@ -234,10 +235,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() and not args.dry:
-        print("skipped: this machine has no CUDA device")
+    device = device_to_measure(args.dry)
+    if device is None:
         return 0
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     card = Card(device, args)
     record = {"device": card.name, "dry": args.dry, "sheet_flops": card.sheet}

@@ -103,7 +103,7 @@ class Limit:
 
 
 class Series:
-    """Measures rows into `record[key]`, and writes the record after each of them.
+    """Measures rows into `record["rows"]`, and writes the record after each of them.
 
     `path`: the result file; None writes nothing. `show` makes a line of a row. `free` gives back
     what a row has held on the device, and raises RuntimeError if the device is lost.
@@ -115,20 +115,18 @@ class Series:
         limit: Limit,
         path: Path | None,
         *,
-        key: str = "rows",
         show: Callable[[Row], str] = str,
         free: Callable[[], None] = lambda: None,
     ):
         self.record = record
         self.limit = limit
         self._path = path
-        self._key = key
         self._show = show
         self._free = free
         self._name = ""
         self._so_far: Row = {}
         self._lost_in = ""
-        self.rows: dict[str, Row] = record.setdefault(key, {})
+        self.rows: dict[str, Row] = record.setdefault("rows", {})
 
     def expect(self, names: Iterable[str]) -> None:
         """Names the rows that will be measured: if the process dies, the file has them."""

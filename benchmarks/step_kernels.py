@@ -15,25 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.gpu_node.cases import SMALL, Where, plan_of
 from benchmarks.gpu_single import ours, random_batch
 from benchmarks.kernels import Sdpa
 from orchestrator.plan import Plan
 from tests.beds import fakegpu
-from tests.beds.plans import make_plan, tiny_model
 
 LENGTH = 4096
-#: The shapes of Llama 3.2 1B.
-LLAMA_1B = {
-    "layers": 16,
-    "hidden": 2048,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 64,
-    "ffn_hidden": 8192,
-    "vocab": 128256,
-    "tied_embeddings": True,
-    "rope_theta": 5e5,
-}
+#: Of a plan for one GPU.
+WORDS = (
+    "parallel=dp1",
+    "parallel.micro_batch_size=1",
+    f"train.seq_len={LENGTH}",
+    "train.global_batch_samples=1",
+    "train.compile=true",
+)
 #: Steps before the one that is counted: they compile, and make the optimizer's state.
 WARM_UP = 3
 Step = Callable[[], Any]
@@ -46,7 +42,7 @@ def measured(titan: str = "") -> dict[str, Any]:
 
     config.fx_graph_cache = False
     config.compile_threads = 1
-    plan = _plan()
+    plan = plan_of(SMALL, WORDS, 1, Where(dry=False, cuda=True))
     device = torch.device("cuda", 0)
     makes: dict[str, Callable[[], Step]] = {
         "ours": lambda: ours(plan, device, random_batch(plan, device))
@@ -67,18 +63,6 @@ def _counted(step: Step) -> dict[str, int]:
         "kernels": len(launched),
         "generated": sum(name.startswith("triton_") for name in launched),
     }
-
-
-def _plan() -> Plan:
-    return make_plan(
-        model=tiny_model(**LLAMA_1B | {"max_seq_len": LENGTH}),
-        compile=True,
-        bucket_bytes=25 << 20,
-        seq_len=LENGTH,
-        precision="bf16",
-        micro_batches=1,
-        micro_batch_size=1,
-    )
 
 
 def _of_torchtitan(folder: str, plan: Plan, device: torch.device) -> Step:

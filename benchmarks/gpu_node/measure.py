@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.card import matmul_ceiling, memory_ceiling
+from benchmarks.card import device_name, matmul_ceiling, memory_ceiling
 from benchmarks.vs_torch.common import LR
 from orchestrator.plan import Plan
 from trainer.comm.mesh import Mesh
@@ -63,7 +63,7 @@ def run_side(
     device = device_of(rank, plan, store)
     batches = batches_of(plan, rank, device)
     facts: dict[str, Any] = {
-        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "name": device_name(device),
         "ceiling_flops": matmul_ceiling(device, PRODUCTS[dry]),
     }
     if rival is None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import minutes
-from benchmarks.card import device_name, forget
+from benchmarks.card import device_name, device_to_measure, forget
 from benchmarks.gpu_parity.attention import attention
 from benchmarks.gpu_parity.cases import CASES
 from benchmarks.gpu_parity.steps import judge, reference_of
@@ -74,10 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() and not args.dry:
-        print("skipped: this machine has no CUDA device")
+    device = device_to_measure(args.dry)
+    if device is None:
         return 0
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out = args.out if args.dry else args.out or RESULT
     record = minutes.earlier(out) if args.only else {}
     record |= {"device": device_name(device), "dry": args.dry}

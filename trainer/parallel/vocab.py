@@ -128,13 +128,12 @@ def _gradient(
 ) -> Tensor:
     """Returns grad * (softmax - onehot(target)) of [n, p] for valid tokens and columns; zero
     elsewhere. `total`: the log-sum-exp of whole rows [n]."""
-    column, in_shard = _columns(target, start, valid)
-    target_column = column.masked_fill(~in_shard, -1)
-    position = torch.arange(logits.shape[1], device=logits.device)
+    column = torch.arange(logits.shape[1], device=logits.device)
     softmax = torch.exp(logits - total[:, None])
-    out = softmax - (position == target_column[:, None]).to(softmax.dtype)
+    # No column is that of a target in another shard; a column of padding becomes zero below.
+    out = softmax - (column == (target - start)[:, None]).to(softmax.dtype)
     out = out * (grad * (target != IGNORED))[:, None]
-    return torch.where(position < valid, out, 0.0).to(logits.dtype)
+    return torch.where(column < valid, out, 0.0).to(logits.dtype)
 
 
 def _gradient_in_chunks(
