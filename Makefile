@@ -79,10 +79,10 @@ gpu-check: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 	exit $$status
 
 # On a node of GPUs: every technique on all of them, what matters first, and the node's ceilings, for MINUTES; or
-# ONLY="'TP + SP' experts", cases as the last line of an earlier call names them.
+# ONLY="'TP + SP' experts", cases as the last line of an earlier call names them; GPUS=4 for some of its GPUs.
 gpu-node: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 	@$(GPU).gpu_wheels --install
-	$(GPU).gpu_node --minutes $(MINUTES)$(if $(ONLY), --only $(ONLY))
+	$(GPU).gpu_node --minutes $(MINUTES)$(if $(GPUS), --gpus $(GPUS))$(if $(ONLY), --only $(ONLY))
 
 # What a machine with a card lacks besides torch and numpy, in build/gpu-wheels, for Linux on x86-64;
 # WHEELS_PYTHON=3.12 for an image with another Python than this one, TITAN=1 for torchtitan as well.

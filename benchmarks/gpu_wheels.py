@@ -244,8 +244,11 @@ def normalised(name: str) -> str:
 def fits(path: Path) -> bool:
     """Whether this Python can import a wheel, by the tags at the end of its name."""
     pythons, abis, platforms = path.stem.split("-")[-3:]
-    own = "cp{}{}".format(*sys.version_info)
-    has_python = abis in ("none", "abi3") or own in pythons.split(".")
+    minor_versions = [re.fullmatch(r"cp3(\d+)", tag) for tag in pythons.split(".")]
+    cpython = [int(match[1]) for match in minor_versions if match]
+    here = sys.version_info.minor
+    # A wheel of the stable interface is for the Python that it names and all later ones.
+    has_python = abis == "none" or here in cpython or (abis == "abi3" and min(cpython) <= here)
     return has_python and (platforms == "any" or platforms.endswith(platform.machine()))
 
 

@@ -222,10 +222,16 @@ class Series:
         return line
 
 
-def earlier(path: Path | None) -> dict[str, Any]:
-    """The record of a result file with rows, which others are added to; {} if there is none."""
+def earlier(path: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
+    """The record of a result file with rows, which others are added to; {} if there is none, or if
+    its rows are of another `machine`, of which a record has these fields."""
     record = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    return record if "rows" in record else {}
+    if "rows" not in record:
+        return {}
+    if unlike := {name: record.get(name) for name in machine if record.get(name) != machine[name]}:
+        print(f"{path}: its rows are of {unlike}, and not kept", file=sys.stderr)
+        return {}
+    return record
 
 
 def finite(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """python -m benchmarks.gpu_node [--minutes 8] [--rounds 8] [--only NAME ...] [--torchtitan DIR]
 [--dry]
 
-Runs every technique on the GPUs of this node, unattended, in the order of what matters: about an
-hour on eight H100s, or as many as --minutes allows. Each case is a line of words that `orch plan`
+Runs every technique on the GPUs of this node, unattended, in the order of what matters, to the end
+or as long as --minutes allows. Each case is a line of words that `orch plan`
 takes; the processes of ours and of each rival are forked here, one a GPU, and end with it. A side
 that hangs gets half of the time that remains. What fails is written down with its reason, and the
 next one goes on. benchmarks/results/gpu_node.json is written after each side and docs/performance.md
@@ -22,6 +22,7 @@ CPU processes and writes to --out alone, without plans: it proves that the progr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -47,7 +48,8 @@ from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.trained import refusal
 from trainer.verify.ranks import RankError, run_ranks
 
-RESULT = Path(__file__).parents[1] / "results" / "gpu_node.json"
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "gpu_node.json"
 GIB = 1 << 30
 #: Seconds for one side of a case: compilation takes minutes.
 TIMEOUT = 1800.0
@@ -68,8 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or RESULT
     if args.dry and args.out is None:
         out = Path(tempfile.mkdtemp(prefix="gpu-node-")) / RESULT.name
-    record = minutes.earlier(out) if args.only else {}
-    record |= {"gpus": gpus, "dry": args.dry, "conditions": conditions(rounds=args.rounds)}
+    machine = {"gpus": gpus, "card": card, "dry": args.dry}
+    record = minutes.earlier(out, machine) if args.only else {}
+    record |= machine | {"conditions": conditions(rounds=args.rounds)}
     where = Where(args.dry, bool(gpus_here), card_words(card))
     limit = minutes.Limit(args.minutes)
     series = minutes.Series(record, limit, out, show=page.line)
@@ -84,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         series.measure(name, measure)
         if args.page is not None:
             write_page(record, args.page)
-    return told(series, list(rows), out, args.dry)
+    same_gpus = "" if gpus == gpus_here else f" GPUS={gpus}"
+    return told(series, list(rows), out, args.dry, f"make gpu-node{same_gpus}{python_words()}")
 
 
 def misuse(gpus: int, names: list[str]) -> str:
@@ -108,13 +112,21 @@ def write_page(record: dict[str, Any], path: Path) -> None:
         print(f"{path} is not written: {minutes.error_line(error)}", file=sys.stderr)
 
 
-def told(series: minutes.Series, names: list[str], out: Path, dry: bool) -> int:
-    """Prints what has become of the rows. Returns the exit code of a run that had these names."""
+def python_words() -> str:
+    """The word with which make takes this Python, where it is not the repository's own."""
+    return "" if Path(sys.prefix) == ROOT / ".venv" else f" PY={shlex.quote(sys.executable)}"
+
+
+def told(
+    series: minutes.Series, names: list[str], out: Path, dry: bool, command: str = "make gpu-node"
+) -> int:
+    """Prints what has become of the rows, and the command for those that are not measured. Returns
+    the exit code of a run that had these names."""
     failed = [name for name, row in series.rows.items() if "failed" in row.get("ours", {})]
     print(f"{series.summary()}; ours failed: {', '.join(failed) or 'never'}; {out}")
     others = [name for name, row in series.rows.items() if name in series.late or timed_out(row)]
     if others:
-        print(f'the others: make gpu-node ONLY="{shlex.join(others)}"')
+        print(f'the others: {command} ONLY="{shlex.join(others)}"')
     if dry and (failed or series.failed):
         return 1
     subjects = [name for name in names if name not in page.CEILINGS] or names
@@ -238,14 +250,22 @@ def reason(error: RankError) -> str:
     """What went wrong on a rank, in one line: the error below its traceback, or where a rank that
     did not finish stands."""
     lines = str(error).strip().splitlines()
-    frames = [index for index, line in enumerate(lines) if line.strip().startswith("File ")]
     if TIMED_OUT in lines[0]:
-        innermost = lines[frames[0]].strip() if frames else ""
-        return f"{lines[0]} {innermost}".strip()
+        return f"{lines[0]} {place(lines[1:])}".strip()
     headers = [index for index, line in enumerate(lines) if TRACEBACK in line]
     below = lines[headers[-1] + 1 :] if headers else lines
     # The compiler adds lines of the user's code below its error.
     return next((line for line in below if line.strip() and not line.startswith(" ")), lines[0])
+
+
+def place(lines: list[str]) -> str:
+    """Where the main thread of the first rank in dumped stacks stands, innermost frame first. The
+    signal that asks for the stacks reaches the main thread, which the dump calls the current one;
+    others are torch's."""
+    of_rank = list(itertools.takewhile(lambda line: TIMED_OUT not in line, lines))
+    current = [index for index, line in enumerate(of_rank) if line.startswith("Current thread")]
+    frames = of_rank[current[0] if current else 0 :]
+    return next((line.strip() for line in frames if line.strip().startswith("File ")), "")
 
 
 def speed(plan: Plan, ranks: list[dict[str, Any]]) -> dict[str, Any]:

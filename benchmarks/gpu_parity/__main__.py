@@ -41,22 +41,41 @@ RESULT = Path(__file__).parents[1] / "results" / "gpu_parity.json"
 ATTENTION_BOUND = 2e-2
 
 
+#: What the name of a row ends with whose blocks are not compiled.
+UNCOMPILED = ", not compiled"
+#: Types in which attention is compared, by the kind of the device.
+ATTENTION_DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.float32,)}
+
+
 def rows(names: list[str], device: torch.device) -> dict[str, Callable[[], dict[str, Any]]]:
-    """The rows in their order, by name."""
+    """The rows in their order, by name: all, or those of these names. The name of a case stands for
+    its row that is not compiled, too."""
     reference = functools.lru_cache(maxsize=1)(reference_of)  # a case's rows follow each other
     measured: dict[str, Callable[[], dict[str, Any]]] = {}
-    for name in names or CASES:
+    for name in CASES:
         for compiled in (True, False) if device.type == "cuda" else (False,):
-            title = name if compiled else f"{name}, not compiled"
+            title = name if compiled else f"{name}{UNCOMPILED}"
             measured[title] = functools.partial(
                 lambda name, compiled: judge(name, compiled, device, reference(name)),
                 name,
                 compiled,
             )
-    for dtype in (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,):
-        title = f"attention, {str(dtype).removeprefix('torch.')}"
-        measured[title] = functools.partial(attention_row, device, dtype)
-    return measured
+    for dtype in ATTENTION_DTYPES[device.type]:
+        measured[attention_title(dtype)] = functools.partial(attention_row, device, dtype)
+    wanted = {*names, *(f"{name}{UNCOMPILED}" for name in names)}
+    return {title: row for title, row in measured.items() if not names or title in wanted}
+
+
+def choices() -> list[str]:
+    """The names that `--only` takes."""
+    attention_titles = [
+        attention_title(dtype) for dtypes in ATTENTION_DTYPES.values() for dtype in dtypes
+    ]
+    return [*CASES, *(f"{name}{UNCOMPILED}" for name in CASES), *attention_titles]
+
+
+def attention_title(dtype: torch.dtype) -> str:
+    return f"attention, {str(dtype).removeprefix('torch.')}"
 
 
 def attention_row(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -70,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m benchmarks.gpu_parity", description=__doc__.partition("\n")[2]
     )
     minutes.add_argument(parser)
-    parser.add_argument("--only", nargs="*", default=[], choices=list(CASES), metavar="NAME")
+    parser.add_argument("--only", nargs="*", default=[], choices=choices(), metavar="NAME")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args(argv)
@@ -78,9 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     if device is None:
         return 0
     out = args.out if args.dry else args.out or RESULT
-    record = minutes.earlier(out) if args.only else {}
-    record |= {"device": device_name(device), "dry": args.dry}
-    record |= {"conditions": conditions(minutes=args.minutes)}
+    machine = {"device": device_name(device), "dry": args.dry}
+    record = minutes.earlier(out, machine) if args.only else {}
+    record |= machine | {"conditions": conditions(minutes=args.minutes)}
     limit = minutes.Limit(args.minutes)
     series = minutes.Series(record, limit, out, show=line, free=lambda: forget(device))
     cases = rows(args.only, device)

@@ -409,6 +409,9 @@ class CheckpointSpec(Frozen):
     #: Steps between two checkpoints. 0: only at the end and on a termination signal.
     every_steps: Natural = 0
     keep_last: Count = 2  # Number of checkpoints to keep.
+    #: Copies of a rank's state that host memory holds for saves in the background. With 2, a save
+    #: that is due while another is written does not wait for it.
+    snapshots: Literal[1, 2] = 1
     dir: Path | None = None  # Where they are saved. None: <run folder>/checkpoints.
     #: Steps between two copies of the state in the memory of two nodes each, between checkpoints.
     #: 0: no copies.

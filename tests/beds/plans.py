@@ -83,6 +83,7 @@ def make_plan(
     checkpoint_dir: str = "",
     checkpoint_every_steps: int = 0,
     copy_every_steps: int = 0,
+    snapshots: int = 1,
     metrics_host: str = "127.0.0.1",
     metrics_port: int = 0,
     memory_every_steps: int = 5,
@@ -203,6 +204,7 @@ def make_plan(
                 every_steps=checkpoint_every_steps,
                 keep_last=2,
                 memory_every_steps=copy_every_steps,
+                snapshots=snapshots,
             ),
             metrics=doc.Metrics(
                 host=metrics_host,

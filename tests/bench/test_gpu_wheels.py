@@ -139,14 +139,15 @@ def test_what_is_missing_is_unpacked_with_what_it_needs(folders, monkeypatch, ca
     assert gpu_wheels.install() == 0 and gpu_wheels.missing(travelling) == []
 
 
-def test_a_wheel_for_another_python_is_named(folders, monkeypatch, capsys):
+@pytest.mark.parametrize("python", ["cp39-cp39", "cp399-abi3"])
+def test_a_wheel_for_another_python_is_named(folders, monkeypatch, capsys, python):
     wheels, packages = folders
     monkeypatch.setattr(gpu_wheels, "TRAVELLING", {"other": "no_such_module"})
-    wheel(wheels, "other", tags=f"cp39-cp39-manylinux_2_17_{platform.machine()}")
+    wheel(wheels, "other", tags=f"{python}-manylinux_2_17_{platform.machine()}")
     assert gpu_wheels.install() == 1 and not packages.exists()
     (line,) = capsys.readouterr().out.splitlines()
     assert "this is Python 3." in line and line.endswith(
-        "other-1.0-cp39 is for another Python or machine"
+        f"other-1.0-{python.partition('-')[0]} is for another Python or machine"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from threading import Thread
 
 import pytest
 
@@ -13,7 +15,7 @@ from benchmarks.gpu_node import page
 from benchmarks.gpu_node.__main__ import Node, misuse, reason
 from benchmarks.gpu_node.cases import SMALL, Case, Where
 from orchestrator.plan import Exit
-from trainer.verify.ranks import RankError
+from trainer.verify.ranks import RankError, run_ranks
 
 
 def dying(plan, device, batches):
@@ -60,6 +62,23 @@ def test_the_reason_is_the_error_and_not_the_advice_below_it():
     assert reason(RankError(1, message)) == "Unsupported: a call"
     message = "rank 1: ended with code 3 and no result"
     assert reason(RankError(1, message)) == message
+
+
+@pytest.mark.process
+def test_the_reason_of_a_hang_is_where_the_main_thread_stands():
+    def hang(rank):
+        if rank == 0:
+            Thread(target=time.sleep, args=(60,), daemon=True).start()
+            wait_where_the_test_looks()
+
+    def wait_where_the_test_looks():
+        time.sleep(60)
+
+    with pytest.raises(RankError) as error:
+        run_ranks(hang, 2, timeout=0.5)
+    line = reason(error.value)
+    assert line.startswith("rank 0 did not finish in time: File") and "\n" not in line
+    assert line.endswith("in wait_where_the_test_looks")
 
 
 @pytest.mark.parametrize(

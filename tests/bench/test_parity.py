@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks.gpu_parity import __main__ as parity
 from benchmarks.gpu_parity.cases import CASES, activations_margin, may_wait
@@ -22,7 +23,7 @@ def run(out, case, environment):
     """How a case ends, and its rows. The compiler is off, which would take minutes: a case and the
     same "not compiled" are one program here."""
     argv = [sys.executable, "-m", "benchmarks.gpu_parity", "--dry"]
-    argv += ["--out", str(out), "--only", case]
+    argv += ["--out", str(out), "--only", case, "attention, float32"]
     environment |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
@@ -57,6 +58,10 @@ def test_what_is_not_as_it_must_be_is_named():
     assert parity.line(row | {"not_as_planned": ["grads"], "waits_in_last_step": []}) == (
         "WAITS at zero1.py:7, NOT AS PLANNED: grads: "
     )
+    one = ["SGD, not compiled", "attention, bfloat16"]
+    assert set(one) < set(parity.choices())
+    assert list(parity.rows(one, torch.device("cuda"))) == one
+    assert list(parity.rows(["SGD"], torch.device("cuda"))) == ["SGD", "SGD, not compiled"]
     assert not may_wait("bf16", "permutation.py:45") and may_wait(
         "experts, fp32", "permutation.py:45"
     )

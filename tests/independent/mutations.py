@@ -488,4 +488,4 @@ def _(patch):
 
 def live(patch: pytest.MonkeyPatch) -> None:
     """Save the tensors that training goes on to change, instead of copies."""
-    patch.setattr(background.Snapshots, "take", lambda self, pieces: list(pieces))
+    patch.setattr(background.Snapshot, "take", lambda self, pieces: list(pieces))

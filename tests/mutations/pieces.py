@@ -539,7 +539,7 @@ def a_save_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
     by="torch.equal(tensors[",
 )
 def _(patch):
-    patch.setattr(background.Snapshots, "take", lambda self, pieces: list(pieces))
+    patch.setattr(background.Snapshot, "take", lambda self, pieces: list(pieces))
 
 
 # -------------------------------------------------------------------------------------------

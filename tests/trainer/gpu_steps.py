@@ -18,7 +18,7 @@ from tests.beds import fakegpu
 from tests.trainer.test_loop import changed, finish, job
 from tests.trainer.test_planned_memory import LLAMA, plan_of
 from trainer import compat
-from trainer.checkpoint.background import Snapshots
+from trainer.checkpoint.background import Snapshot
 from trainer.comm.mesh import Mesh
 from trainer.comm.settings import apply_settings
 from trainer.data.order import samples_of_step
@@ -252,15 +252,15 @@ def background_copy() -> dict[str, Any]:
     engine = Engine(plan, Mesh.alone(plan), device, recipe(plan.job.train))
     norm = torch.ones((), dtype=torch.float64, device=device)
     engine.update(norm, LR)
-    snapshots = Snapshots()
+    snapshot = Snapshot()
     pieces = list(engine.state_pieces(to_write=True))
-    snapshots.take(pieces)
+    snapshot.take(pieces)
     with fakegpu.recording() as recording:
-        snapshots.take(pieces)
-        engine.optimizer.copied = snapshots.copied
+        snapshot.take(pieces)
+        engine.optimizer.copied = snapshot.copied
         engine.update(norm, LR)
     with fakegpu.recording() as read:
-        snapshots.wait()
+        snapshot.wait()
     notes = recording.notes
     copies = [note for note in notes if note.kind == "C"]
     (ends,) = {

@@ -380,7 +380,7 @@ def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
 
     def follow() -> None:
         manager.start(pieces, NEW, 10 * NEW)
-        while manager._background.contents is not None:
+        while manager._background.in_progress is not None:
             for future in filter(
                 None, (manager._background._writing, manager._background._committing)
             ):

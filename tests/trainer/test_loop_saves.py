@@ -45,19 +45,24 @@ def saved(workers: Workers) -> list[EventReport]:
     return workers.events("checkpoint_saved")
 
 
-def test_training_goes_on_while_a_save_is_written_until_the_next_is_due(cache, tmp_path, gate):
-    """Then it waits: there is memory for one copy. What it waited is counted."""
-    with running(job(cache, steps=10_000, every=3, dp=2, zero=1), tmp_path) as workers:
-        workers.until(0, 6)
+@pytest.mark.parametrize("snapshots", [1, 2])
+def test_training_goes_on_while_a_save_is_written_until_no_memory_is_left(
+    cache, tmp_path, gate, snapshots
+):
+    """Then it waits for the save. What it waited is counted."""
+    plan = job(cache, steps=10_000, every=3, dp=2, zero=1, snapshots=snapshots)
+    last_copy = 3 * snapshots
+    with running(plan, tmp_path) as workers:
+        workers.until(0, last_copy + 3)
         assert not saved(workers)
         gate.touch()
         workers.until(0, "checkpoint_saved")
-        workers.until(0, 7)
+        workers.until(0, last_copy + 4)
         os.kill(workers.pids[0], signal.SIGTERM)
         assert workers.wait() == [Exit.RESTART] * 2
     order = words(workers)
     first = saved(workers)[0]
-    assert order.index(6) < order.index("checkpoint_saved") < order.index(7)
+    assert order.index(last_copy + 3) < order.index("checkpoint_saved") < order.index(last_copy + 4)
     assert (
         first.step == 3
         and first.fields["verified"]
@@ -68,8 +73,13 @@ def test_training_goes_on_while_a_save_is_written_until_the_next_is_due(cache, t
     )
 
 
-def test_a_termination_signal_waits_for_the_save_in_progress_and_then_saves(cache, tmp_path, gate):
-    with running(job(cache, steps=10_000, every=20, dp=2), tmp_path) as workers:
+@pytest.mark.parametrize(("every", "snapshots"), [(20, 1), (10, 2)])
+def test_a_termination_signal_waits_for_the_save_in_progress_and_then_saves(
+    cache, tmp_path, gate, every, snapshots
+):
+    """A copy that waits for its turn is forgotten."""
+    plan = job(cache, steps=10_000, every=every, dp=2, snapshots=snapshots)
+    with running(plan, tmp_path) as workers:
         workers.until(1, 21)
         os.kill(workers.pids[1], signal.SIGTERM)
         workers.until(0, "stopping")
@@ -77,11 +87,11 @@ def test_a_termination_signal_waits_for_the_save_in_progress_and_then_saves(cach
         gate.touch()
         assert workers.wait() == [Exit.RESTART] * 2
     first, last = saved(workers)
-    assert first.step == 20 and last.step == max(step.step for step in workers.steps()) > 20
+    assert first.step == every and last.step == max(step.step for step in workers.steps()) > 20
     assert first.fields["verified"] and not last.fields["verified"], (
         "a termination signal leaves no time to read back"
     )
-    assert [step for step, _ in committed(tmp_path / "checkpoints")] == [last.step, 20]
+    assert [step for step, _ in committed(tmp_path / "checkpoints")] == [last.step, every]
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ a rank that dies leaves only a staging folder, never one with a step's name.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -38,42 +40,69 @@ from .save import (
 )
 
 
-class BackgroundSave:
-    """Holds at most one save in progress. All ranks must call the methods marked "Collective"
-    together."""
+@dataclass
+class CopiedSave:
+    """A save whose pieces are, or will soon be, in one of the snapshots. Times are seconds."""
 
-    def __init__(self, target: Target, keep_last: int):
+    contents: Contents
+    snapshot: Snapshot
+    started: float = field(default_factory=time.perf_counter)
+    stall_s: float = 0.0  # what training has waited for it
+
+
+class BackgroundSave:
+    """Holds at most one save in progress, and those that are copied and wait for it. All ranks must
+    call the methods marked "Collective" together."""
+
+    def __init__(self, target: Target, keep_last: int, snapshots: int = 1):
+        """`snapshots`: how many saves, with the one in progress, host memory has room for."""
         self.target = target
         self.keep_last = keep_last
-        self.contents: Contents | None = None  # of the save in progress
-        self._snapshots = Snapshots()
+        self.in_progress: CopiedSave | None = None
+        self.waiting: deque[CopiedSave] = deque()
+        self._snapshots = deque(Snapshot() for _ in range(snapshots))  # the next one first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[RankOutcome] | None = None
         self._committing: Future[CommitOutcome] | None = None  # on rank 0 alone
         self._protected: int | None = None
 
-    def start(self, contents: Contents, protected: int | None) -> None:
-        """Copies the pieces and starts to write them. No other save may be in progress.
-        Collective. Raises Fenced, SaveError."""
-        begin(self.target, contents.step)
-        pieces: Sequence[StatePiece] = self._snapshots.take(contents.pieces)
-        self.contents = replace(contents, pieces=pieces)
-        self._protected = protected
-        self._writing = self._thread.submit(self._write, self.contents)
+    @property
+    def has_room(self) -> bool:
+        """Whether a snapshot is free."""
+        return len(self.waiting) + (self.in_progress is not None) < len(self._snapshots)
 
-    def _write(self, contents: Contents) -> RankOutcome:
-        self._snapshots.wait()
+    def copy(self, contents: Contents) -> CopiedSave:
+        """Copies the pieces into a free snapshot. `start` will write them."""
+        for snapshot in self._snapshots:  # all at the first save: memory that lacks is missed early
+            snapshot.reserve(contents.pieces)
+        snapshot = self._snapshots[0]
+        self._snapshots.rotate(-1)
+        save = CopiedSave(contents, snapshot)
+        save.contents = replace(contents, pieces=snapshot.take(contents.pieces))
+        self.waiting.append(save)
+        return save
+
+    def start(self, protected: int | None) -> None:
+        """Starts to write the copy that waits longest. No other save may be in progress.
+        Collective. Raises Fenced, SaveError, and then forgets that copy."""
+        save = self.waiting.popleft()
+        begin(self.target, save.contents.step)
+        self.in_progress = save
+        self._protected = protected
+        self._writing = self._thread.submit(self._write, save)
+
+    def _write(self, save: CopiedSave) -> RankOutcome:
+        save.snapshot.wait()
         return write(
-            self.target.staging(contents.step),
+            self.target.staging(save.contents.step),
             self.target.rank,
-            contents,
+            save.contents,
         )
 
     @property
     def copied(self) -> torch.cuda.Event | None:
-        """The event after the copies of the save in progress; until it, the saved state must not
-        change."""
-        return self._snapshots.copied
+        """The event after the newest copy; until it, the saved state must not change."""
+        return self._snapshots[-1].copied
 
     @property
     def vote(self) -> int:
@@ -90,7 +119,7 @@ class BackgroundSave:
         if self._writing is not None:
             if votes == self.target.control.world_size:
                 self._commit()
-        elif self.contents is not None and votes:
+        elif self.in_progress is not None and votes:
             return self._end()
         return None
 
@@ -99,10 +128,10 @@ class BackgroundSave:
         Collective. Raises as `advance` does."""
         if self._writing is not None:
             self._commit()
-        return self._end() if self.contents is not None else None
+        return self._end() if self.in_progress is not None else None
 
     def _commit(self) -> None:
-        assert self._writing is not None and self.contents is not None
+        assert self._writing is not None and self.in_progress is not None
         outcome = self._writing.result()
         self._writing = None
         outcomes = gather(self.target.control, outcome)
@@ -110,7 +139,7 @@ class BackgroundSave:
             action = partial(
                 commit,
                 self.target,
-                self.contents,
+                self.in_progress.contents,
                 outcomes,
                 keep_last=self.keep_last,
                 protected=self._protected,
@@ -119,12 +148,13 @@ class BackgroundSave:
 
     def _end(self) -> int:
         outcome = self._committing.result() if self._committing is not None else CommitOutcome()
-        self.contents = self._committing = None
+        self.in_progress = None
+        self._committing = None
         return broadcast_outcome(self.target, outcome)
 
 
-class Snapshots:
-    """Copies state into host memory, which the first copy allocates and later ones reuse.
+class Snapshot:
+    """A copy of state in host memory, which the first copy allocates and later ones reuse.
 
     Copies from a GPU go into page-locked memory, on a stream of their own: neither the host nor the
     computation waits. `copied` is the event after them. The reader of the copies waits for it, and
@@ -136,12 +166,16 @@ class Snapshots:
         self._stream: torch.cuda.Stream | None = None
         self._copies: list[Tensor] = []
 
-    def take(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
-        """Returns the pieces with their data copied. Overwrites the previous copy."""
-        pieces = list(pieces)
+    def reserve(self, pieces: Sequence[StatePiece]) -> None:
+        """Allocates the memory for a copy of pieces like these."""
         allocated = [(tensor.dtype, tensor.shape) for tensor in self._copies]
         if allocated != [(piece.data.dtype, piece.data.shape) for piece in pieces]:
             self._copies = [self._allocate(piece.data) for piece in pieces]
+
+    def take(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
+        """Returns the pieces with their data copied. Overwrites the previous copy."""
+        pieces = list(pieces)
+        self.reserve(pieces)
         device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
         pairs = list(zip(self._copies, pieces, strict=True))
         if device is None:

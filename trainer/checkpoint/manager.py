@@ -60,9 +60,9 @@ class Checkpoints:
         self.saved_step: int | None = None  # newest step that is on disk
         #: newest step whose files were read back from the disk as written
         self.verified_step: int | None = None
-        self._background = BackgroundSave(self.target, self.keep_last)
-        self._started = 0.0
-        self._stall_s = 0.0  # of the save in progress
+        self._background = BackgroundSave(
+            self.target, self.keep_last, plan.job.checkpoint.snapshots
+        )
 
     def resume(self, pieces: Callable[[], Sequence[StatePiece]]) -> Manifest | None:
         """Acquires the folder for this epoch, then fills `pieces()` from the newest verified
@@ -200,23 +200,20 @@ class Checkpoints:
         samples: int,
         scalars: Mapping[str, float] = {},
     ) -> None:
-        """Starts to save `step` while training continues. Waits for a save in progress first,
-        since there is memory for one copy.
+        """Copies the state of `step` and saves it while training continues, after the save in
+        progress. Waits for that one first if no memory is left for a copy.
 
         A failed save, of this step or an earlier one, is the event `checkpoint_failed`; the next
         may succeed. Raises Fenced.
         """
-        self.settle()
+        if not self._background.has_room:
+            self._settle_save()
         if step == self.saved_step:
             return
-        self._started = time.perf_counter()
         self._report_removed_folder(step)
-        with self._reporting_failure(step):
-            self._background.start(
-                Contents(step, samples, pieces, dict(scalars)),
-                self.verified_step,
-            )
-        self._stall_s = time.perf_counter() - self._started
+        save = self._background.copy(Contents(step, samples, pieces, dict(scalars)))
+        self._begin_next()
+        save.stall_s += time.perf_counter() - save.started
 
     @property
     def copied(self) -> torch.cuda.Event | None:
@@ -234,8 +231,9 @@ class Checkpoints:
         self._follow(lambda: self._background.advance(votes))
 
     def settle(self) -> None:
-        """Waits until no save is in progress. Raises Fenced."""
-        self._follow(self._background.settle)
+        """Waits until no save is in progress or waits for its turn. Raises Fenced."""
+        while self._background.in_progress is not None:
+            self._settle_save()
 
     def remove_replicas(self) -> None:
         """Frees the memory of replicas."""
@@ -247,16 +245,29 @@ class Checkpoints:
         if self.replicas is not None:
             self.replicas.before_update(step)
 
+    def _settle_save(self) -> None:
+        """Waits for the save in progress; the one that waits for it then begins."""
+        self._follow(self._background.settle)
+
     def _follow(self, act: Callable[[], int | None]) -> None:
-        contents = self._background.contents
+        save = self._background.in_progress
         start = time.perf_counter()
-        if contents is None:
+        if save is None:
             return
-        with self._reporting_failure(contents.step):
+        with self._reporting_failure(save.contents.step):
             size = act()
-            self._stall_s += time.perf_counter() - start
+            save.stall_s += time.perf_counter() - start
             if size is not None:
-                self._saved(contents, size, time.perf_counter() - self._started, self._stall_s)
+                seconds = time.perf_counter() - save.started
+                self._saved(save.contents, size, seconds, save.stall_s)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begins the save that waits, unless another is in progress."""
+        background = self._background
+        if background.in_progress is None and background.waiting:
+            with self._reporting_failure(background.waiting[0].contents.step):
+                background.start(self.verified_step)
 
     @contextlib.contextmanager
     def _reporting_failure(self, step: int) -> Iterator[None]:
@@ -279,10 +290,12 @@ class Checkpoints:
     ) -> None:
         """Commits the checkpoint of `step` before it returns, unless that step is already on disk.
 
-        Without `read_back` it is faster, for a termination signal that leaves little time;
-        retention then also keeps the newest checkpoint that was read back. Raises SaveError,
-        Fenced.
+        Without `read_back` it is faster, for a termination signal that leaves little time: copies
+        that wait for their turn are older, and forgotten. Retention then also keeps the newest
+        checkpoint that was read back. Raises SaveError, Fenced.
         """
+        if not read_back:
+            self._background.waiting.clear()
         self.settle()
         if step == self.saved_step:
             return

@@ -205,6 +205,13 @@ def recording() -> Iterator[Record]:
             record.notes.append(Note(kind.decode(), name.decode(), *numbers))
 
 
+def noted() -> int:
+    """How many calls have been recorded so far, inside `recording`."""
+    count = ctypes.CDLL(None).fakegpu_count
+    count.restype = ctypes.c_long
+    return count()
+
+
 def events_pending(state: bool) -> None:
     """Whether events, when they are asked, answer that they have not happened yet."""
     ctypes.CDLL(None).fakegpu_pending(int(state))

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import Work
 
 from orchestrator.plan.worker import MANIFEST
-from trainer.checkpoint.background import Snapshots
+from trainer.checkpoint.background import Snapshot
 from trainer.checkpoint.format import (
     Manifest,
     StatePiece,
@@ -73,7 +73,7 @@ class InMemoryReplicas:
         self._group: Group | None = None
         if self.possible:
             self._connect()
-        self._snapshots = Snapshots()
+        self._snapshot = Snapshot()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replica")
         self._step = 0  # of the replica that is being made
         self._read: Future[Any] | None = None  # done when the state may change
@@ -113,7 +113,7 @@ class InMemoryReplicas:
         if not self.possible:
             return False
         copied_first = [piece for piece in pieces if _is_copied_first(piece)]
-        copies = iter(self._snapshots.take(copied_first))
+        copies = iter(self._snapshot.take(copied_first))
         stable_pieces = [next(copies) if _is_copied_first(piece) else piece for piece in pieces]
         contents = Contents(
             step,
@@ -122,7 +122,7 @@ class InMemoryReplicas:
             dict(scalars),
             read_back=False,
         )
-        copied = self._thread.submit(self._snapshots.wait)
+        copied = self._thread.submit(self._snapshot.wait)
         written = self._thread.submit(self._write, contents)
         self._step = step
         self._read = copied if len(copied_first) == len(pieces) else written
