@@ -81,6 +81,7 @@ class Explanation(NamedTuple):
     limited_by: str
     over_bytes: int  # bytes that the fullest rank lacks; 0 if the plan fits
     categories: list[tuple[str, int]]  # categories of its memory, largest first
+    context_bytes: int  # of the buffers: the device's context and NCCL's communicators
     changes: list[Change]  # changes that make it faster, or make it fit if it does not; best first
     tried: int
     warnings: list[str]
@@ -116,6 +117,7 @@ def explain(
         limited_by=plan.time.limited_by,
         over_bytes=over,
         categories=categories,
+        context_bytes=memory.context,
         changes=changes[:limit],
         tried=tried,
         warnings=list(plan.warnings),

@@ -7,6 +7,7 @@ C2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -24,9 +25,10 @@ from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, stat
 from orchestrator.plan.schedules import copies_of
 
 from .activations import activations, kept_of_one_stage
+from .communicators import communicator_bytes
 from .moments import Peak, peak_of_one_stage, whole_layer
 from .offloaded_inputs import offloaded_inputs
-from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
+from .recipe import CONTEXT_BYTES, GIB, ORCH, Kind, Recipe, kernels_of
 from .sharded_pipeline import Temporaries, peak_of_sharded_rank
 
 
@@ -136,21 +138,27 @@ def gradient_bytes(train: Train, recipe: Recipe) -> float:
     return DTYPE_BYTES[train.grad_dtype] if recipe.gradient is None else recipe.gradient
 
 
-def buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
+def buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
     """Returns the bytes outside the model: lasting buffers, and temporary buffers of ZeRO."""
-    return lasting_buffers(workload, device, recipe) + zero_buffers(workload, recipe)
+    return lasting_buffers(workload, cluster, recipe) + zero_buffers(workload, recipe)
 
 
-def lasting_buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
+def lasting_buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
     """Returns the bytes of device context and communicators, and of gathered sequences."""
-    model = workload.model
-    parallel = workload.parallel
-    width = workload.width
-    hidden = workload.tokens * model.hidden * width
-    buffer_bytes = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
-    if parallel.tp > 1:
-        buffer_bytes += 2 * hidden  # one gathered input and one partial sum
-    return buffer_bytes
+    gathered = 0.0
+    if workload.parallel.tp > 1:
+        gathered = 2 * workload.hidden_bytes  # one gathered input and one partial sum
+    return gathered + own_context(workload, cluster, recipe)
+
+
+def own_context(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
+    """Returns the bytes of device context and communicators that are among the buffers.
+
+    A recipe of other software adds its own to the bytes of tensors.
+    """
+    if recipe.context is not None:
+        return 0.0
+    return CONTEXT_BYTES[cluster.device] + communicator_bytes(workload, cluster)
 
 
 def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
@@ -221,8 +229,9 @@ def memory_by_pp_rank(
     temporaries = Temporaries.of(workload, kernels)
     one_stage = kept_of_one_stage(workload, kernels) if is_one_stage(parallel, recipe) else None
     peak_activations = activations(workload, kernels) if one_stage is None else [one_stage.peak]
-    lasting = lasting_buffers(workload, cluster.device, recipe)
+    lasting = lasting_buffers(workload, cluster, recipe)
     zero = zero_buffers(workload, recipe)
+    of_all_ranks = _account_of_all_ranks(workload, cluster, recipe)
     accounts = []
     for pp_rank, (parameters, activation_bytes, stages, offloaded) in enumerate(
         zip(
@@ -262,9 +271,8 @@ def memory_by_pp_rank(
             Memory(
                 **_device_account(states, activation_bytes, peak, recipe),
                 **_outside_account(workload.train, states, offloaded),
-                capacity=recipe.capacity(cluster),
+                **of_all_ranks,
                 worst_rank=pp_rank,
-                sd=recipe.account_sd(cluster),
             )
         )
     return accounts
@@ -340,12 +348,23 @@ def _outside_account(
     return {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
 
 
+def _account_of_all_ranks(workload: Workload, cluster: Cluster, recipe: Recipe) -> dict[str, Any]:
+    """Returns what the `Memory` of every rank says of the device."""
+    return {
+        "capacity": recipe.capacity(cluster),
+        "sd": recipe.account_sd(cluster),
+        "context": round(recipe.context or own_context(workload, cluster, recipe)),
+    }
+
+
 def context_bytes(memory: Memory, device: str) -> int:
     """Returns the bytes of the device's own software in an account of this project's trainer.
 
-    They are among the buffers and belong to no tensor.
+    They are among the buffers and belong to no tensor. Plans of before 0.2 do not name them.
     """
-    return min(CONTEXT_BYTES[device], memory.buffers)
+    if device == "cpu":
+        return 0
+    return memory.context or min(2 * GIB, memory.buffers)
 
 
 def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:

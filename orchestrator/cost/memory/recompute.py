@@ -46,7 +46,7 @@ def resolve_recompute(
     parallel = workload.parallel
     if train.recompute != "budget":
         return train
-    buffer_bytes = buffers(workload, cluster.device, recipe)
+    buffer_bytes = buffers(workload, cluster, recipe)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
