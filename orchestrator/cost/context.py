@@ -39,13 +39,15 @@ class CostContext:
         imbalance: float | None = None,
         assumed: Mapping[str, float] | None = None,
         state: str = "",
+        isolated: bool = False,
         **job: Any,
     ):
         """`path_cache` is the cluster's, if there is one already.
 
         `imbalance` is the load factor of the experts' ranks, if it is given. `assumed` holds the
-        values of the profile with which a plan was made, if they are not this profile's. `job`
-        holds task and slow_fabric, as `rates` takes them.
+        values of the profile with which a plan was made, if they are not this profile's.
+        `isolated`: packed documents do not see each other. `job` holds task and slow_fabric, as
+        `rates` takes them.
         """
         self.cluster = cluster
         self.model = model
@@ -57,6 +59,7 @@ class CostContext:
         self.imbalance = imbalance
         self.assumed = assumed or self.profile.values
         self.state = state
+        self.isolated = isolated
         self.path_cache = path_cache or PathCache(cluster)
         self.level_names = [level.name for level in cluster.levels]
         #: True if the job takes the first nodes of the cluster; otherwise it may take any.
@@ -113,6 +116,7 @@ class CostContext:
             imbalance=self.imbalance,
             assumed=self.assumed,
             state=self.state,
+            isolated=self.isolated,
             **self.job,
         )
 
@@ -124,7 +128,13 @@ class CostContext:
 
     def workload(self, parallel: Parallel, train: Train | None = None) -> Workload:
         """Returns the model in a layout, with the context's training keys or `train`."""
-        return Workload(self.model, parallel, train or self.train, self.software)
+        return Workload(
+            self.model,
+            parallel,
+            train or self.train,
+            self.software,
+            self.isolated,
+        )
 
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
         """Returns the compute of a step in this layout, at the context's rates or `rate`."""

@@ -129,5 +129,11 @@ def _bytes(
     parallel = workload.parallel
     by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
     return activations(
-        Workload(model, parallel, structs.replace(train, recompute_layers=by_layer)), kernels
+        Workload(
+            model,
+            parallel,
+            structs.replace(train, recompute_layers=by_layer),
+            isolated=workload.isolated,
+        ),
+        kernels,
     )[pp_rank]
