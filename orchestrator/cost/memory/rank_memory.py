@@ -11,7 +11,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from orchestrator.cost.model.layers import DTYPE_BYTES, expert_params, parameter_count
+from orchestrator.cost.buckets import unsharded_params
+from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.model.stages import (
     rank_parameters,
     rank_stages,
@@ -19,8 +20,8 @@ from orchestrator.cost.model.stages import (
     splits_backward,
 )
 from orchestrator.cost.workload import Workload
-from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
-from orchestrator.plan.expert_mesh import expert_mesh, spread
+from orchestrator.plan.document import Cluster, Memory, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 
@@ -191,7 +192,7 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
         return 0.0
     buckets = min(
         recipe.buckets or 3 * parallel.bucket_bytes,
-        2 * _unsharded_params(model, parallel) * gradient,
+        2 * unsharded_params(model, parallel) * gradient,
     )
     if parallel.zero < 3:
         return buckets
@@ -200,16 +201,9 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     if recipe.by_matrix:
         block = max(model.hidden * model.ffn_hidden, model.vocab * model.hidden) / parallel.tp
         tables = 0.0
-    gathered = _unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
+    gathered = unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
     summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
     return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
-
-
-def _unsharded_params(model: Model, parallel: Parallel) -> float:
-    """Returns the parameters of an average rank before data-parallel sharding."""
-    experts = expert_params(model)
-    dense = (model.parameters or parameter_count(model)) - experts
-    return (dense / parallel.tp + experts / (parallel.tp * spread(parallel))) / parallel.pp
 
 
 def memory_by_pp_rank(

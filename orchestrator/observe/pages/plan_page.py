@@ -330,6 +330,8 @@ def explanation(
             f" load{interval}, {_BALANCED[load.balanced_by]}: {seconds(load.costs_s)} of the step"
         )
         lines += fold(experts, width, len("experts: "))
+    if plan_costs.buckets:
+        lines += fold(f"gradient buckets: {plan_costs.buckets}", width, len("gradient buckets: "))
     if plan_costs.context_bytes:
         context = (
             f"memory: {plan_costs.context_bytes / GIB:.2f} GiB of the buffers are the device's"
