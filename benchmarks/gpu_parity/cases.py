@@ -87,7 +87,7 @@ def activations_margin(name: str, compiled: bool) -> float | None:
     if compiled and "recompute" in layout:
         return None  # what a compiled block recomputes cannot be seen
     has_masks = name == "dropout" or "isolate_documents" in layout
-    return 0.15 if has_masks else 0.05  # a plan counts no masks
+    return 0.15 if has_masks else 0.05  # no card has measured how many masks it keeps
 
 
 def plan_of(layout: dict[str, Any], device: str, compiled: bool) -> Plan:

@@ -52,7 +52,7 @@ def differences(sizes: dict[str, dict[str, int]], margin: float | None, is_muon:
 def planned_bytes(engine: Engine) -> dict[str, int]:
     """Bytes of tensors by category; what the driver takes besides is not among them."""
     plan = engine.plan
-    workload = Workload(plan.model, plan.parallel, plan.job.train)
+    workload = Workload.of_plan(plan)
     recipe = recipe_of("orch", plan.job.optim)
     (account,) = memory_by_pp_rank(workload, plan.cluster, recipe, plan.job.matmul)
     context = context_bytes(account, plan.cluster.device)

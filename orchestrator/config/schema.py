@@ -289,7 +289,9 @@ class ParallelSpec(Frozen):
     order: list[Axis] | None = None
     #: Whether tensor-parallel and expert-parallel groups may leave their NVLink domain.
     allow_tp_across_nvlink: bool = False
-    bucket_mib: Positive = 25.0  # Size of a gradient bucket, in MiB of `train.grad_dtype`.
+    #: Size of a gradient bucket, in MiB of `train.grad_dtype`. None: the planner chooses it by the
+    #: replicas and the rank's gradients.
+    bucket_mib: Positive | None = None
 
 
 # ------------------------------------------------------------------------------------------- job

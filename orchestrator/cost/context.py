@@ -9,6 +9,8 @@ from typing import Any
 
 from msgspec import UNSET, structs
 
+from orchestrator.cost.buckets import bucket_size
+from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.time.compute import Compute, micro_batch_compute
 from orchestrator.cost.time.imbalance import load_factor, spread_name
 from orchestrator.cost.time.step_time import Work, step_work
@@ -39,13 +41,16 @@ class CostContext:
         imbalance: float | None = None,
         assumed: Mapping[str, float] | None = None,
         state: str = "",
+        isolated: bool = False,
+        given_buckets: bool = False,
         **job: Any,
     ):
         """`path_cache` is the cluster's, if there is one already.
 
         `imbalance` is the load factor of the experts' ranks, if it is given. `assumed` holds the
-        values of the profile with which a plan was made, if they are not this profile's. `job`
-        holds task and slow_fabric, as `rates` takes them.
+        values of the profile with which a plan was made, if they are not this profile's.
+        `isolated`: packed documents do not see each other. `given_buckets`: the size of gradient
+        buckets is not to be chosen. `job` holds task and slow_fabric, as `rates` takes them.
         """
         self.cluster = cluster
         self.model = model
@@ -57,6 +62,8 @@ class CostContext:
         self.imbalance = imbalance
         self.assumed = assumed or self.profile.values
         self.state = state
+        self.isolated = isolated
+        self.given_buckets = given_buckets
         self.path_cache = path_cache or PathCache(cluster)
         self.level_names = [level.name for level in cluster.levels]
         #: True if the job takes the first nodes of the cluster; otherwise it may take any.
@@ -100,6 +107,14 @@ class CostContext:
             parallel, expert_imbalance=UNSET if factor == 1 else float(f"{factor:.4g}")
         )
 
+    def with_buckets(self, parallel: Parallel) -> Parallel:
+        """Returns `parallel` with gradient buckets that suit it, unless their size is given."""
+        if self.given_buckets:
+            return parallel
+        width = DTYPE_BYTES[self.train.grad_dtype]
+        buckets = bucket_size(self.model, parallel, width)
+        return structs.replace(parallel, bucket_bytes=buckets.size)
+
     def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
         """Returns the context of the same job on another cluster."""
         return CostContext(
@@ -113,6 +128,8 @@ class CostContext:
             imbalance=self.imbalance,
             assumed=self.assumed,
             state=self.state,
+            isolated=self.isolated,
+            given_buckets=self.given_buckets,
             **self.job,
         )
 
@@ -124,7 +141,13 @@ class CostContext:
 
     def workload(self, parallel: Parallel, train: Train | None = None) -> Workload:
         """Returns the model in a layout, with the context's training keys or `train`."""
-        return Workload(self.model, parallel, train or self.train, self.software)
+        return Workload(
+            self.model,
+            parallel,
+            train or self.train,
+            self.software,
+            self.isolated,
+        )
 
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
         """Returns the compute of a step in this layout, at the context's rates or `rate`."""

@@ -50,6 +50,7 @@ def context_of(
         profile=profile or plan_profile,
         assumed=plan_profile.values,
         state=plan.job.optim.state or "",
+        isolated=plan.job.data.isolate_documents,
     )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.software import SOFTWARE, Software
 from orchestrator.cost.time.recomputed import RecomputedShare, recomputed_share, shares_inputs
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.document import Model, Parallel, Plan, Train
 
 
 class Workload:
@@ -26,11 +26,20 @@ class Workload:
         parallel: Parallel,
         train: Train,
         software: Software = SOFTWARE["orch"],
+        isolated: bool = False,
     ):
+        """`isolated`: packed documents do not see each other (`data.isolate_documents`)."""
         self.model = model
         self.parallel = parallel
         self.train = train
         self.software = software
+        self.isolated = isolated
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Workload:
+        """Returns the work of a plan's step, as this project's trainer does it."""
+        isolated = plan.job.data.isolate_documents
+        return cls(plan.model, plan.parallel, plan.job.train, isolated=isolated)
 
     @property
     def width(self) -> int:

@@ -207,6 +207,7 @@ class Memory(Frozen, omit_defaults=True):
     host: int = 0  # offloaded to the memory of the rank's host, not part of `total`
     disk: int = 0  # offloaded to a disk of the rank's node
     apart: int = 0  # bytes of the categories that are absent at the peak of `total`
+    context: int = 0  # of `buffers`: the device's context and NCCL's communicators
 
 
 class Time(Frozen, omit_defaults=True):

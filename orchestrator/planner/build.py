@@ -70,7 +70,7 @@ def build_plan(
     recipe = recipe_of(config.cost.software, config.optim)
     budget = config.train.recompute_budget_gib
     train = resolve_recompute(
-        Workload(model, shape, job.train),
+        Workload(model, shape, job.train, isolated=job.data.isolate_documents),
         cluster,
         budget,
         recipe,
@@ -130,7 +130,7 @@ def _plan_of(
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size
     peak = cluster.gpu.peak_flops[train.precision]
     accounts = memory.memory_by_pp_rank(
-        Workload(model, parallel, train),
+        context.workload(parallel, train),
         cluster,
         recipe,
         job.matmul,

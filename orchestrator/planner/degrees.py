@@ -13,6 +13,8 @@ from msgspec import UNSET, UnsetType
 
 from orchestrator.config.schema import Config, OptimSpec, ParallelSpec
 from orchestrator.config.validate import with_defaults
+from orchestrator.cost.buckets import bucket_size
+from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.model.stages import balance_stages
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -206,10 +208,17 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
         stage_layers=_stage_layers(par.stage_layers, case, case.pp * case.vpp),
         accumulation=case.micro_batches,
         global_batch_tokens=case.global_batch_samples * case.seq_len,
-        bucket_bytes=round(par.bucket_mib * MIB),
+        bucket_bytes=_bucket_bytes(par.bucket_mib, case),
         zero_group=par.zero_group,
         replica_micro_batches=case.unequal,
     )
+
+
+def _bucket_bytes(given_mib: float | None, case: Case) -> int:
+    """Returns the bytes of a gradient bucket: the given ones, or what suits the layout."""
+    if given_mib is None:
+        return bucket_size(case.model, case, DTYPE_BYTES[case.grad_dtype]).size
+    return round(given_mib * MIB)
 
 
 def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:

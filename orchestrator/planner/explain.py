@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.config.schema import Config, ParallelSpec
+from orchestrator.cost.buckets import BUCKETS, MIB, NUMBERS, PIECE, bucket_size
+from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.of_plan import ExpertLoad, expert_load
 from orchestrator.cost.profile import with_values
 from orchestrator.errors import OrchError
@@ -81,6 +83,8 @@ class Explanation(NamedTuple):
     limited_by: str
     over_bytes: int  # bytes that the fullest rank lacks; 0 if the plan fits
     categories: list[tuple[str, int]]  # categories of its memory, largest first
+    buckets: str  # the size of gradient buckets and its reason; empty if nothing is summed in them
+    context_bytes: int  # of the buffers: the device's context and NCCL's communicators
     changes: list[Change]  # changes that make it faster, or make it fit if it does not; best first
     tried: int
     warnings: list[str]
@@ -116,6 +120,8 @@ def explain(
         limited_by=plan.time.limited_by,
         over_bytes=over,
         categories=categories,
+        buckets=bucket_choice(plan),
+        context_bytes=memory.context,
         changes=changes[:limit],
         tried=tried,
         warnings=list(plan.warnings),
@@ -149,6 +155,28 @@ def _layout_changes(config: Config, cluster: doc.Cluster, plan: Plan) -> CostedC
     if over and not better:
         better = [_change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]]
     return CostedChanges(better, len(candidates))
+
+
+def bucket_choice(plan: Plan) -> str:
+    """Returns the size of a plan's gradient buckets with its reason.
+
+    It is empty if ranks sum no gradients over replicas, or whole layers (ZeRO-3).
+    """
+    parallel = plan.parallel
+    replicas = parallel.cp * parallel.ep * parallel.dp
+    if replicas == 1 or parallel.zero == 3 or not parallel.bucket_bytes:
+        return ""
+    chosen = bucket_size(plan.model, parallel, DTYPE_BYTES[plan.job.train.grad_dtype])
+    size = f"{parallel.bucket_bytes / MIB:.4g} MiB"
+    if parallel.bucket_bytes != chosen.size:
+        return f"{size}, as given (the planner's choice: {chosen.size / MIB:.4g} MiB)"
+    reasons = {
+        "least": "the least, since smaller ones cost latency",
+        "numbers": f"{NUMBERS // 10**6} million gradients",
+        "pieces": f"{PIECE // MIB} MiB for each of {replicas} replicas",
+        "share": f"1/{BUCKETS} of the rank's gradients, so that backward hides the rest",
+    }
+    return f"{size}: {reasons[chosen.reason]}"
 
 
 def not_counted(plan: Plan) -> list[str]:

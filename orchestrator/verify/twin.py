@@ -125,7 +125,7 @@ def _accounts(plan: Plan) -> list[Memory]:
     """Returns the planned memory of each pipeline rank under the bundled trainer."""
     recipe = recipe_of("orch", plan.job.optim)
     return memory_by_pp_rank(
-        Workload(plan.model, plan.parallel, plan.job.train),
+        Workload.of_plan(plan),
         plan.cluster,
         recipe,
         plan.job.matmul,

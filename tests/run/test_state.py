@@ -255,17 +255,21 @@ def test_a_replayed_step_counts_once_in_the_report(folder):
 
 
 def test_tensors_are_compared_with_tensors(folder):
-    """A GPU's context is planned, and nothing that a worker measures."""
-    memory = structs.replace(PLAN.memory, buffers=3 << 30, total=5 << 30)
-    plan = structs.replace(
-        PLAN, cluster=structs.replace(PLAN.cluster, device="cuda"), memory=memory
-    )
+    """A GPU's context is planned, and nothing that a worker measures. An older plan had 2 GiB."""
     write_steps(
         folder, "node0", {"rank": 0, "epoch": 1, "step": 1, "memory_bytes": {"total": 3 << 30}}
     )
-    usage = make_report(plan, state(), read_steps(folder, plan.cluster.node_names))["memory"]
-    assert usage["total"]["planned"] == usage["total"]["measured"] == 3 << 30
-    assert (usage["buffers"]["planned"], usage["device context"]["planned"]) == (1 << 30, 2 << 30)
+    for context, planned in ((1 << 29, 1 << 29), (0, 2 << 30)):
+        memory = structs.replace(
+            PLAN.memory, buffers=(1 << 30) + planned, total=(3 << 30) + planned, context=context
+        )
+        plan = structs.replace(
+            PLAN, cluster=structs.replace(PLAN.cluster, device="cuda"), memory=memory
+        )
+        usage = make_report(plan, state(), read_steps(folder, plan.cluster.node_names))["memory"]
+        assert usage["total"]["planned"] == usage["total"]["measured"] == 3 << 30
+        assert usage["buffers"]["planned"] == 1 << 30
+        assert usage["device context"]["planned"] == planned
 
 
 def test_a_report_of_a_run_that_never_stepped():

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.cost.memory.communicators import Group, collective_groups, exchange_groups
+from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Moe
+from orchestrator.plan.expert_mesh import nvlink_domain_of
 from tests.beds.plans import make_plan
 from tests.trainer.samples import small
 from trainer.comm import mesh
 from trainer.comm.connect import ranks_per_root
-from trainer.comm.mesh import GROUPS, PARENTS, Mesh, groups_used
+from trainer.comm.mesh import GROUPS, PARENTS, Mesh, groups_used, members_of
 
 PLANS = {
     "five axes": {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "zero": 1},
@@ -79,3 +83,32 @@ def test_reads_of_roots_grow_linearly():
     """Each of n ranks reads the address of each root of NCCL's start."""
     roots = {world: -(-world // ranks_per_root(world)) for world in (8, 1024, 16384, 131072)}
     assert roots == {8: 1, 1024: 8, 16384: 64, 131072: 64}
+
+
+EXPERTS = {
+    "experts": {"tp": 2, "ep": 2, "dp": 2, "zero": 1},
+    "experts over all nodes": {"ep": 8, "pp": 2, "dp": 2, "zero": 1},
+    "experts over cp and tp": {"tp": 4, "cp": 2, "ep": 2, "dp": 2, "etp": 2, "fold_cp": True},
+    "experts, hybrid shards": {"ep": 2, "dp": 8, "zero": 1, "zero_group": 4},
+    "experts by domain": {"ep": 8, "dp": 2, "expert_all_to_all": "hierarchical"},
+}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("degrees", (PLANS | EXPERTS).values(), ids=PLANS | EXPERTS)
+def test_the_plan_counts_the_memory_of_these_groups(degrees, nodes):
+    moe = Moe(experts=8, top_k=2, ffn_hidden=8) if "ep" in degrees else None
+    model = small(kv_heads=2, layers=4, tied_embeddings=True, moe=moe)
+    plan = make_plan(**degrees, model=model, nodes=nodes)
+    domains = nvlink_domain_of(plan)
+    made = set[Group]()
+    for name in groups_used(plan):
+        ranks = members_of(plan, name, 0)
+        near = sum(domains[rank] == domains[0] for rank in ranks)
+        made |= {Group(len(ranks), near)} if len(ranks) > 1 else set()
+    workload = Workload(plan.model, plan.parallel, plan.job.train)
+    planned = {
+        *collective_groups(workload, plan.cluster),
+        *(group for group, _ in exchange_groups(workload, plan.cluster)),
+    }
+    assert {group for group in planned if group.ranks > 1} == made

@@ -45,6 +45,8 @@ GPT = LLAMA | {
 }
 GPT |= {"tied_embeddings": True, "max_seq_len": 128}
 PIPE = {"pp": 2, "micro_batches": 4}
+DROPS = LLAMA | {"dropout": 0.1}
+PACKED = {"isolate_documents": True}
 HOST = {"optimizer": "host"}  # as JSON: test_gpu sends layouts to another process
 
 QUICK = {
@@ -57,6 +59,8 @@ QUICK = {
     "dp2 zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
     "8 bits": {"matmul": "fp8_tensor"},
     "norms of heads": {"model": LLAMA | {"qk_norm": True}},
+    "dropout": {"model": DROPS},
+    "packed documents": PACKED,
     "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
     "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
     "dp2 zero3 bf16, on the host": {"dp": 2, "zero": 3, "precision": "bf16", "offload": HOST},
@@ -96,6 +100,18 @@ MORE = {
     "dp2 zero3, on the host": {"dp": 2, "zero": 3, "offload": HOST},
     "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
     "GPT, tied, pp2": PIPE | {"model": GPT},
+    "dropout, bf16": {"model": DROPS, "precision": "bf16"},
+    "dropout, selective": {"model": DROPS, "recompute": "selective"},
+    "dropout, full": {"model": DROPS, "recompute": "full"},
+    "dropout, tp2": {"model": DROPS, "tp": 2},
+    "dropout, pp2 selective": PIPE | {"model": DROPS, "recompute": "selective"},
+    "packed documents, bf16": PACKED | {"precision": "bf16"},
+    "packed documents, selective": PACKED | {"recompute": "selective"},
+    "packed documents, tp2": PACKED | {"tp": 2},
+    "packed documents, cp2": PACKED | {"cp": 2},
+    "packed documents, cp2 ulysses": PACKED | {"cp": 2, "cp_method": "ulysses"},
+    "packed documents, dropout, two samples": PACKED | {"model": DROPS, "micro_batch_size": 2},
+    "dropout, two samples": {"model": DROPS, "micro_batch_size": 2},
 }
 _LATENT = Mla(
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
@@ -129,6 +145,8 @@ MORE_SPECIAL = {
     "latents, tp2": {"model": LATENT, "tp": 2},
     "latents, tp2 selective": {"model": LATENT, "tp": 2} | AGAIN,
     "latents, cp2": {"model": LATENT, "cp": 2},
+    "latents, dropout": {"model": LATENT | {"dropout": 0.1}},
+    "values as wide as keys, packed documents": PACKED | {"model": UNEQUAL},
     "experts, bf16": {"model": MIXTURE, "precision": "bf16"},
     "experts, full, bf16": {"model": MIXTURE, "precision": "bf16", "recompute": "full"},
     "experts, tp2 full": {"model": MIXTURE, "tp": 2, "recompute": "full"},
@@ -172,7 +190,7 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
     step_memory = StepMemory.of_engine(engine)
     peaks = list[int]()
     batches = [
-        micro_batch(plan, indices)
+        micro_batch(plan, indices, packed=plan.job.data.isolate_documents)
         for indices in samples_of_step(plan.parallel, engine.mesh.coord, 0)
     ]
     for _ in range(3 if expert_mesh(plan.parallel).ep == 1 else 8):
@@ -210,7 +228,7 @@ def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
     Activations where ranks have different experts are a mean: a plan's experts are chosen equally
     often, those of a test are not."""
     accounts = memory.memory_by_pp_rank(
-        Workload(plan.model, plan.parallel, plan.job.train), plan.cluster, matmul=plan.job.matmul
+        Workload.of_plan(plan), plan.cluster, matmul=plan.job.matmul
     )
     result = []
     for stage, account in enumerate(accounts):
@@ -258,7 +276,7 @@ def assert_planned_is_measured(layouts: dict[str, dict]) -> None:
 
 def main() -> None:
     print(
-        f"{'layout':<28}{'stage':>6}{'states':>12}{'planned':>12}{'activations':>13}{'planned':>12}"
+        f"{'layout':<40}{'stage':>6}{'states':>12}{'planned':>12}{'activations':>13}{'planned':>12}"
     )
     for name, layout in LAYOUTS.items():
         for stage, (planned, held, padding) in enumerate(measure({name: layout})[name]):
@@ -268,7 +286,7 @@ def main() -> None:
                 "equal" if states == sum(planned[category] for category in STATES) else "NOT EQUAL"
             )
             print(
-                f"{name:<28}{stage:>6}{states:>12,}{equal:>12}{held['activations']:>13,}{off:>+12.1%}",
+                f"{name:<40}{stage:>6}{states:>12,}{equal:>12}{held['activations']:>13,}{off:>+12.1%}",
                 flush=True,
             )
 

@@ -10,7 +10,6 @@ from msgspec import structs
 
 from orchestrator.cli.main import main
 from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
-from orchestrator.cost.memory.recipe import CONTEXT_BYTES
 from orchestrator.cost.software import SOFTWARE
 from orchestrator.cost.time.traffic import step_traffic
 from orchestrator.cost.workload import Workload
@@ -104,7 +103,7 @@ def as_planned(plan, rank: int) -> RankRun:
         transfers=transfers,
         sequence=list(range(len(transfers))),
         memory=held,
-        peak={"total": account.total - CONTEXT_BYTES["cuda"]},
+        peak={"total": account.total - account.context},
         seconds=1.0,
         process_bytes=1,
     )

@@ -54,6 +54,7 @@ class PipelineActivations:
         self.head = head_bytes(workload, kernels)
         self.stage = stage_bytes(workload, kernels)
         self.ahead = ahead_bytes(workload, self.head)
+        self.embedding = embedding_bytes(workload, kernels)
         split = splits_backward(parallel) and not kernels.fills_limit
         self.deferred = DeferredGradients(workload) if split else None
         self.in_flight = in_flight(parallel)
@@ -153,6 +154,7 @@ class PipelineActivations:
         if stage_layers.start:
             received = received_input_bytes(self.workload, self.kernels, stage_layers)
         outside = self.stage[stage == self.last] + received
+        outside += 0.0 if stage else self.embedding
         return sum(count * stored for count, _, stored, _ in layers) + outside
 
 
@@ -194,9 +196,9 @@ def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
     head = head_bytes(workload, kernels)
     recomputing = max(layer.recomputing for _, layer in groups)
     ahead = ahead_bytes(workload, head) if recomputing else 0.0
-    back = back_bytes(workload, (0,))
+    outside = stage_bytes(workload, kernels)[1] + embedding_bytes(workload, kernels)
     return OneStage(
-        sum(n * layer.stored for n, layer in groups) + stage_bytes(workload, kernels)[1] + back,
+        sum(n * layer.stored for n, layer in groups) + outside + back_bytes(workload, (0,)),
         head,
         recomputing + ahead,
         max(layer.stored + layer.recomputing for _, layer in groups) + ahead,
@@ -263,6 +265,13 @@ def stage_bytes(workload: Workload, kernels: Kernels) -> tuple[float, float]:
     tokens = workload.tokens
     tables = 4 * model.head_dim * tokens if model.position == "rope" else 0.0
     return tables + workload.boundary_bytes * kernels.keep_sent, tables
+
+
+def embedding_bytes(workload: Workload, kernels: Kernels) -> float:
+    """Returns the bytes of the mask with which the trainer drops elements of the embeddings."""
+    if not workload.model.dropout or not kernels.trainer:
+        return 0.0
+    return workload.tokens * workload.model.hidden / workload.sequence_shards
 
 
 def head_bytes(workload: Workload, kernels: Kernels) -> float:

@@ -72,6 +72,8 @@ def _kept_by(
         tensor = kept_tensor(half, saved, workload, kernels)
         if operation.kind == "product":
             yield from product_input(half, saved, workload, kernels)
+            if saved.writer == "core" and _joins_documents(workload, kernels):
+                yield tensor._replace(name=f"{tensor.name}, joined", writer="copy")
         elif operation.kind == "activation":
             copies = activation_copies(workload, kernels) / len(operation.saves)
             yield tensor._replace(size=tensor.size * copies)
@@ -80,9 +82,14 @@ def _kept_by(
 
 
 def _core(operation: Operation, workload: Workload, kernels: Kernels) -> Iterator[KeptTensor]:
-    """Yields what attention keeps: queries, keys, values, its output and statistics."""
+    """Yields what attention keeps: queries, keys, values, its output and statistics.
+
+    Only a fused kernel of this project's trainer reads its own output.
+    """
     half = operation.half
     for saved in operation.saves:
+        if saved.writer == "core" and kernels.trainer and not kernels.fused_attention:
+            continue
         tensor = kept_tensor(half, saved, workload, kernels)
         if saved.writer == "core":
             yield tensor._replace(size=tensor.size * output_copies(workload))
@@ -97,6 +104,15 @@ def _core(operation: Operation, workload: Workload, kernels: Kernels) -> Iterato
         yield KeptTensor(half, "attn.core, narrow", "copy", size)
 
 
+def _joins_documents(workload: Workload, kernels: Kernels) -> bool:
+    """Reports whether attention joins the outputs of packed documents, each of which it keeps.
+
+    It does so on a CPU, unless context parallelism joins blocks anyway.
+    """
+    runs = workload.isolated and kernels.trainer == "cpu" and workload.parallel.cp == 1
+    return runs and kernels.fused_attention
+
+
 def output_copies(workload: Workload) -> int:
     """Returns how often attention's output is kept: twice around the all-to-all of Ulysses."""
     parallel = workload.parallel
@@ -107,15 +123,25 @@ def core_tensors(workload: Workload, kernels: Kernels) -> Iterator[KeptTensor]:
     """Yields what attention keeps of its scores: statistics if its kernel is fused.
 
     Otherwise these are the softmax output, and the copy with dropout that multiplies the values;
-    with dropout also a mask of one byte per score.
+    with dropout also a mask of one byte per score. This project's trainer computes the softmax in
+    fp32 at least, and keeps a mask of the keys that a query sees.
     """
-    heads = workload.model.heads / workload.parallel.tp
+    model = workload.model
+    heads = model.heads / workload.parallel.tp
+    keys = workload.train.seq_len
     if kernels.fused_attention:
         yield KeptTensor("attention", "attn.core, statistics", "statistics", 4 * heads)
+        if workload.isolated and kernels.trainer == "cuda" and workload.width >= 4:
+            # No kernel knows documents; the one that runs turns their mask into numbers to add.
+            yield KeptTensor("attention", "attn.core, mask", "statistics", keys * workload.width)
         return
-    masked = bool(workload.model.dropout or kernels.dropout)
-    per_score = 2 * workload.width + masked
-    size = heads * workload.train.seq_len * per_score
+    masked = bool(model.dropout or kernels.dropout)
+    softmax = max(4, workload.width) if kernels.trainer else workload.width
+    size = heads * keys * (softmax + workload.width + masked)
+    if kernels.trainer and workload.isolated:
+        size += keys
+    elif kernels.trainer and model.causal:  # one mask for all samples
+        size += keys / workload.parallel.micro_batch_size
     yield KeptTensor("attention", "attn.core, scores", "scores", size)
 
 

@@ -101,7 +101,7 @@ def _with_inputs(
         stored = boundary + other_software.every_second_product(workload, layer) + core * tokens
         stored = min(everything, stored)
         return ActivationBytes(stored, everything - stored)
-    return _selective(workload, layer, kernels, tensors, everything)
+    return _selective(workload, layer, kernels, tensors)
 
 
 def _full(
@@ -136,12 +136,12 @@ def _selective(
     layer: int,
     kernels: Kernels,
     tensors: Sequence[KeptTensor],
-    everything: float,
 ) -> ActivationBytes:
     """Returns the bytes of a layer with the trainer's selective recomputation.
 
     A recomputed half keeps its input, the outputs of all its matrix products but the last, and
-    those of fused attention. Halves with experts are not recomputed.
+    those of fused attention. Halves with experts are not recomputed. The attention half is
+    recomputed when nothing is left of the other one.
     """
     parallel = workload.parallel
     has_experts = bool(kernels.trainer) and layer_moe(workload.model, layer) is not None
@@ -149,17 +149,24 @@ def _selective(
     kept_writers = {"residual", "output", "mask"}
     if parallel.cp == 1 and kernels.fused_attention:
         kept_writers |= {"core", "statistics"}
-    kept_size = sum(
-        tensor.size
-        for tensor in tensors
-        if tensor.half not in halves or tensor.writer in kept_writers
-    )
-    outputs = product_outputs(workload, layer, halves)
-    stored = workload.tokens * (kept_size + outputs * workload.width)
-    recomputing = everything - stored
-    if workload.shares_inputs:  # a gathered input counts among the buffers
-        stored -= len(halves) * workload.boundary_bytes * (1 - 1 / parallel.tp)
-    return ActivationBytes(stored, recomputing)
+    stored: dict[Half, float] = {"attention": 0.0, "mlp": 0.0}
+    recomputed: dict[Half, float] = {"attention": 0.0, "mlp": 0.0}
+    for tensor in tensors:
+        if tensor.half not in halves or tensor.writer in kept_writers:
+            stored[tensor.half] += workload.tokens * tensor.size
+        else:
+            recomputed[tensor.half] += workload.tokens * tensor.size
+        if tensor.is_regathered:
+            gathered = tensor.size * (workload.sequence_shards - 1)
+            recomputed[tensor.half] += workload.tokens * gathered
+    for half in halves:
+        outputs = product_outputs(workload, layer, {half}) * workload.width * workload.tokens
+        stored[half] += outputs
+        recomputed[half] -= outputs
+        if workload.shares_inputs:  # a gathered input counts among the buffers
+            stored[half] -= workload.boundary_bytes * (1 - 1 / parallel.tp)
+    recomputing = max(recomputed["mlp"], recomputed["attention"] - stored["mlp"])
+    return ActivationBytes(sum(stored.values()), recomputing)
 
 
 def product_outputs(workload: Workload, layer: int, halves: set[Half]) -> float:

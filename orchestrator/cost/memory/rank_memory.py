@@ -7,10 +7,12 @@ C2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct, structs
 
-from orchestrator.cost.model.layers import DTYPE_BYTES, expert_params, parameter_count
+from orchestrator.cost.buckets import unsharded_params
+from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.model.stages import (
     rank_parameters,
     rank_stages,
@@ -18,15 +20,16 @@ from orchestrator.cost.model.stages import (
     splits_backward,
 )
 from orchestrator.cost.workload import Workload
-from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
-from orchestrator.plan.expert_mesh import expert_mesh, spread
+from orchestrator.plan.document import Cluster, Memory, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 
 from .activations import activations, kept_of_one_stage
+from .communicators import communicator_bytes
 from .moments import Peak, peak_of_one_stage, whole_layer
 from .offloaded_inputs import offloaded_inputs
-from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
+from .recipe import CONTEXT_BYTES, GIB, ORCH, Kind, Recipe, kernels_of
 from .sharded_pipeline import Temporaries, peak_of_sharded_rank
 
 
@@ -136,21 +139,27 @@ def gradient_bytes(train: Train, recipe: Recipe) -> float:
     return DTYPE_BYTES[train.grad_dtype] if recipe.gradient is None else recipe.gradient
 
 
-def buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
+def buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
     """Returns the bytes outside the model: lasting buffers, and temporary buffers of ZeRO."""
-    return lasting_buffers(workload, device, recipe) + zero_buffers(workload, recipe)
+    return lasting_buffers(workload, cluster, recipe) + zero_buffers(workload, recipe)
 
 
-def lasting_buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
+def lasting_buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
     """Returns the bytes of device context and communicators, and of gathered sequences."""
-    model = workload.model
-    parallel = workload.parallel
-    width = workload.width
-    hidden = workload.tokens * model.hidden * width
-    buffer_bytes = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
-    if parallel.tp > 1:
-        buffer_bytes += 2 * hidden  # one gathered input and one partial sum
-    return buffer_bytes
+    gathered = 0.0
+    if workload.parallel.tp > 1:
+        gathered = 2 * workload.hidden_bytes  # one gathered input and one partial sum
+    return gathered + own_context(workload, cluster, recipe)
+
+
+def own_context(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
+    """Returns the bytes of device context and communicators that are among the buffers.
+
+    A recipe of other software adds its own to the bytes of tensors.
+    """
+    if recipe.context is not None:
+        return 0.0
+    return CONTEXT_BYTES[cluster.device] + communicator_bytes(workload, cluster)
 
 
 def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
@@ -183,7 +192,7 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
         return 0.0
     buckets = min(
         recipe.buckets or 3 * parallel.bucket_bytes,
-        2 * _unsharded_params(model, parallel) * gradient,
+        2 * unsharded_params(model, parallel) * gradient,
     )
     if parallel.zero < 3:
         return buckets
@@ -192,16 +201,9 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     if recipe.by_matrix:
         block = max(model.hidden * model.ffn_hidden, model.vocab * model.hidden) / parallel.tp
         tables = 0.0
-    gathered = _unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
+    gathered = unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
     summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
     return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
-
-
-def _unsharded_params(model: Model, parallel: Parallel) -> float:
-    """Returns the parameters of an average rank before data-parallel sharding."""
-    experts = expert_params(model)
-    dense = (model.parameters or parameter_count(model)) - experts
-    return (dense / parallel.tp + experts / (parallel.tp * spread(parallel))) / parallel.pp
 
 
 def memory_by_pp_rank(
@@ -221,8 +223,9 @@ def memory_by_pp_rank(
     temporaries = Temporaries.of(workload, kernels)
     one_stage = kept_of_one_stage(workload, kernels) if is_one_stage(parallel, recipe) else None
     peak_activations = activations(workload, kernels) if one_stage is None else [one_stage.peak]
-    lasting = lasting_buffers(workload, cluster.device, recipe)
+    lasting = lasting_buffers(workload, cluster, recipe)
     zero = zero_buffers(workload, recipe)
+    of_all_ranks = _account_of_all_ranks(workload, cluster, recipe)
     accounts = []
     for pp_rank, (parameters, activation_bytes, stages, offloaded) in enumerate(
         zip(
@@ -262,9 +265,8 @@ def memory_by_pp_rank(
             Memory(
                 **_device_account(states, activation_bytes, peak, recipe),
                 **_outside_account(workload.train, states, offloaded),
-                capacity=recipe.capacity(cluster),
+                **of_all_ranks,
                 worst_rank=pp_rank,
-                sd=recipe.account_sd(cluster),
             )
         )
     return accounts
@@ -340,12 +342,23 @@ def _outside_account(
     return {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
 
 
+def _account_of_all_ranks(workload: Workload, cluster: Cluster, recipe: Recipe) -> dict[str, Any]:
+    """Returns what the `Memory` of every rank says of the device."""
+    return {
+        "capacity": recipe.capacity(cluster),
+        "sd": recipe.account_sd(cluster),
+        "context": round(recipe.context or own_context(workload, cluster, recipe)),
+    }
+
+
 def context_bytes(memory: Memory, device: str) -> int:
     """Returns the bytes of the device's own software in an account of this project's trainer.
 
-    They are among the buffers and belong to no tensor.
+    They are among the buffers and belong to no tensor. Plans of before 0.2 do not name them.
     """
-    return min(CONTEXT_BYTES[device], memory.buffers)
+    if device == "cpu":
+        return 0
+    return memory.context or min(2 * GIB, memory.buffers)
 
 
 def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:

@@ -28,9 +28,10 @@ GIB = 1 << 30
 #: Bytes of an element of optimizer state by `Optim.state`; 8 bits have a scale of 4 bytes per
 #: block.
 MOMENT = {"bf16": 2.0, "8bit": 1 + 4 / STATE_BLOCK}
-#: Device context, communicators and workspaces of this project's trainer. A CPU rank's share of
-#: memory has none.
-CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": 0}
+#: What this project's trainer takes of a device before ranks communicate: the driver's context and
+#: the loaded kernels, of torch and of NCCL. An H100 had lost 1.06 GB outside of PyTorch's allocator
+#: (NCCL's issue 1685). `communicators.py` has the rest. A CPU rank's share of memory has none.
+CONTEXT_BYTES = {"cuda": GIB, "cpu": 0}
 #: The share of a device's memory that this trainer's account, tensors and context, may fill. The
 #: driver and the allocator's last segments take 3 % of a card, and the allocator reserves 4 % more
 #: than tensors take (`_PYTORCH`). Its growing segments may leave smaller holes, which nobody has
@@ -76,7 +77,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     #: Bytes that libraries allocate in addition to the model: cuBLAS, attention, collectives.
     workspace: int = 0
     fragmentation: float = 1.0  # reserved / allocated
-    #: Bytes of device context and communicators; None: `CONTEXT_BYTES`, among the buffers.
+    #: Bytes of device context and communicators; None: `CONTEXT_BYTES` and those of the layout's
+    #: groups, among the buffers.
     context: int | None = None
     usable: float = 1.0  # share of the card that a job can take; without `context`: `FILLED`
     # the kind of measurement that its users publish if they do not name one

@@ -46,7 +46,7 @@ def resolve_recompute(
     parallel = workload.parallel
     if train.recompute != "budget":
         return train
-    buffer_bytes = buffers(workload, cluster.device, recipe)
+    buffer_bytes = buffers(workload, cluster, recipe)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
@@ -129,5 +129,11 @@ def _bytes(
     parallel = workload.parallel
     by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
     return activations(
-        Workload(model, parallel, structs.replace(train, recompute_layers=by_layer)), kernels
+        Workload(
+            model,
+            parallel,
+            structs.replace(train, recompute_layers=by_layer),
+            isolated=workload.isolated,
+        ),
+        kernels,
     )[pp_rank]

@@ -330,6 +330,14 @@ def explanation(
             f" load{interval}, {_BALANCED[load.balanced_by]}: {seconds(load.costs_s)} of the step"
         )
         lines += fold(experts, width, len("experts: "))
+    if plan_costs.buckets:
+        lines += fold(f"gradient buckets: {plan_costs.buckets}", width, len("gradient buckets: "))
+    if plan_costs.context_bytes:
+        context = (
+            f"memory: {plan_costs.context_bytes / GIB:.2f} GiB of the buffers are the device's"
+            " context and NCCL's communicators"
+        )
+        lines += fold(context, width, len("memory: "))
     for omission in plan_costs.not_counted:
         lines += fold(f"not counted: {omission}", width, len("not counted: "))
     lines += _missing_memory(plan_costs)

@@ -88,7 +88,7 @@ def legend(ax: Axes, **options: Any) -> None:
 def memory(ax: Axes, plan: Plan) -> None:
     """Draws the stacked bytes of each pipeline stage against the GPU's capacity."""
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
-    workload = Workload(plan.model, plan.parallel, plan.job.train)
+    workload = Workload.of_plan(plan)
     stages = memory_by_pp_rank(workload, plan.cluster, recipe, plan.job.matmul)
     totals = [0.0] * len(stages)
     rows = list(range(len(stages)))

@@ -16,7 +16,6 @@ from orchestrator.cost.memory import rank_memory as memory
 from orchestrator.cost.memory.recipe import recipe_of
 from orchestrator.cost.nesting import axis_placement
 from orchestrator.cost.of_plan import context_of
-from orchestrator.cost.workload import Workload
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.document import Axis, Certificate, Cluster
@@ -76,7 +75,7 @@ def _placed(
     coordinates = coords(parallel.order, degrees(parallel))
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
     accounts = memory.memory_by_pp_rank(
-        Workload(plan.model, parallel, plan.job.train),
+        context.workload(parallel, plan.job.train),
         cluster,
         recipe,
         plan.job.matmul,

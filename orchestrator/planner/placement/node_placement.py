@@ -370,6 +370,8 @@ def make_context(
     matmul = config.train.matmul
     settings: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
     settings |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
+    settings |= {"isolated": config.data.isolate_documents}
+    settings |= {"given_buckets": config.parallel.bucket_mib is not None}
     return CostContext(
         cluster,
         resolve(config.model),

@@ -121,7 +121,14 @@ class MeshBound:
         """Yields one bound per recomputation mode."""
         if not self.sharded:
             par = self.cost.in_mesh(self.mesh)
-            self.sharded += [ZeroStage(self, structs.replace(par, zero=zero)) for zero in zeros]
+            lasting = memory.lasting_buffers(
+                Workload(self.cost.context.model, par, self.cost.context.train),
+                self.cost.context.cluster,
+                self.cost.recipe,
+            )
+            self.sharded += [
+                ZeroStage(self, structs.replace(par, zero=zero), lasting) for zero in zeros
+            ]
         return (RecomputeBound(self, recompute) for recompute in recomputes)
 
     def least_seconds(self, recompute: str = "none") -> float:
@@ -280,7 +287,8 @@ class DegreesBound:
 class ZeroStage:
     """State bytes and gradient communication of a mesh with one ZeRO stage."""
 
-    def __init__(self, base: MeshBound, par: Parallel):
+    def __init__(self, base: MeshBound, par: Parallel, lasting: float):
+        """`lasting` has the bytes of the buffers that the whole step holds."""
         self._cost = base.cost
         self.context = base.cost.context
         self.par = par
@@ -295,10 +303,10 @@ class ZeroStage:
         self.one_stage = memory.is_one_stage(par, recipe)
         self.dense_bytes, self.expert_bytes = self._peak_state_bytes()
         workload = Workload(self.context.model, par, self.context.train)
+        zero_bytes = memory.zero_buffers(workload, recipe)
         by_moment = self.one_stage or self.pipeline
-        count_buffers = memory.lasting_buffers if by_moment else memory.buffers
-        self.buffer_bytes = count_buffers(workload, self.context.cluster.device, recipe)
-        self.bucket_bytes = memory.zero_buffers(workload, recipe) if par.zero == 2 else 0.0
+        self.buffer_bytes = lasting if by_moment else lasting + zero_bytes
+        self.bucket_bytes = zero_bytes if par.zero == 2 else 0.0
         self._overlap = gradient_overlap(par, self.context.rate, self.context.software)
         self._sent: dict[tuple[tuple[int, int], int], list[float]] = {}
         self._constant: dict[int, float] = {}

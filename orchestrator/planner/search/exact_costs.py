@@ -9,7 +9,6 @@ from msgspec import structs
 from orchestrator.config.schema import Config
 from orchestrator.cost.memory import rank_memory as memory
 from orchestrator.cost.memory.recipe import Recipe
-from orchestrator.cost.workload import Workload
 from orchestrator.plan import document as doc
 from orchestrator.plan.supported import Case, broken
 from orchestrator.planner.degrees import make_case, make_parallel
@@ -121,7 +120,7 @@ class ExactCosts:
         That is more than the GPU has, or more than `byte_limit`.
         """
         self.costed += 1
-        workload = Workload(self.context.model, placed.parallel, placed.train)
+        workload = self.context.workload(placed.parallel, placed.train)
         accounts = memory.memory_by_pp_rank(
             workload,
             self.context.cluster,

@@ -258,13 +258,14 @@ class LayerCost:
     def in_mesh(self, mesh: Mesh) -> Parallel:
         """Returns the `parallel` of an arbitrary layout of a mesh."""
         world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
-        return structs.replace(
+        parallel = structs.replace(
             self.par,
             pp=mesh.pp,
             dp=mesh.dp,
             micro_batches=mesh.micro_batches,
             world_size=world,
         )
+        return self.context.with_buckets(parallel)
 
     def stage_seconds(
         self,
