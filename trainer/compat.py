@@ -417,7 +417,8 @@ def split_group(
     """Returns the group of the global `ranks`, split from `parent` (None: the default group), or
     None on ranks that are not among `ranks`. All members of `parent` must call this together. Of
     the parent's backends the group keeps only NCCL, whose kernels run on a stream of high priority
-    if they are `urgent`."""
+    if they are `urgent`. Torch 2.11 keeps all backends, splits only groups that are bound to a
+    device, and dies if the default group is the second one of its process."""
     import torch.distributed as dist
 
     inside = dist.get_process_group_ranks(parent)
@@ -478,7 +479,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager in which tensors are real within `fake_tensors`: for torch's own
-    book-keeping in tensors, such as the ranks of a DeviceMesh."""
+    book-keeping in tensors, such as the ranks of a DeviceMesh, and to read a real tensor's number,
+    which torch 2.11 refuses outside it."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()

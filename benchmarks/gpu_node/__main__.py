@@ -38,7 +38,7 @@ from benchmarks import minutes
 from benchmarks.card import card_words, sheet_flops
 from benchmarks.gpu_node import page
 from benchmarks.gpu_node.cases import SMALL, Case, Where, cases, plan_of, planned
-from benchmarks.gpu_node.measure import ceilings, nccl, run_side
+from benchmarks.gpu_node.measure import ceilings, join_of, nccl, run_side
 from benchmarks.gpu_node.rivals import available
 from benchmarks.vs_torch.harness import conditions
 from orchestrator.errors import did_you_mean
@@ -195,15 +195,14 @@ class Node:
         return rows | {case.name: partial(self.case, case) for case in cases(self.gpus)}
 
     def forked(self, function: Callable[..., Any], plan: Plan, *args: Any) -> list[Any]:
-        """[function(rank, plan, store, *args) for each rank]. Raises RuntimeError with one line."""
+        """[function(rank, plan, *args) for each rank]. Raises RuntimeError with one line."""
         timeout = self.limit.share_s(TIMEOUT)
-        with tempfile.TemporaryDirectory(prefix="gpu-node-") as folder:
-            store = f"{folder}/store"
-            try:
-                return run_ranks(function, self.gpus, plan, store, *args, timeout=timeout)
-            except RankError as error:
-                print(error, file=sys.stderr)
-                raise RuntimeError(reason(error)) from None
+        join = join_of(plan)
+        try:
+            return run_ranks(function, self.gpus, plan, *args, timeout=timeout, join=join)
+        except RankError as error:
+            print(error, file=sys.stderr)
+            raise RuntimeError(reason(error)) from None
 
     def of_node(self, function: Callable[..., Any]) -> dict[str, Any]:
         """What all GPUs can do at once, as the first rank sees it."""

@@ -27,6 +27,7 @@ from trainer.data.batch import MicroBatch
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.precision import recipe
+from trainer.verify.ranks import join_gloo, join_gpus
 from trainer.verify.samples import micro_batch
 
 WARM_UP = 3
@@ -38,29 +39,28 @@ ARRAY = {True: 1 << 16, False: 1 << 30}
 MESSAGES = {True: (1 << 12,), False: (1 << 20, 1 << 24, 1 << 28, 1 << 30)}
 
 
-def device_of(rank: int, plan: Plan, store: str) -> torch.device:
-    """Joins NCCL's group where the plan is for GPUs; a rank comes here with gloo's alone. `store`:
-    a file to be."""
+def join_of(plan: Plan) -> Callable[..., None]:
+    """How the ranks of a plan join their group."""
     if plan.cluster.device == "cpu":
-        return torch.device("cpu")
-    apply_settings(plan)
-    device = torch.device("cuda", rank)
-    world = dist.get_world_size()
-    dist.barrier()  # a peer that still connects would find this rank gone
-    dist.destroy_process_group()
-    torch.cuda.set_device(device)
-    backends = "cpu:gloo,cuda:nccl"
-    found = dist.FileStore(store, world)
-    dist.init_process_group(backends, store=found, rank=rank, world_size=world, device_id=device)
-    return device
+        return join_gloo
+
+    def join(**rendezvous: Any) -> None:
+        apply_settings(plan)
+        join_gpus(**rendezvous)
+
+    return join
+
+
+def device_of(rank: int, plan: Plan) -> torch.device:
+    return torch.device("cpu") if plan.cluster.device == "cpu" else torch.device("cuda", rank)
 
 
 def run_side(
-    rank: int, plan: Plan, store: str, rival: Callable[..., Step] | None, rounds: int, dry: bool
+    rank: int, plan: Plan, rival: Callable[..., Step] | None, rounds: int, dry: bool
 ) -> dict[str, Any]:
     """What ours (`rival` None) or a rival takes. An error ends all ranks: the peers of one that has
     failed wait for it inside NCCL, where nobody can ask them."""
-    device = device_of(rank, plan, store)
+    device = device_of(rank, plan)
     batches = batches_of(plan, rank, device)
     facts: dict[str, Any] = {
         "name": device_name(device),
@@ -139,9 +139,9 @@ def _finished(device: torch.device) -> None:
 #     ceilings of the node
 
 
-def ceilings(rank: int, plan: Plan, store: str, dry: bool) -> dict[str, Any]:
+def ceilings(rank: int, plan: Plan, dry: bool) -> dict[str, Any]:
     """What each GPU can do while all do it: products, and its own memory."""
-    device = device_of(rank, plan, store)
+    device = device_of(rank, plan)
     product = matmul_ceiling(device, PRODUCTS[dry])
     return {
         "matmul_flops": product,
@@ -150,10 +150,10 @@ def ceilings(rank: int, plan: Plan, store: str, dry: bool) -> dict[str, Any]:
     }
 
 
-def nccl(rank: int, plan: Plan, store: str, dry: bool) -> dict[str, Any]:
+def nccl(rank: int, plan: Plan, dry: bool) -> dict[str, Any]:
     """{"nccl": {operation: {bytes: bus bytes/s}}} of all GPUs at once. Bus rates are those of
     NCCL's tests: bytes over a ring's slowest link."""
-    device = device_of(rank, plan, store)
+    device = device_of(rank, plan)
     world = dist.get_world_size()
     found: dict[str, dict[str, float]] = {}
     for size in MESSAGES[dry]:

@@ -221,12 +221,12 @@ def test_memory_that_is_never_given_back_ends_the_process_and_its_row_stays(tmp_
     assert json.loads(out.read_text())["rows"]["second"]["seconds"] == 2.5
 
 
-def hanging(rank, plan, store, dry):
+def hanging(rank, plan, dry):
     Path(os.environ["PIDS"], str(rank)).write_text(str(os.getpid()))
     signal.pause()
 
 
-def raising_rank(rank, plan, store, dry):
+def raising_rank(rank, plan, dry):
     raise ValueError("this card lacks a kernel\nFor debugging, ask another one")
 
 

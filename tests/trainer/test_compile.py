@@ -11,17 +11,17 @@ import contextlib
 import functools
 
 import pytest
+import torch
 from torch import nn
 
 from orchestrator.plan.model import Moe
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
-from tests.trainer.test_parity import expected_of, parity_plan
+from tests.trainer.test_parity import arguments
 from trainer.metrics.memory import StepMemory
 from trainer.model.block import Block
 from trainer.parallel.vocab import Passes
 from trainer.pipeline.split import DeferredWeightGrads
-from trainer.precision import FP64
 from trainer.verify.compare import LIMIT, STEPS, run_rank
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
@@ -79,7 +79,14 @@ CASES = {
 }
 
 
-def compiled_rank(rank: int, plan, expected, backend: str) -> dict[str, float]:
+def dtype_of_code() -> torch.dtype:
+    """float64. Torch 2.11 generates code for attention whose log-sum-exp is in float32 whatever the
+    inputs are, and fails where that of float64 comes: so it is float32 there."""
+    q = torch.empty(1, 1, 1, 8, dtype=torch.float64, device="meta")
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[1].dtype
+
+
+def compiled_rank(rank: int, plan, use, expected, packed, backend: str) -> dict[str, float]:
     import torch._dynamo
 
     torch.compile = functools.partial(torch.compile, backend=backend)  # in this forked process
@@ -87,7 +94,7 @@ def compiled_rank(rank: int, plan, expected, backend: str) -> dict[str, float]:
     notes = []
     compute = DeferredWeightGrads.compute
     DeferredWeightGrads.compute = lambda self, owed: [notes.extend(owed), compute(self, owed)]
-    worst = run_rank(rank, plan, FP64, expected)
+    worst = run_rank(rank, plan, use, expected, packed)
     worst["graphs"] = float(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return worst | {"notes": float(len(notes))}
 
@@ -105,8 +112,9 @@ BOTH = [(case, "aot_eager") for case in CASES] + [(case, "inductor") for case in
 def test_compiled_blocks_equal_one_process(case, backend):
     import torch._dynamo  # before the fork: a second a rank otherwise
 
-    plan = parity_plan(torch.float64, **({"model": TWO_LAYERS, "compile": True} | CASES[case]))
-    args = plan, expected_of(plan, torch.float64), backend
+    dtype = dtype_of_code() if backend == "inductor" else torch.float64
+    plan, *rest = arguments({"model": TWO_LAYERS, "compile": True} | CASES[case], dtype)
+    args = plan, *rest, backend
     for rank, worst in enumerate(
         run_ranks(compiled_rank, plan.parallel.world_size, *args, timeout=400.0)
     ):
@@ -117,9 +125,7 @@ def test_compiled_blocks_equal_one_process(case, backend):
         # must still leave its note for the split backward: seven a block and micro-batch, one for
         # the head.
         assert worst.pop("notes") == (STEPS * 3 * (7 + rank) if "zb_h1" in case else 0)
-        assert [
-            quantity for quantity, error in worst.items() if not error <= LIMIT[torch.float64]
-        ] == []
+        assert [quantity for quantity, error in worst.items() if not error <= LIMIT[dtype]] == []
 
 
 def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:

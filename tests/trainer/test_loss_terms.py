@@ -16,6 +16,7 @@ from trainer.optim.loss_scale import LossScale
 from trainer.precision import FP64
 from trainer.verify import oracle
 from trainer.verify.compare import LIMIT, STEPS, run_rank
+from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import step_batches
 
 #: Of a term with a divisor of its own.
@@ -157,14 +158,21 @@ def test_a_term_that_is_not_declared_is_refused():
         terms.add("z", torch.zeros(1), torch.zeros(()))
 
 
+@pytest.mark.process
 def test_terms_of_a_compiled_block_count_each_step():
-    """The counters of a step are no constants of the compiled program."""
+    """The counters of a step are no constants of the compiled program. It is compiled in a process
+    of its own: torch's compiler starts threads, which do not survive the forks of later tests."""
     plan = make_plan(micro_batches=1, compile=True)
-    engine = engine_of(plan, 0)
-    on_a_rank(engine)
-    squares = []
-    for valid in (16, 32):
-        batches, _ = step_batches(plan, engine.mesh.coord, 0)
-        engine.gradients(batches, valid)
-        squares.append(engine.loss_terms()["square"])
+
+    def squares_of_steps(rank):
+        engine = engine_of(plan, rank)
+        on_a_rank(engine)
+        squares = []
+        for valid in (16, 32):
+            batches, _ = step_batches(plan, engine.mesh.coord, 0)
+            engine.gradients(batches, valid)
+            squares.append(engine.loss_terms()["square"])
+        return squares
+
+    (squares,) = run_ranks(squares_of_steps, 1)
     assert squares[0] == pytest.approx(2 * squares[1], rel=1e-6) and squares[0] > 0

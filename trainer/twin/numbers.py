@@ -51,7 +51,9 @@ class Numbers(DispatchMode):
         if not self._follow(tensors):
             return self._unknown(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
-            return self._value(args[0]).item()
+            value = self._value(args[0])
+            with real_tensors():
+                return value.item()
         if func in COLLECTIVES:
             out = func(*args, **kwargs)
             values = self._values(args)

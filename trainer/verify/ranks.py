@@ -52,8 +52,30 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
-    """Returns fn(rank, *args) of each rank, each a process in a gloo group of `world`.
+def join_gloo(**rendezvous: Any) -> None:
+    """Makes this rank a member of gloo's group. `rendezvous`: arguments of torch's
+    `init_process_group`."""
+    dist.init_process_group("gloo", **rendezvous)
+
+
+def join_gpus(rank: int, **rendezvous: Any) -> None:
+    """Makes this rank a member of a group of gloo and NCCL, bound to the GPU of its number: groups
+    are split from it as in a run (`trainer.comm.connect`)."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, device_id=device, **rendezvous)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 300.0,
+    join: Callable[..., None] = join_gloo,
+) -> list[Any]:
+    """Returns fn(rank, *args) of each rank, each a process that `join` has made a member of a group
+    of `world`. It is the only default group of its process: torch 2.11 dies when it splits a group
+    from a second one.
 
     `fn` may be a closure. It returns any nesting of dicts (string keys), lists and tuples (which
     become lists) of tensors and JSON values. Raises RankError with the first failing rank's
@@ -68,7 +90,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 3
     gc.freeze()
     try:
         for index in range(world):
-            work = _Work(fn, args, rank=index, world=world, home=home, timeout=timeout)
+            work = _Work(fn, args, index, world, home=home, timeout=timeout, join=join)
             ranks.append(_start(work))
         return _collect(ranks, timeout)
     finally:
@@ -92,6 +114,7 @@ class _Work:
     world: int
     home: Path
     timeout: float
+    join: Callable[..., None]
 
     @property
     def stacks(self) -> Path:
@@ -218,8 +241,7 @@ def _child(work: _Work, pipe: int, parent: int) -> NoReturn:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
         # Before the first operation: the parent's thread pool did not survive the fork.
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
+        work.join(
             init_method=f"file://{work.home}/store",
             rank=work.rank,
             world_size=work.world,

@@ -223,24 +223,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]
 
     Call it in a process with fake GPUs that has not used them yet.
     """
+    from trainer.verify.ranks import join_gpus
     from trainer.verify.ranks import run_ranks as forked
 
-    with tempfile.TemporaryDirectory() as folder:
-        return forked(_on_gpu, world, function, f"{folder}/store", world, *args, timeout=300.0)
-
-
-def _on_gpu(rank: int, function: Callable[..., Any], store: str, world: int, *args: Any) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)  # bound to it, as in a run: groups are split from the world
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        device_id=device,
-    )
-    return function(rank, *args)
+    return forked(function, world, *args, join=join_gpus)
