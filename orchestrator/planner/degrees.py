@@ -209,6 +209,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
         bucket_bytes=round(par.bucket_mib * MIB),
         zero_group=par.zero_group,
         replica_micro_batches=case.unequal,
+        tp_pieces=par.tp_pieces or UNSET,
     )
 
 
