@@ -273,6 +273,7 @@ class ParallelSpec(Frozen):
     zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # The ZeRO stage. None: 0.
     vpp: Degree | None = None  # Virtual stages per pipeline rank. None: 1.
     sp: bool | None = None  # Sequence parallelism on the tensor-parallel group. None: on if tp > 1.
+    tp_pieces: Degree | None = None  # Most pieces of a tensor-parallel message. None: by its size.
     schedule: Name | None = None  # The pipeline's schedule. None: 1f1b, or interleaved if vpp > 1.
     #: A schedule of your own, as CSV or JSON: a table with one row of actions per pipeline rank.
     schedule_file: Path | None = None

@@ -159,6 +159,9 @@ class Parallel(Frozen):
     expert_all_to_all: AllToAll | UnsetType = UNSET  # UNSET: direct
     #: assumed load of the fullest expert rank over the mean; UNSET: 1
     expert_imbalance: float | UnsetType = UNSET
+    #: the most pieces of a micro-batch in which tensor parallelism communicates, so that one
+    #: travels while another is multiplied; UNSET: as `plan.trained` says
+    tp_pieces: int | UnsetType = UNSET
 
 
 class Coord(Frozen):

@@ -11,6 +11,7 @@ from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .layer import KINDS, PRE_NORM, layer_kind
+from .schedules import schedule_of
 from .supported import BALANCED, FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
@@ -286,3 +287,27 @@ def refusal(plan: Plan) -> str | None:
         return None
     _, problem = violation
     return f"{NOT_RUN}: {problem}; a program of your own may (orch submit ... -- python train.py)"
+
+
+#: Of a plan without `tp_pieces`: the most pieces, and the fewest tokens of one, whose products
+#: still fill a GPU.
+MOST_PIECES = 4
+FEWEST_TOKENS = 4096
+
+
+def tensor_pieces(plan: Plan) -> int:
+    """Returns the most pieces of a micro-batch in which the trainer's tensor-parallel layers
+    communicate; 1: whole.
+
+    Products in 8 bits stay whole, since they take one scale from all tokens; so do those whose
+    weight gradients are deferred, which need the whole input.
+    """
+    par = plan.parallel
+    if par.tp == 1 or plan.job.matmul or schedule_of(par).splits_backward:
+        return 1
+    if isinstance(par.tp_pieces, int):
+        return par.tp_pieces
+    if plan.cluster.device == "cpu":
+        return 1
+    tokens = par.micro_batch_size * plan.job.train.seq_len // par.cp
+    return max(1, min(MOST_PIECES, tokens // FEWEST_TOKENS))

@@ -211,6 +211,7 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
         bucket_bytes=_bucket_bytes(par.bucket_mib, case),
         zero_group=par.zero_group,
         replica_micro_batches=case.unequal,
+        tp_pieces=par.tp_pieces or UNSET,
     )
 
 

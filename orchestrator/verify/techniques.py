@@ -189,6 +189,16 @@ AXES: dict[str, tuple[Technique, ...]] = {
     "tensor": (
         Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),
         Technique("tp2", {"tp": 2, "sp": False}, deep=True),
+        *(
+            Technique(
+                f"tp2 sp{recompute}, {pieces} pieces",
+                {"tp": 2, "sp": True, "tp_pieces": pieces},
+                recompute.strip() or "none",
+                pairs="none",
+            )
+            for recompute, pieces in (("", 2), (" full", 4), (" selective", 4))
+        ),
+        Technique("tp2, 4 pieces", {"tp": 2, "sp": False, "tp_pieces": 4}, pairs="none"),
         Technique("tp4 sp", {"tp": 4, "sp": True}, pairs="none"),
         Technique("tp4", {"tp": 4, "sp": False}, pairs="none"),
     ),

@@ -75,6 +75,7 @@ def make_plan(
     etp: int | UnsetType = UNSET,
     fold_cp: bool | UnsetType = UNSET,
     expert_all_to_all: str | UnsetType = UNSET,
+    tp_pieces: int | UnsetType = UNSET,
     schedule_rows: list[list[str]] | None = None,
     clip_grad_norm: float = 1.0,
     bucket_bytes: int = 1 << 16,
@@ -159,6 +160,7 @@ def make_plan(
             expert_all_to_all=expert_all_to_all,
             schedule_rows=schedule_rows or [],
             replica_micro_batches=replica_micro_batches or [],
+            tp_pieces=tp_pieces,
         ),
         job=doc.Job(
             train=doc.Train(

@@ -14,6 +14,7 @@ import trainer.parallel.column_parallel as column_parallel
 import trainer.parallel.context.apply as context
 import trainer.parallel.context.block as block
 import trainer.parallel.context.ring as ring
+import trainer.parallel.pieces as pieces
 import trainer.parallel.tensor as tensor
 import trainer.parallel.vocab as vocab
 from tests.beds.plans import tiny_model
@@ -77,6 +78,25 @@ def _(patch):
         return original(ctx, *grads)
 
     patch.setattr(column_parallel._OverlappedColumnLinears, "backward", staticmethod(backward))
+
+
+@MODEL("pieces: a product is written where another piece lies", tp=2, tp_pieces=2)
+def _(patch):
+    original = pieces.Pieces.of_sequence
+    patch.setattr(pieces.Pieces, "of_sequence", lambda self, x: original(self, x)[::-1])
+
+
+@MODEL("pieces: a kept input stays in their order", tp=2, tp_pieces=4, recompute="full")
+def _(patch):
+    def in_sequence(self, joined):
+        return joined.view(self.groups * self.samples, -1, joined.shape[-1])
+
+    patch.setattr(pieces.Pieces, "in_sequence", in_sequence)
+
+
+@MODEL("pieces: gradients in their order meet an input in that of the sequence", tp=2, tp_pieces=4)
+def _(patch):
+    patch.setattr(pieces.Pieces, "join", lambda self, x: x.flatten(0, 1))
 
 
 @MODEL("output biases are added on every tp rank", tp=2, sp=False, model=GPT)

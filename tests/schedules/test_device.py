@@ -27,6 +27,8 @@ from orchestrator.plan.schedules import (
 from tests.beds.plans import make_plan
 from tests.trainer.samples import small
 
+FORWARD = (Kind.SEND_F, Kind.RECV_F)
+BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 VPP = {"afab": (1, 2, 3), "interleaved": (2, 3, 4), "zbv": (2,), "dualpipev": (2,)}
 
 
@@ -151,6 +153,31 @@ def test_free_transfers_take_the_simulated_time(name):
     assert run_on_device(schedule, lower_to_batches(schedule)).makespan == pytest.approx(
         simulate(schedule).makespan
     )
+
+
+def by_direction(program):
+    """A batch of hidden states, then one of gradients, where a program has one of both."""
+    apart = []
+    for batch in program:
+        forward = tuple(action for action in batch if action.kind in FORWARD)
+        backward = tuple(action for action in batch if action.kind in BACKWARD)
+        apart += [part for part in (forward, backward) if part] or [batch]
+    return apart
+
+
+@pytest.mark.parametrize("pp, micro_batches", [(4, 16), (8, 32)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_waiting_for_a_whole_batch_costs_little(name, pp, micro_batches):
+    """Messages take 2 % of a stage's forward. A device waits for a batch and for those before it,
+    `simulate` for the message alone. Smaller batches do not wait less: in one communicator they
+    run one after the other."""
+    schedule = build(name, pp, micro_batches, VPP.get(name, (1,))[0])
+    programs = lower_to_batches(schedule)
+    costs = Costs(transfer=0.02)
+    whole = run_on_device(schedule, programs, costs).makespan
+    assert whole <= 1.011 * simulate(schedule, costs).makespan
+    apart = run_on_device(schedule, list(map(by_direction, programs)), costs).makespan
+    assert apart >= (0.995 if name == "zb_h1" else 1 - 1e-9) * whole
 
 
 def test_actual_times_shorten_the_step():

@@ -27,6 +27,7 @@ STRETCHED = Yarn(factor=4.0, original_seq_len=32, mscale_all_dim=0.0)
 WITH_TERMS = Moe(experts=8, top_k=2, ffn_hidden=48, balance_loss=0.01, z_loss=0.01)
 FULL = {"recompute": "full"}
 SELECTIVE = {"recompute": "selective"}
+PIECES = {"tp": 2, "tp_pieces": 2}
 SHARES = {"tp": 2, "sp": False, "partition_activations": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -57,6 +58,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2, full": {"tp": 2} | FULL,
     "tp2, selective": {"tp": 2} | SELECTIVE,
+    "tp2 in pieces": PIECES,
+    "tp2 in pieces, full": PIECES | FULL,
+    "tp2 in pieces, selective": PIECES | SELECTIVE,
     "tp2, dropout": {"tp": 2, "model": DROPPED},
     "tp2, latents": {"tp": 2, "model": LATENT},
     "tp2 without sp": {"tp": 2, "sp": False},

@@ -13,13 +13,14 @@ from trainer.compat import DispatchMode
 class Order(DispatchMode):
     """`seen`: names, without underscores; collectives begin with "c10d."."""
 
-    def __init__(self):
+    def __init__(self, products: tuple[str, ...] = ("mm", "addmm")):
         super().__init__()
+        self.products = products
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         space, name = (label.strip("_") for label in str(op).split(".")[:2])
-        if name in ("mm", "addmm"):
+        if name in self.products:
             self.seen.append(name)
         elif space == "c10d":
             self.seen.append(f"c10d.{name}")

@@ -116,6 +116,14 @@ TENSOR = {
         for kind, heads, tp, sp, tied in product(KINDS, HEADS, (2, 4), (False, True), (False, True))
     },
     **{f"packed tp2{' sp' * sp}": dict(tp=2, sp=sp, packed=True) for sp in (False, True)},
+    "tp2 sp, 2 pieces": dict(tp=2, tp_pieces=2),
+    "tp2 sp, 2 samples in 4 pieces, gpt": dict(tp=2, tp_pieces=4, micro_batch_size=2, model=GPT),
+    "tp4 sp, 4 samples in 2 pieces, one kv head": dict(
+        tp=4, tp_pieces=2, micro_batch_size=4, model=ONE_KV_HEAD
+    ),
+    "tp2 without sp, 4 pieces, gpt": dict(tp=2, tp_pieces=4, sp=False, model=GPT),
+    "tp2 dp2 zero3, 4 pieces": dict(tp=2, dp=2, zero=3, tp_pieces=4),
+    "tp2 cp2 pp2, 2 pieces, tied": dict(tp=2, cp=2, pp=2, tp_pieces=2, model=TIED),
     "a rank with only padding, tp4 sp": dict(tp=4, model=FIVE_TOKENS),
     "a rank with only padding, tp4 tied": dict(
         tp=4, sp=False, model=samples.small(**samples.LLAMA, vocab=5, tied_embeddings=True)
@@ -128,6 +136,11 @@ RECOMPUTE = {
     "by layer": dict(recompute="budget", recompute_layers=MODES, model=GPT),
     "full, tp2 sp": dict(recompute="full", tp=2),
     "selective, tp2 sp gpt": dict(recompute="selective", tp=2, model=GPT),
+    "full, tp2 sp, 4 pieces": dict(recompute="full", tp=2, tp_pieces=4),
+    "full, tp2 without sp, 2 pieces, gpt": dict(
+        recompute="full", tp=2, sp=False, tp_pieces=2, model=GPT
+    ),
+    "selective, tp2 sp, 4 pieces": dict(recompute="selective", tp=2, tp_pieces=4),
     "full, tp2 without sp": dict(recompute="full", tp=2, sp=False),
     "selective, tp2 without sp": dict(recompute="selective", tp=2, sp=False),
     "full, dp2 zero1": dict(recompute="full", dp=2, zero=1),
@@ -353,6 +366,7 @@ DROPOUT = {
     "dp2 zero1": dict(dp=2, zero=1, micro_batches=3),
     "dp2 zero3": dict(dp=2, zero=3),
     "tp2 sp": dict(tp=2, micro_batch_size=2),
+    "tp2 sp, 4 pieces": dict(tp=2, tp_pieces=4),
     "tp2 sp, gpt, full": dict(tp=2, model=DROPPED_GPT, recompute="full"),
     "gpt, tp2 without sp": dict(tp=2, sp=False, model=DROPPED_GPT),
     **{
@@ -407,6 +421,7 @@ EXPERTS = {
             "dp2 zero3": dict(dp=2, zero=3),
             "tp2 sp": dict(tp=2, micro_batch_size=2),
             "tp2 without sp": dict(tp=2, sp=False),
+            "tp2 sp, 2 pieces": dict(tp=2, tp_pieces=2),
             "tp4 sp": dict(tp=4),
             "cp2 zigzag": dict(cp=2, packed=True),
             "cp2 ulysses": dict(cp=2, cp_method="ulysses"),

@@ -41,6 +41,7 @@ QUICK |= {
     "experts fp16, ep2": EXPERTS | FP16 | {"ep": 2},
     "tied pp4": {"pp": 4, "micro_batches": 8, "model": planned.GPT},
     "pp2": PIPE,
+    "tp2 in pieces": {"tp": 2, "tp_pieces": 4},
     "activations on the host": {"recompute": "full", "offload": {"activations": "host"}},
 }
 MORE = {
@@ -50,6 +51,8 @@ MORE = {
     "deterministic cp2": {"deterministic": True, "cp": 2, "cp_method": "allgather"},
     "predicts two tokens further": {"model": planned.LLAMA | {"mtp": Mtp(depth=2)}},
     "experts fp16": EXPERTS | FP16,
+    "tp2 in pieces, full": {"tp": 2, "tp_pieces": 2, "recompute": "full", "micro_batch_size": 2},
+    "tp2 in pieces without sp": {"tp": 2, "tp_pieces": 4, "sp": False, "model": planned.GPT},
     "experts too narrow for one kernel": {
         "model": planned.LLAMA | {"moe": Moe(experts=8, top_k=2, ffn_hidden=12)}
     },

@@ -46,6 +46,10 @@ CASES = {
     "tp2": dict(tp=2),
     "tp2, full": dict(tp=2, recompute="full"),
     "tp2, selective": dict(tp=2, recompute="selective"),
+    "tp2 in pieces": dict(tp=2, tp_pieces=2),
+    "tp2 in pieces, full": dict(tp=2, tp_pieces=4, recompute="full"),
+    "tp2 in pieces, selective": dict(tp=2, tp_pieces=4, recompute="selective"),
+    "tp2 in pieces without sp, full": dict(tp=2, tp_pieces=4, sp=False, recompute="full"),
     "tp2 without sp": dict(tp=2, sp=False),
     "tp2 without sp, full, shares of inputs": dict(
         tp=2, sp=False, recompute="full", partition_activations=True

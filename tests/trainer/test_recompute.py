@@ -14,7 +14,7 @@ from tests.trainer.samples import GPT, GQA, LLAMA, batch, small
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.metrics.memory import StorageTracker
-from trainer.parallel import apply
+from trainer.parallel import tensor_regions
 from trainer.parallel.apply import build
 from trainer.parallel.recompute import apply_recompute
 from trainer.verify.ranks import run_ranks
@@ -107,9 +107,9 @@ def test_sequence_parallel_inputs_are_not_kept_whole():
 
     def work(rank):
         again = run(plan, Mesh.from_plan(plan, rank), "none")
-        original = apply.OverlappedColumnLinears
-        apply.OverlappedColumnLinears = lambda group, counter, sp, keep=False: original(
-            group, counter, sp, keep=True
+        original = tensor_regions.OverlappedColumnLinears
+        tensor_regions.OverlappedColumnLinears = lambda group, counter, sp, keep=False, pieces=1: (
+            original(group, counter, sp, keep=True)
         )
         unsharded = run(plan, Mesh.from_plan(plan, rank), "none")
         return {

@@ -43,6 +43,17 @@ class LinearOp:
         """[..., out] and the result of `saved` -> [out, in], summed over the leading dimensions."""
         return grad.flatten(0, -2).T @ saved[0].flatten(0, -2)
 
+    # Products that are written into a part of a larger tensor, [ranks, samples, rows, width] with
+    # strides. An op whose kernels make new tensors inherits these.
+
+    def forward_into(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Writes `forward` without a bias into `out`."""
+        out.copy_(self.forward(x, weight, None))
+
+    def input_grad_into(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """Writes `input_grad` into `out`."""
+        out.copy_(self.input_grad(grad, weight))
+
     # The gradients, added to a total. An op without a kernel for the sum inherits these.
 
     def add_input_grad(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
@@ -55,11 +66,28 @@ class LinearOp:
 class PlainOp(LinearOp):
     """The op of an unmodified model: sums are part of the matrix product."""
 
+    def forward_into(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        _multiply_into(out, x, weight.T)
+
+    def input_grad_into(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
+        _multiply_into(out, grad, weight)
+
     def add_input_grad(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
         total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)
 
     def add_weight_grad(self, total: Tensor, grad: Tensor, saved: Sequence[Tensor]) -> None:
         total.addmm_(grad.flatten(0, -2).T, saved[0].flatten(0, -2))
+
+
+def _multiply_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
+    """Writes x @ matrix, [ranks, samples, rows, in] @ [in, out], without a copy of either: `x` and
+    `out` may be strided views, whose rows are contiguous."""
+    if x.is_contiguous() and out.is_contiguous():
+        torch.mm(x.flatten(0, -2), matrix, out=out.flatten(0, -2))
+        return
+    matrices = matrix.expand(x.shape[0], -1, -1)
+    for rows, product in zip(x.unbind(1), out.unbind(1), strict=True):
+        torch.bmm(rows, matrices, out=product)
 
 
 PLAIN = PlainOp()

@@ -6,8 +6,7 @@ order:
 3. shard it over tp: the registry of parameters       tensor.shard
 4. allocate and initialise this rank's slices         model.init_stage, seed_dropout
    (the same values on every layout)
-5. tensor-parallel communication                      tensor.Region, column_parallel,
-                                                      vocab.ShardedLookup
+5. tensor-parallel communication                      tensor_regions.apply_tensor_parallel
 6. products in 8 bits                                 fp8.apply_fp8
 7. experts over ranks, their terms of the loss        expert.apply_to_experts
 8. attention over a sequence shard                    context.apply_context_parallel
@@ -29,21 +28,17 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from orchestrator.plan.expert_mesh import expert_mesh, position, spread
 from orchestrator.plan.ranks import embeds_at_both_ends
-from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
 from trainer.host.activations import ActivationStore
 from trainer.model.dropout import seed_dropout
-from trainer.model.experts import MixtureOfExperts
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
-from trainer.model.mla import LatentAttention
 from trainer.model.prediction import MTP
 from trainer.model.stage import Stage, term_names
 from trainer.model.state import states
 
-from .column_parallel import OverlappedColumnLinears
 from .compiled import compile_blocks, hide_untraced
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
@@ -52,19 +47,10 @@ from .expert.load import ExpertMeter
 from .fp8 import apply_fp8
 from .kept_inputs import KeptInputs
 from .params import DENSE, EXPERT, ParamInfo, ParamTable, even_shard
-from .recompute import apply_recompute, recompute_mode
-from .tensor import (
-    EXPERT_COLUMN,
-    EXPERT_ROW,
-    Copy,
-    Gather,
-    Reduce,
-    Region,
-    Scatter,
-    SequenceShard,
-    shard,
-)
-from .vocab import ShardedLookup, VocabParallelLoss
+from .recompute import apply_recompute
+from .tensor import EXPERT_COLUMN, EXPERT_ROW, shard
+from .tensor_regions import apply_tensor_parallel
+from .vocab import VocabParallelLoss
 
 #: (logits [b, s, local vocab], targets int64 [b, s]) -> sum over valid tokens, the same on every tp
 #: rank
@@ -379,50 +365,6 @@ def allocate_states(stage: Stage, mesh: Mesh, device: torch.device) -> ParamTabl
         setattr(module, key, local)
         table[name] = info
     return table
-
-
-def apply_tensor_parallel(
-    stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter
-) -> None:
-    """Puts tensor-parallel communication around blocks, embedding and head.
-
-    Column-parallel linears communicate their input themselves, overlapped with their gradients. If
-    the schedule defers weight gradients, a `Region` before the linears communicates instead, since
-    the deferred gradients need the whole input.
-    """
-    group = mesh.required_group("tp")
-    sp = plan.parallel.sp
-    train = plan.job.train
-    into, out = (Gather, Scatter) if sp else (Copy, Reduce)
-    splits = schedule_of(plan.parallel).splits_backward
-    for layer, block in stage.blocks.items():
-        recomputed = recompute_mode(train, layer) != "none"
-        columns = OverlappedColumnLinears(group, counter, sp, keep=recomputed)
-        block.attn_out = Region(out, group, counter)
-        if isinstance(block.attn, LatentAttention):  # its latents are smaller than its input
-            block.attn.latents_in = Region(into, group, counter)
-        elif splits:
-            block.attn_in = Region(into, group, counter)
-        else:
-            block.attn.apply_linears = columns
-        block.mlp_out = Region(out, group, counter)
-        if isinstance(block.mlp, MixtureOfExperts):
-            continue  # `apply_to_experts` adds the communication of experts
-        if splits:
-            block.mlp_in = Region(into, group, counter)
-        else:
-            block.mlp.apply_linears = columns
-    if stage.embeds:
-        stage.embed.op = ShardedLookup(*table["embed.weight"].along(0))
-        stage.embed_out = Region(out, group, counter)
-        if sp:
-            stage.positions_out = SequenceShard(mesh.size("tp"), mesh.index("tp"))
-    if sp:
-        stage.rows = SequenceShard(mesh.size("tp"), mesh.index("tp"))
-    if stage.last and splits:
-        stage.head_in = Region(into, group, counter)
-    elif stage.last:
-        stage.head.run = OverlappedColumnLinears(group, counter, sp).run
 
 
 def kept_inputs(

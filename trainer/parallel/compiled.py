@@ -26,9 +26,11 @@ from orchestrator.plan.schedules import schedule_of
 from trainer.comm.mesh import Mesh
 from trainer.model.block import Block
 from trainer.model.experts import MixtureOfExperts
+from trainer.model.linear import Linear
 from trainer.model.stage import Stage
 
 from .recompute import recompute_mode
+from .row_parallel import OverlappedRowLinear
 from .tensor import Region
 
 
@@ -46,6 +48,8 @@ def hide_untraced(stage: Stage, plan: Plan, mesh: Mesh) -> None:
             if isinstance(module, Region | MixtureOfExperts):
                 untraced = torch.compiler.disable(module.forward)
                 module.forward = untraced  # type: ignore[method-assign]
+            elif isinstance(module, Linear) and isinstance(module.run, OverlappedRowLinear):
+                module.run = torch.compiler.disable(module.run)
         if untraced_parts.splits_recomputation(layer, block):
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
 
