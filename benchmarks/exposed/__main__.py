@@ -38,6 +38,7 @@ LAYOUTS = {
     "ZeRO-2, shards of 2": ("parallel=dp4_zero2", "parallel.zero_group=2"),
     "ZeRO-3, shards of 2": ("parallel=dp4_zero3", "parallel.zero_group=2"),
     "TP + SP": ("parallel=tp4",),
+    "TP + SP, four pieces": ("parallel=tp4", "parallel.tp_pieces=4"),
     "TP": ("parallel=tp4", "parallel.sp=false"),
     "CP zigzag": ("parallel=cp4", "parallel.cp_method=zigzag"),
     "CP allgather": ("parallel=cp4", "parallel.cp_method=allgather"),
@@ -136,9 +137,10 @@ class Clock:
         size = note.bytes * note.a if is_part and operation != "all_to_all" else note.bytes
         pattern = collective.PATTERN[operation]
         varying = ("cp", "ep", "dp") if axis == "dp" else (axis,)
-        if (varying, pattern) not in self.cost.paths:  # the norm's few bytes
+        keys = [(varying, pattern), (varying, "shard")]  # near replicas that share one copy
+        path = next((self.cost.paths[key] for key in keys if key in self.cost.paths), None)
+        if path is None:  # the norm's few bytes
             return axis, 0.0
-        path = self.cost.paths[varying, pattern]
         links = self.rate.tensor if axis == "tp" else self.rate.ring
         return axis, value_of(collective.seconds(operation, size, note.a, path, links))
 
