@@ -2,8 +2,8 @@
 
 `pythons`: quick tests of orchestrator that need no torch, under each Python of `PYTHONS` that uv
 finds or can install. `floor`: the tests of the trainer, those with processes and on fake GPUs too,
-with the oldest torch that pyproject.toml allows. Each environment stays in `build/versions`, and
-one line tells what came of each.
+and of the programs for machines with GPUs, with the oldest torch that pyproject.toml allows. Each
+environment stays in `build/versions`, and one line tells what came of each.
 """
 
 from __future__ import annotations
@@ -94,6 +94,12 @@ def try_pythons(workers: str) -> bool:
     return bool(passed) and all(passed)
 
 
+def programs_for_gpus() -> list[str]:
+    """The tests of benchmarks that run on fake GPUs: a card's image brings its own torch."""
+    paths = sorted((ROOT / "tests" / "bench").glob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in paths if "import fakegpu" in path.read_text()]
+
+
 def try_floor(workers: str) -> bool:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch, *further) = project["optional-dependencies"]["trainer"]
@@ -104,7 +110,8 @@ def try_floor(workers: str) -> bool:
     constraints.write_text("\n".join(line for line in pinned if not OF_TORCH.match(line)) + "\n")
     name = f"torch-{floor.partition('==')[2]}"
     python = environment(name, sys.executable, constraints, floor, *further, *OF_TRAINER)
-    arguments = ["-n", workers, "--dist", "worksteal", "-m", HERE, "tests/trainer"]
+    files = ["tests/trainer", *programs_for_gpus()]
+    arguments = ["-n", workers, "--dist", "worksteal", "-m", HERE, *files]
     return python is not None and run_tests(name, python, arguments)
 
 

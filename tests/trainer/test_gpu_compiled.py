@@ -8,6 +8,7 @@ kernels, NCCL, FSDP2), with as many layers as make torch give up where each is c
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.beds import fakegpu
 from tests.trainer import compiled_steps
@@ -76,6 +77,12 @@ ROWS = {
     "pp2 dualpipev": (6, 10),
     "tp2 pp2 dualpipev": (6, 16),
 }
+#: Of torch 2.11, where it differs: it traces parts of blocks of packed documents twice.
+IN_TORCH_2_11 = {
+    "packed documents": (6, 6),
+    "packed documents, full": (6, 6),
+    "packed documents, selective": (1, 4),
+}
 #: One of each reason not to trace a part, most inside a recomputation.
 QUICK = [
     "alone",
@@ -121,7 +128,8 @@ def test_two_layers_run_the_same_graphs():
 
 
 def runs(name: str, ranks: list[dict], generated: bool = True) -> None:
-    graphs, breaks = ROWS[name]
+    oldest = torch.__version__ < (2, 12)
+    graphs, breaks = IN_TORCH_2_11.get(name, ROWS[name]) if oldest else ROWS[name]
     for rank in ranks:
         assert rank["graphs"] == [graphs] * compiled_steps.STEPS, name
         assert rank["breaks"] == breaks, name
