@@ -1,9 +1,9 @@
 """python -m benchmarks.exposed
 
 How much communication nothing hides, technique by technique, in the plan and in the trainer's own
-order of calls. Each layout of Llama 3.2 1B runs two steps on four fake GPUs (tests/beds/fakegpu),
-which record what every stream is given; the second one is then played on a simulated device
-(`tests.beds.fakegpu.replay`). There a collective takes the seconds that the plan's cost model has
+order of calls. Each layout of Llama 3.2 1B (two of 8B) runs two steps on four fake GPUs
+(tests/beds/fakegpu), which record what every stream is given; the second one is then played on a
+simulated device (`tests.beds.fakegpu.replay`). There a collective takes the seconds that the plan's cost model has
 for its bytes, and kernels take those that the plan has for products, attention and the rest. What
 differs is then the order of calls, or what the plan does not know of it. Writes
 benchmarks/results/exposed.json and a table of docs/gpu.md.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from benchmarks.exposed import steps
 from benchmarks.exposed.steps import plan_for
+from benchmarks.gpu_node.cases import LARGE, SMALL
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.of_plan import context_of, cost_of
 from orchestrator.cost.time import collective
@@ -30,19 +31,24 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "exposed.json"
 PAGE = ROOT / "docs" / "gpu.md"
 MARKS = "<!-- exposed -->\n", "<!-- end of exposed -->"
+#: As many tokens in sequences of four times the length.
+LONG = ("train.seq_len=16384", "train.global_batch_samples=2")
+#: Model and words.
 LAYOUTS = {
-    "ZeRO-0": ("parallel=dp4_zero0",),
-    "ZeRO-1": ("parallel=dp4_zero1",),
-    "ZeRO-2": ("parallel=dp4_zero2",),
-    "ZeRO-3": ("parallel=dp4_zero3",),
-    "ZeRO-2, shards of 2": ("parallel=dp4_zero2", "parallel.zero_group=2"),
-    "ZeRO-3, shards of 2": ("parallel=dp4_zero3", "parallel.zero_group=2"),
-    "TP + SP": ("parallel=tp4",),
-    "TP + SP, four pieces": ("parallel=tp4", "parallel.tp_pieces=4"),
-    "TP": ("parallel=tp4", "parallel.sp=false"),
-    "CP zigzag": ("parallel=cp4", "parallel.cp_method=zigzag"),
-    "CP allgather": ("parallel=cp4", "parallel.cp_method=allgather"),
-    "CP ulysses": ("parallel=cp4", "parallel.cp_method=ulysses"),
+    "ZeRO-0": (SMALL, "parallel=dp4_zero0"),
+    "ZeRO-1": (SMALL, "parallel=dp4_zero1"),
+    "ZeRO-2": (SMALL, "parallel=dp4_zero2"),
+    "ZeRO-3": (SMALL, "parallel=dp4_zero3"),
+    "ZeRO-2, shards of 2": (SMALL, "parallel=dp4_zero2", "parallel.zero_group=2"),
+    "ZeRO-3, shards of 2": (SMALL, "parallel=dp4_zero3", "parallel.zero_group=2"),
+    "TP + SP": (SMALL, "parallel=tp4"),
+    "TP + SP, four pieces": (SMALL, "parallel=tp4", "parallel.tp_pieces=4"),
+    "TP": (SMALL, "parallel=tp4", "parallel.sp=false"),
+    "CP zigzag": (SMALL, "parallel=cp4", "parallel.cp_method=zigzag"),
+    "CP allgather": (SMALL, "parallel=cp4", "parallel.cp_method=allgather"),
+    "CP ulysses": (SMALL, "parallel=cp4", "parallel.cp_method=ulysses"),
+    "8B, TP + SP, in one piece": (LARGE, "parallel=tp4", "parallel.tp_pieces=1", *LONG),
+    "8B, TP + SP, in two pieces": (LARGE, "parallel=tp4", *LONG),
 }
 #: NCCL's call -> (the operation of the cost model, whether its bytes are one rank's part).
 OPERATIONS = {
@@ -65,7 +71,7 @@ class Recording(NamedTuple):
 
 
 def main() -> None:
-    rows = {name: measured(words) for name, words in LAYOUTS.items()}
+    rows = {name: measured(layout) for name, layout in LAYOUTS.items()}
     RESULT.write_text(json.dumps(rows, indent=2) + "\n")
     page = PAGE.read_text()
     before, rest = page.split(MARKS[0])
@@ -73,10 +79,10 @@ def main() -> None:
     print(table(rows))
 
 
-def measured(words: tuple[str, ...]) -> dict[str, float]:
+def measured(layout: tuple[str, ...]) -> dict[str, float]:
     """A row: seconds of a step, planned and played."""
-    plan = plan_for(words)
-    record = fakegpu.call(steps.recorded, words)
+    plan = plan_for(layout)
+    record = fakegpu.call(steps.recorded, layout)
     axes = {int(communicator): axis for communicator, axis in record["axes"].items()}
     notes = [Note(*note) for note in record["notes"]]
     recording = Recording(notes, record["second"], axes)

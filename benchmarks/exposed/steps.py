@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_node.cases import SMALL, Where, plan_of
+from benchmarks.gpu_node.cases import Where, plan_of
 from orchestrator.plan import Plan
 from tests.beds import fakegpu
 from trainer.comm.mesh import Mesh
@@ -28,18 +29,19 @@ WORDS = (
 AXES = {"tp": "tp", "kv": "tp", "cp": "cp", "ep": "ep", "pp": "pp"}
 
 
-def plan_for(words: tuple[str, ...]) -> Plan:
-    """The plan of these words on `GPUS` GPUs of one node. Raises OrchError."""
-    return plan_of(SMALL, (*words, *WORDS), GPUS, Where(dry=False, cuda=True))
+def plan_for(layout: Sequence[str]) -> Plan:
+    """The plan of a model and words on `GPUS` GPUs of one node. Raises OrchError."""
+    model, *words = layout
+    return plan_of(model, (*WORDS, *words), GPUS, Where(dry=False, cuda=True))
 
 
-def recorded(words: list[str]) -> dict[str, Any]:
+def recorded(layout: list[str]) -> dict[str, Any]:
     """What the first rank calls in two steps. Runs in a process with fake GPUs."""
-    return fakegpu.run_ranks(_steps, GPUS, words)[0]
+    return fakegpu.run_ranks(_steps, GPUS, layout)[0]
 
 
-def _steps(rank: int, words: list[str]) -> dict[str, Any]:
-    plan = plan_for(tuple(words))
+def _steps(rank: int, layout: list[str]) -> dict[str, Any]:
+    plan = plan_for(layout)
     device = torch.device("cuda", rank)
     apply_settings(plan)
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))

@@ -260,13 +260,11 @@ class ParallelSpec(Frozen):
     tp: Degree | None = None  # Tensor-parallel ranks. None: 1.
     cp: Degree | None = None  # Context-parallel ranks. None: 1.
     ep: Degree | None = None  # Expert-parallel ranks. None: 1.
-    #: Tensor-parallel ranks that each expert is cut over; the other ones hold different experts.
-    #: None: all of them.
+    #: Tensor-parallel ranks that cut an expert; others hold different experts. None: all of them.
     etp: Degree | None = None
     #: Whether context-parallel ranks hold different experts. None: they do not.
     fold_cp: bool | None = None
-    #: How tokens reach their experts. None: directly. `hierarchical`: a token goes once to each
-    #: NVLink domain.
+    #: How tokens reach experts. None: directly. `hierarchical`: once to each NVLink domain.
     expert_all_to_all: AllToAll | None = None
     pp: Degree | None = None  # Pipeline-parallel ranks. None: 1.
     dp: Degree | None = None  # Data-parallel replicas. None: as many as the cluster has GPUs for.
@@ -290,8 +288,7 @@ class ParallelSpec(Frozen):
     order: list[Axis] | None = None
     #: Whether tensor-parallel and expert-parallel groups may leave their NVLink domain.
     allow_tp_across_nvlink: bool = False
-    #: Size of a gradient bucket, in MiB of `train.grad_dtype`. None: the planner chooses it by the
-    #: replicas and the rank's gradients.
+    #: Size of a gradient bucket, in MiB of `train.grad_dtype`. None: chosen for the layout.
     bucket_mib: Positive | None = None
 
 
@@ -412,8 +409,7 @@ class CheckpointSpec(Frozen):
     #: Steps between two checkpoints. 0: only at the end and on a termination signal.
     every_steps: Natural = 0
     keep_last: Count = 2  # Number of checkpoints to keep.
-    #: Copies of a rank's state that host memory holds for saves in the background. With 2, a save
-    #: that is due while another is written does not wait for it.
+    #: Copies of the state in host memory. With 2, a save does not wait until another is written.
     snapshots: Literal[1, 2] = 1
     dir: Path | None = None  # Where they are saved. None: <run folder>/checkpoints.
     #: Steps between two copies of the state in the memory of two nodes each, between checkpoints.

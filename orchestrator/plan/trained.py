@@ -289,10 +289,10 @@ def refusal(plan: Plan) -> str | None:
     return f"{NOT_RUN}: {problem}; a program of your own may (orch submit ... -- python train.py)"
 
 
-#: Of a plan without `tp_pieces`: the most pieces, and the fewest tokens of one, whose products
-#: still fill a GPU.
+#: Of a plan without `tp_pieces`: the most pieces, and the fewest numbers of one (64 MiB in bf16). A
+#: piece costs the latency of a collective: `benchmarks.exposed` shows smaller ones to be slower.
 MOST_PIECES = 4
-FEWEST_TOKENS = 4096
+FEWEST_NUMBERS = 32 << 20
 
 
 def tensor_pieces(plan: Plan) -> int:
@@ -310,4 +310,4 @@ def tensor_pieces(plan: Plan) -> int:
     if plan.cluster.device == "cpu":
         return 1
     tokens = par.micro_batch_size * plan.job.train.seq_len // par.cp
-    return max(1, min(MOST_PIECES, tokens // FEWEST_TOKENS))
+    return max(1, min(MOST_PIECES, tokens * plan.model.hidden // FEWEST_NUMBERS))

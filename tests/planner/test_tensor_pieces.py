@@ -7,13 +7,14 @@ from msgspec import UNSET, structs
 
 from orchestrator.plan import from_json, to_json
 from orchestrator.plan.trained import tensor_pieces
-from tests.beds.plans import make_plan
+from tests.beds.plans import make_plan, tiny_model
 from tests.planner import shapes
 from tests.planner.configs import main_line, planned
 
 
 def on(device, seq_len, matmul="", **layout):
-    plan = make_plan(seq_len=seq_len, **layout)
+    model = structs.replace(tiny_model(), hidden=8192)
+    plan = make_plan(seq_len=seq_len, model=model, **layout)
     job = structs.replace(plan.job, matmul=matmul)
     return structs.replace(plan, cluster=structs.replace(plan.cluster, device=device), job=job)
 
@@ -21,7 +22,7 @@ def on(device, seq_len, matmul="", **layout):
 @pytest.mark.parametrize(
     ("pieces", "device", "seq_len", "layout"),
     [
-        (1, "cuda", 4096, {"tp": 2}),  # a half would not fill a GPU
+        (1, "cuda", 4096, {"tp": 2}),  # a half would cost more than it hides
         (2, "cuda", 8192, {"tp": 2}),
         (4, "cuda", 1 << 17, {"tp": 2}),
         (2, "cuda", 1 << 14, {"tp": 2, "cp": 2}),
