@@ -77,12 +77,8 @@ ROWS = {
     "pp2 dualpipev": (6, 10),
     "tp2 pp2 dualpipev": (6, 16),
 }
-#: Of torch 2.11, where it differs: it traces parts of blocks of packed documents twice.
-IN_TORCH_2_11 = {
-    "packed documents": (6, 6),
-    "packed documents, full": (6, 6),
-    "packed documents, selective": (1, 4),
-}
+#: Of torch 2.11, where it differs: it compiles the loss anew for targets with other strides.
+IN_TORCH_2_11 = {"further predictions": (5, 0)}
 #: One of each reason not to trace a part, most inside a recomputation.
 QUICK = [
     "alone",

@@ -20,9 +20,11 @@ from trainer.compat import Segments
 Ranges = tuple[range, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Documents:
-    """The documents of a micro-batch.
+    """The documents of a micro-batch. Nothing changes them; they are not frozen, since torch 2.11
+    guards all fields of a frozen dataclass that passes through compiled code, and would compile
+    blocks anew for each number of documents until it gave up.
 
     `numbers`: int64 [b, s], the number of each token's document, ascending; under context
     parallelism those of a rank's tokens. `lengths`: the length of each document of each sample,
