@@ -297,7 +297,8 @@ class Checkpoint(Frozen):
     keep_last: int
     #: steps between copies of the state in the memory of two nodes; 0 = no copies
     memory_every_steps: int = 0
-    snapshots: int = 1  # copies of a rank's state in host memory, for saves in the background
+    #: copies of a rank's state in host memory, for saves in the background; absent = 1
+    snapshots: int | UnsetType = UNSET
 
 
 class Metrics(Frozen):

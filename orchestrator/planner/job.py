@@ -33,7 +33,7 @@ def make_job(config: Config) -> doc.Job:
             every_steps=checkpoint.every_steps,
             keep_last=checkpoint.keep_last,
             memory_every_steps=checkpoint.memory_every_steps,
-            snapshots=checkpoint.snapshots,
+            snapshots=UNSET if checkpoint.snapshots == 1 else checkpoint.snapshots,
         ),
         metrics=doc.Metrics(
             **{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}

@@ -84,7 +84,7 @@ def make_plan(
     checkpoint_dir: str = "",
     checkpoint_every_steps: int = 0,
     copy_every_steps: int = 0,
-    snapshots: int = 1,
+    snapshots: int | UnsetType = UNSET,
     metrics_host: str = "127.0.0.1",
     metrics_port: int = 0,
     memory_every_steps: int = 5,

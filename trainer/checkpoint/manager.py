@@ -60,9 +60,8 @@ class Checkpoints:
         self.saved_step: int | None = None  # newest step that is on disk
         #: newest step whose files were read back from the disk as written
         self.verified_step: int | None = None
-        self._background = BackgroundSave(
-            self.target, self.keep_last, plan.job.checkpoint.snapshots
-        )
+        snapshots = 2 if plan.job.checkpoint.snapshots == 2 else 1
+        self._background = BackgroundSave(self.target, self.keep_last, snapshots)
 
     def resume(self, pieces: Callable[[], Sequence[StatePiece]]) -> Manifest | None:
         """Acquires the folder for this epoch, then fills `pieces()` from the newest verified
@@ -200,14 +199,14 @@ class Checkpoints:
         samples: int,
         scalars: Mapping[str, float] = {},
     ) -> None:
-        """Copies the state of `step` and saves it while training continues, after the save in
-        progress. Waits for that one first if no memory is left for a copy.
+        """Copies the state of `step`, and writes it after the save in progress while training
+        continues. Waits for that save first if no memory is left for a copy.
 
         A failed save, of this step or an earlier one, is the event `checkpoint_failed`; the next
         may succeed. Raises Fenced.
         """
         if not self._background.has_room:
-            self._settle_save()
+            self._follow(self._background.settle)
         if step == self.saved_step:
             return
         self._report_removed_folder(step)
@@ -233,7 +232,7 @@ class Checkpoints:
     def settle(self) -> None:
         """Waits until no save is in progress or waits for its turn. Raises Fenced."""
         while self._background.in_progress is not None:
-            self._settle_save()
+            self._follow(self._background.settle)
 
     def remove_replicas(self) -> None:
         """Frees the memory of replicas."""
@@ -245,10 +244,6 @@ class Checkpoints:
         if self.replicas is not None:
             self.replicas.before_update(step)
 
-    def _settle_save(self) -> None:
-        """Waits for the save in progress; the one that waits for it then begins."""
-        self._follow(self._background.settle)
-
     def _follow(self, act: Callable[[], int | None]) -> None:
         save = self._background.in_progress
         start = time.perf_counter()
@@ -258,8 +253,7 @@ class Checkpoints:
             size = act()
             save.stall_s += time.perf_counter() - start
             if size is not None:
-                seconds = time.perf_counter() - save.started
-                self._saved(save.contents, size, seconds, save.stall_s)
+                self._saved(save.contents, size, time.perf_counter() - save.started, save.stall_s)
         self._begin_next()
 
     def _begin_next(self) -> None:
@@ -290,9 +284,9 @@ class Checkpoints:
     ) -> None:
         """Commits the checkpoint of `step` before it returns, unless that step is already on disk.
 
-        Without `read_back` it is faster, for a termination signal that leaves little time: copies
-        that wait for their turn are older, and forgotten. Retention then also keeps the newest
-        checkpoint that was read back. Raises SaveError, Fenced.
+        Without `read_back` it is faster, for a termination signal: older copies that wait are
+        forgotten, and retention keeps the newest checkpoint that was read back, too. Raises
+        SaveError, Fenced.
         """
         if not read_back:
             self._background.waiting.clear()
