@@ -15,6 +15,7 @@ def make_job(config: Config) -> doc.Job:
     """Returns the plan's `job`. Raises OrchError (65) if its keys contradict each other."""
     data = config.data
     checkpoint = config.checkpoint
+    snapshots = UNSET if checkpoint.snapshots == 1 else checkpoint.snapshots
     return doc.Job(
         train=make_train(config),
         optim=make_optim(config),
@@ -33,7 +34,7 @@ def make_job(config: Config) -> doc.Job:
             every_steps=checkpoint.every_steps,
             keep_last=checkpoint.keep_last,
             memory_every_steps=checkpoint.memory_every_steps,
-            snapshots=UNSET if checkpoint.snapshots == 1 else checkpoint.snapshots,
+            snapshots=snapshots,
         ),
         metrics=doc.Metrics(
             **{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}
