@@ -223,14 +223,14 @@ class Series:
 
 
 def earlier(path: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
-    """The record of a result file with rows, which others are added to; {} if there is none, or if
-    its rows are of another `machine`, of which a record has these fields."""
+    """The record of a result file with rows, which others are added to; {} if there is none. Raises
+    SystemExit if its rows are of another `machine`, of which a record has these fields."""
     record = json.loads(path.read_text()) if path is not None and path.exists() else {}
     if "rows" not in record:
         return {}
-    if unlike := {name: record.get(name) for name in machine if record.get(name) != machine[name]}:
-        print(f"{path}: its rows are of {unlike}, and not kept", file=sys.stderr)
-        return {}
+    recorded = {name: record[name] for name in machine if name in record}
+    if unlike := {name: value for name, value in recorded.items() if value != machine[name]}:
+        raise SystemExit(f"{path}: its rows are of {unlike}; --out FILE keeps them apart")
     return record
 
 

@@ -238,7 +238,7 @@ class Run:
         valid_tokens, stop, votes, self._fingerprint, all_fingerprints = self.control.sum_ints(sums)
         self._boundary_s = time.perf_counter() - began
         with self.engine.timer.phase("checkpoint"):
-            self.checkpoints.advance(votes)
+            self.checkpoints.advance(votes, stopping=stop > 0)
         copies = self.plan.parallel.tp * self.plan.parallel.pp * self.plan.parallel.cp
         if all_fingerprints != signed(self._fingerprint * copies):
             self._raise_odd_samples(own_fingerprint)

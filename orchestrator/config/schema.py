@@ -260,7 +260,7 @@ class ParallelSpec(Frozen):
     tp: Degree | None = None  # Tensor-parallel ranks. None: 1.
     cp: Degree | None = None  # Context-parallel ranks. None: 1.
     ep: Degree | None = None  # Expert-parallel ranks. None: 1.
-    #: Tensor-parallel ranks that cut an expert; others hold different experts. None: all of them.
+    #: Tensor-parallel ranks that each expert is cut over; others hold other experts. None: all.
     etp: Degree | None = None
     #: Whether context-parallel ranks hold different experts. None: they do not.
     fold_cp: bool | None = None

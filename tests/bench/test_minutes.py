@@ -52,13 +52,14 @@ def test_numbers_of_an_earlier_run_stay_if_a_row_fails_or_is_not_reached():
     assert record["rows"]["late"] == earlier
 
 
-def test_rows_of_another_machine_are_not_added_to(tmp_path, capsys):
+def test_rows_of_another_machine_are_not_added_to(tmp_path):
     out = tmp_path / "result.json"
     machine = {"card": "H100", "dry": False}
     minutes.Series(dict(machine), minutes.Limit(0), out).measure("first", lambda: {"seconds": 1.5})
     assert minutes.earlier(out, machine)["rows"]["first"]["seconds"] == 1.5
-    assert minutes.earlier(out, machine | {"card": "H200"}) == {}
-    assert "its rows are of {'card': 'H100'}, and not kept" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"rows are of \{'card': 'H100'\}; --out FILE"):
+        minutes.earlier(out, machine | {"card": "H200"})
+    assert minutes.earlier(out, machine | {"gpus": 8})["dry"] is False, "an older file"
 
 
 class Held:

@@ -91,9 +91,48 @@ def test_equals_costing_every_layout(config):
     assert bool(everything) == bool(answer.front)
 
 
+def test_the_memory_of_an_answer_is_that_of_its_plan():
+    """Tokens that go by domain have more communicators than those that go directly."""
+    config = configs.config(
+        configs.cluster(2, 4),
+        small_model(moe=True),
+        {"auto": True, "ep": 8},
+        seq_len=1024,
+        global_batch_samples=16,
+    )
+    front_layouts = configs.search(config, any_layout=True).run().front
+    exchanges = {costed.solution.parallel.expert_all_to_all for costed in front_layouts}
+    assert "hierarchical" in exchanges
+    for costed in front_layouts:
+        assert build_plan(costed.config).memory.total == costed.memory.total
+
+
 @given(cases())
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
+    costs_as_much_as_its_bounds(config)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parallel"),
+    [
+        (2, {"cp": 2}),  # an all-gather shares the communicator of the gradients
+        (8, {"tp": 1, "pp": 2, "schedule": "dualpipe"}),  # two copies share theirs
+    ],
+)
+def test_bounds_of_memory_count_no_communicator_that_a_layout_may_lack(gpus, parallel):
+    costs_as_much_as_its_bounds(
+        configs.config(
+            configs.cluster(1, gpus),
+            small_model(moe=False),
+            {"auto": True, **parallel},
+            seq_len=1024,
+            global_batch_samples=16,
+        )
+    )
+
+
+def costs_as_much_as_its_bounds(config):
     search = configs.search(config, any_layout=True)
     families = [
         (column, search.base(mesh, column.options))

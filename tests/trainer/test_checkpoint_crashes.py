@@ -25,6 +25,7 @@ import trainer.checkpoint
 import trainer.durable
 from orchestrator.plan.worker import committed
 from tests.trainer.states import Recorder, equal, opened, resume, saved, state
+from trainer.checkpoint.background import BackgroundSave
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.comm.control import WORLD
@@ -368,6 +369,22 @@ def on_a_small_file_system(folder: Path) -> int:
     with pytest.raises(SaveError, match="Read-only file system"):
         manager.save(state(3), 3, 30)
     return 0
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_stopping_run_forgets_the_copy_that_waits_for_its_turn(tmp_path, stopping):
+    """The save before it may end at the boundary at which the run learns that it stops."""
+    manager = ready(tmp_path)
+    background = manager._background = BackgroundSave(manager.target, 2, snapshots=2)
+    for step in (NEW, NEW + 1):
+        assert background.has_room
+        manager.start(state(step), step, 10 * step)
+    assert not background.has_room and len(background.waiting) == 1
+    while future := background._writing or background._committing:
+        future.exception()
+        manager.advance(1, stopping)
+    assert manager.saved_step == (NEW if stopping else NEW + 1)
+    assert not background.waiting and loads(tmp_path) == manager.saved_step
 
 
 # ----------------------------------------------------------------------------------------------

@@ -227,6 +227,10 @@ def test_a_background_save_copies_on_a_stream_of_its_own():
     )
 
 
+def test_the_work_of_batched_products_is_recorded_whole():
+    assert fakegpu.call(gpu_steps.batched_products) == [3 * 4 * 8 * 16] * 2
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_attention_of_one_block_to_another_passes_torchs_checks(dtype):
     blocks = ((32, 32), (32, 64), (48, 16))

@@ -15,11 +15,10 @@ a rank that dies leaves only a staging folder, never one with a step's name.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -46,7 +45,7 @@ class CopiedSave:
 
     contents: Contents
     snapshot: Snapshot
-    started: float = field(default_factory=time.perf_counter)
+    started: float  # by `time.perf_counter`
     stall_s: float = 0.0  # what training has waited for it
 
 
@@ -60,7 +59,8 @@ class BackgroundSave:
         self.keep_last = keep_last
         self.in_progress: CopiedSave | None = None
         self.waiting: deque[CopiedSave] = deque()
-        self._snapshots = deque(Snapshot() for _ in range(snapshots))  # the next one first
+        self._snapshots = [Snapshot() for _ in range(snapshots)]
+        self._newest = self._snapshots[0]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[RankOutcome] | None = None
         self._committing: Future[CommitOutcome] | None = None  # on rank 0 alone
@@ -69,16 +69,21 @@ class BackgroundSave:
     @property
     def has_room(self) -> bool:
         """Whether a snapshot is free."""
-        return len(self.waiting) + (self.in_progress is not None) < len(self._snapshots)
+        return bool(self._free_snapshots())
 
-    def copy(self, contents: Contents) -> CopiedSave:
-        """Copies the pieces into a free snapshot. `start` will write them."""
+    def _free_snapshots(self) -> list[Snapshot]:
+        saves = [*self.waiting, *([self.in_progress] if self.in_progress is not None else [])]
+        taken = [save.snapshot for save in saves]
+        return [snapshot for snapshot in self._snapshots if snapshot not in taken]
+
+    def copy(self, contents: Contents, started: float) -> CopiedSave:
+        """Copies the pieces into a free snapshot. `start` will write them. `started`: when the save
+        was asked for."""
         for snapshot in self._snapshots:  # all at the first save: memory that lacks is missed early
             snapshot.reserve(contents.pieces)
-        snapshot = self._snapshots[0]
-        self._snapshots.rotate(-1)
-        save = CopiedSave(contents, snapshot)
-        save.contents = replace(contents, pieces=snapshot.take(contents.pieces))
+        self._newest = self._free_snapshots()[0]
+        copied = replace(contents, pieces=self._newest.take(contents.pieces))
+        save = CopiedSave(copied, self._newest, started)
         self.waiting.append(save)
         return save
 
@@ -102,7 +107,7 @@ class BackgroundSave:
     @property
     def copied(self) -> torch.cuda.Event | None:
         """The event after the newest copy; until it, the saved state must not change."""
-        return self._snapshots[-1].copied
+        return self._newest.copied
 
     @property
     def vote(self) -> int:

@@ -200,19 +200,17 @@ class Checkpoints:
         scalars: Mapping[str, float] = {},
     ) -> None:
         """Copies the state of `step`, and writes it after the save in progress while training
-        continues. Waits for that save first if no memory is left for a copy.
-
-        A failed save, of this step or an earlier one, is the event `checkpoint_failed`; the next
-        may succeed. Raises Fenced.
-        """
+        continues. Waits for that save first if no memory is left for a copy. A failed save, of any
+        step, is the event `checkpoint_failed`; the next may succeed. Raises Fenced."""
         if not self._background.has_room:
             self._follow(self._background.settle)
         if step == self.saved_step:
             return
+        started = time.perf_counter()
         self._report_removed_folder(step)
-        save = self._background.copy(Contents(step, samples, pieces, dict(scalars)))
+        save = self._background.copy(Contents(step, samples, pieces, dict(scalars)), started)
         self._begin_next()
-        save.stall_s += time.perf_counter() - save.started
+        save.stall_s = time.perf_counter() - started
 
     @property
     def copied(self) -> torch.cuda.Event | None:
@@ -225,8 +223,11 @@ class Checkpoints:
         """This rank's vote; at a step boundary `advance` takes its sum over all ranks."""
         return self._background.vote
 
-    def advance(self, votes: int) -> None:
-        """Lets a save in progress enter its next phase, at a step boundary. Raises Fenced."""
+    def advance(self, votes: int, stopping: bool = False) -> None:
+        """Lets a save in progress enter its next phase, at a step boundary. A run that is
+        `stopping` forgets the copies that wait: the save that follows is newer. Raises Fenced."""
+        if stopping:
+            self._background.waiting.clear()
         self._follow(lambda: self._background.advance(votes))
 
     def settle(self) -> None:
@@ -259,9 +260,13 @@ class Checkpoints:
     def _begin_next(self) -> None:
         """Begins the save that waits, unless another is in progress."""
         background = self._background
-        if background.in_progress is None and background.waiting:
-            with self._reporting_failure(background.waiting[0].contents.step):
-                background.start(self.verified_step)
+        if background.in_progress is not None or not background.waiting:
+            return
+        save = background.waiting[0]
+        begin = time.perf_counter()
+        with self._reporting_failure(save.contents.step):
+            background.start(self.verified_step)
+        save.stall_s += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def _reporting_failure(self, step: int) -> Iterator[None]:
@@ -284,12 +289,9 @@ class Checkpoints:
     ) -> None:
         """Commits the checkpoint of `step` before it returns, unless that step is already on disk.
 
-        Without `read_back` it is faster, for a termination signal: older copies that wait are
-        forgotten, and retention keeps the newest checkpoint that was read back, too. Raises
-        SaveError, Fenced.
+        Without `read_back` it is faster, for a termination signal; retention then also keeps the
+        newest checkpoint that was read back. Raises SaveError, Fenced.
         """
-        if not read_back:
-            self._background.waiting.clear()
         self.settle()
         if step == self.saved_step:
             return

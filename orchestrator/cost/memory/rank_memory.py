@@ -146,10 +146,19 @@ def buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> floa
 
 def lasting_buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
     """Returns the bytes of device context and communicators, and of gathered sequences."""
-    gathered = 0.0
-    if workload.parallel.tp > 1:
-        gathered = 2 * workload.hidden_bytes  # one gathered input and one partial sum
-    return gathered + own_context(workload, cluster, recipe)
+    return _gathered_bytes(workload) + own_context(workload, cluster, recipe)
+
+
+def least_lasting_buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
+    """Returns a lower bound of `lasting_buffers`, whatever the schedule, the method of context
+    parallelism and the exchange of expert tokens: without communicators, which depend on them."""
+    context = 0.0 if recipe.context is not None else CONTEXT_BYTES[cluster.device]
+    return _gathered_bytes(workload) + context
+
+
+def _gathered_bytes(workload: Workload) -> float:
+    """Returns the bytes of one gathered input and one partial sum of tensor parallelism."""
+    return 2 * workload.hidden_bytes if workload.parallel.tp > 1 else 0.0
 
 
 def own_context(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:

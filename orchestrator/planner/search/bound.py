@@ -121,7 +121,7 @@ class MeshBound:
         """Yields one bound per recomputation mode."""
         if not self.sharded:
             par = self.cost.in_mesh(self.mesh)
-            lasting = memory.lasting_buffers(
+            lasting = memory.least_lasting_buffers(
                 Workload(self.cost.context.model, par, self.cost.context.train),
                 self.cost.context.cluster,
                 self.cost.recipe,

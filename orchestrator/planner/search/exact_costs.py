@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from msgspec import structs
+from msgspec import UnsetType, structs
 
 from orchestrator.config.schema import Config
 from orchestrator.cost.memory import rank_memory as memory
@@ -120,21 +120,31 @@ class ExactCosts:
         That is more than the GPU has, or more than `byte_limit`.
         """
         self.costed += 1
-        workload = self.context.workload(placed.parallel, placed.train)
-        accounts = memory.memory_by_pp_rank(
-            workload,
-            self.context.cluster,
-            self.recipe,
-            self.context.matmul,
-        )
-        worst = max(accounts, key=lambda account: account.total)
-        if worst.total > min(worst.capacity, byte_limit):
+        nestings = list[Nestings]()
+        account_of_exchange: dict[doc.AllToAll | UnsetType, doc.Memory] = {}
+        for orders in placed.nestings:
+            account = self._account(orders.parallel, placed.train)
+            if account.total <= min(account.capacity, byte_limit):
+                nestings.append(orders)
+                account_of_exchange[orders.parallel.expert_all_to_all] = account
+        if not nestings:
             return None
-        solution = placed.solve()
+        solution = placed._replace(nestings=nestings).solve()
         config = placed.config
         if solution.best.outside_nvlink("tp") and not config.parallel.allow_tp_across_nvlink:
             return None  # `parallel.order` puts tensor-parallel groups across nodes
         if solution.parallel.expert_all_to_all == "hierarchical":
             with_all_to_all = structs.replace(config.parallel, expert_all_to_all="hierarchical")
             config = structs.replace(config, parallel=with_all_to_all)
-        return CostedLayout(placed.layout, solution, worst, config, placed.fills)
+        account = account_of_exchange[solution.parallel.expert_all_to_all]
+        return CostedLayout(placed.layout, solution, account, config, placed.fills)
+
+    def _account(self, parallel: doc.Parallel, train: doc.Train) -> doc.Memory:
+        """Returns the memory of the fullest rank of a layout."""
+        accounts = memory.memory_by_pp_rank(
+            self.context.workload(parallel, train),
+            self.context.cluster,
+            self.recipe,
+            self.context.matmul,
+        )
+        return max(accounts, key=lambda account: account.total)

@@ -39,14 +39,24 @@ static int product(Blas *h, const char *name, int m, int n, int k) {
 int cublasGemmEx(Blas *h, int a, int b, int m, int n, int k) { return product(h, "gemm", m, n, k); }
 int cublasSgemm_v2(Blas *h, int a, int b, int m, int n, int k) { return product(h, "gemm", m, n, k); }
 int cublasDgemm_v2(Blas *h, int a, int b, int m, int n, int k) { return product(h, "gemm", m, n, k); }
-int cublasGemmStridedBatchedEx(Blas *h, int a, int b, int m, int n, int k) {
-  return product(h, "gemm batched", m, n, k);
+static int products(Blas *h, int m, int n, int k, int batch) {
+  note('K', "gemm batched", h->stream, 0, (uint64_t)m * n * k * batch, 0, 0);
+  return 0;
 }
-int cublasSgemmStridedBatched(Blas *h, int a, int b, int m, int n, int k) {
-  return product(h, "gemm batched", m, n, k);
+int cublasGemmStridedBatchedEx(Blas *h, int ta, int tb, int m, int n, int k, const void *alpha, const void *a, int at,
+                               int lda, long long sa, const void *b, int bt, int ldb, long long sb, const void *beta,
+                               void *c, int ct, int ldc, long long sc, int batch) {
+  return products(h, m, n, k, batch);
 }
-int cublasDgemmStridedBatched(Blas *h, int a, int b, int m, int n, int k) {
-  return product(h, "gemm batched", m, n, k);
+int cublasSgemmStridedBatched(Blas *h, int ta, int tb, int m, int n, int k, const void *alpha, const void *a, int lda,
+                              long long sa, const void *b, int ldb, long long sb, const void *beta, void *c, int ldc,
+                              long long sc, int batch) {
+  return products(h, m, n, k, batch);
+}
+int cublasDgemmStridedBatched(Blas *h, int ta, int tb, int m, int n, int k, const void *alpha, const void *a, int lda,
+                              long long sa, const void *b, int ldb, long long sb, const void *beta, void *c, int ldc,
+                              long long sc, int batch) {
+  return products(h, m, n, k, batch);
 }
 int cublasSgemv_v2(Blas *h, int a, int m, int n) { return product(h, "gemv", m, n, 1); }
 int cublasDotEx(Blas *h, int n) { return product(h, "dot", n, 1, 1); }
