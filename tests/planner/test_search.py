@@ -93,9 +93,11 @@ def test_equals_costing_every_layout(config):
 
 def test_the_memory_of_an_answer_is_that_of_its_plan():
     """Tokens that go by domain have more communicators than those that go directly."""
+    model = small_model(moe=True)
+    many = structs.replace(model.moe, experts=16, top_k=8, ffn_hidden=2048)
     config = configs.config(
         configs.cluster(2, 4),
-        small_model(moe=True),
+        structs.replace(model, moe=many),
         {"auto": True, "ep": 8},
         seq_len=1024,
         global_batch_samples=16,

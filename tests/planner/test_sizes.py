@@ -61,7 +61,7 @@ def test_auto_finds_one_layout_for_all_sizes():
 
 
 def test_memory_counts_unless_told_otherwise():
-    overrides = ("model=llama3_70b", "parallel=tp8_pp2_zero1", "nodes=2..8", "train.seq_len=8192")
+    overrides = ("model=llama3_70b", "parallel=tp8_pp2_zero1", "nodes=2..8", "train.seq_len=6144")
     every = sizes(*overrides, any_memory=True).legal
     fitting_sizes = sizes(*overrides)
     fits = [s.nodes for s in every if s.plan.memory.total <= s.plan.memory.capacity]

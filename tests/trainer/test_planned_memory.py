@@ -72,7 +72,6 @@ MORE = {
     "two samples": {"micro_batch_size": 2},
     "tp2": {"tp": 2},
     "tp2 in pieces": {"tp": 2, "tp_pieces": 4},
-    "tp2 in pieces, full": {"tp": 2, "tp_pieces": 4, "recompute": "full"},
     "tp2 without sp": {"tp": 2, "sp": False},
     "tp2 without sp, selective": {"tp": 2, "sp": False, "recompute": "selective"},
     "pp2 selective": PIPE | {"recompute": "selective"},
