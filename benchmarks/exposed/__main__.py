@@ -48,7 +48,7 @@ LAYOUTS = {
     "CP allgather": (SMALL, "parallel=cp4", "parallel.cp_method=allgather"),
     "CP ulysses": (SMALL, "parallel=cp4", "parallel.cp_method=ulysses"),
     "8B, TP + SP, in one piece": (LARGE, "parallel=tp4", "parallel.tp_pieces=1", *LONG),
-    "8B, TP + SP, in two pieces": (LARGE, "parallel=tp4", *LONG),
+    "8B, TP + SP, in four pieces": (LARGE, "parallel=tp4", *LONG),
 }
 #: NCCL's call -> (the operation of the cost model, whether its bytes are one rank's part).
 OPERATIONS = {

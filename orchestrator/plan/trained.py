@@ -289,10 +289,10 @@ def refusal(plan: Plan) -> str | None:
     return f"{NOT_RUN}: {problem}; a program of your own may (orch submit ... -- python train.py)"
 
 
-#: Of a plan without `tp_pieces`: the most pieces, and the fewest numbers of one (64 MiB in bf16). A
-#: piece costs the latency of a collective: `benchmarks.exposed` shows smaller ones to be slower.
+#: Of a plan without `tp_pieces`: the most pieces, and the fewest numbers of one (32 MiB in bf16). A
+#: piece costs the latency of a collective: `benchmarks.exposed` shows small ones to be slower.
 MOST_PIECES = 4
-FEWEST_NUMBERS = 32 << 20
+FEWEST_NUMBERS = 16 << 20
 
 
 def tensor_pieces(plan: Plan) -> int:

@@ -13,7 +13,7 @@ from tests.planner.configs import main_line, planned
 
 
 def on(device, seq_len, matmul="", **layout):
-    model = structs.replace(tiny_model(), hidden=8192)
+    model = structs.replace(tiny_model(), hidden=4096)
     plan = make_plan(seq_len=seq_len, model=model, **layout)
     job = structs.replace(plan.job, matmul=matmul)
     return structs.replace(plan, cluster=structs.replace(plan.cluster, device=device), job=job)
