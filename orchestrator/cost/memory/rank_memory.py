@@ -139,17 +139,29 @@ def gradient_bytes(train: Train, recipe: Recipe) -> float:
     return DTYPE_BYTES[train.grad_dtype] if recipe.gradient is None else recipe.gradient
 
 
-def buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
+def buffers(
+    workload: Workload,
+    cluster: Cluster,
+    recipe: Recipe = ORCH,
+) -> float:
     """Returns the bytes outside the model: lasting buffers, and temporary buffers of ZeRO."""
     return lasting_buffers(workload, cluster, recipe) + zero_buffers(workload, recipe)
 
 
-def lasting_buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
+def lasting_buffers(
+    workload: Workload,
+    cluster: Cluster,
+    recipe: Recipe = ORCH,
+) -> float:
     """Returns the bytes of device context and communicators, and of gathered sequences."""
     return _gathered_bytes(workload) + own_context(workload, cluster, recipe)
 
 
-def least_lasting_buffers(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
+def least_lasting_buffers(
+    workload: Workload,
+    cluster: Cluster,
+    recipe: Recipe = ORCH,
+) -> float:
     """Returns a lower bound of `lasting_buffers`, whatever the schedule, the method of context
     parallelism and the exchange of expert tokens: without communicators, which depend on them."""
     context = 0.0 if recipe.context is not None else CONTEXT_BYTES[cluster.device]
@@ -161,7 +173,11 @@ def _gathered_bytes(workload: Workload) -> float:
     return 2 * workload.hidden_bytes if workload.parallel.tp > 1 else 0.0
 
 
-def own_context(workload: Workload, cluster: Cluster, recipe: Recipe = ORCH) -> float:
+def own_context(
+    workload: Workload,
+    cluster: Cluster,
+    recipe: Recipe = ORCH,
+) -> float:
     """Returns the bytes of device context and communicators that are among the buffers.
 
     A recipe of other software adds its own to the bytes of tensors.
