@@ -19,6 +19,7 @@ from typing import NamedTuple
 from benchmarks.exposed import steps
 from benchmarks.exposed.steps import plan_for
 from benchmarks.gpu_node.cases import LARGE, SMALL
+from benchmarks.vs_torch.page import filled
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.of_plan import context_of, cost_of
 from orchestrator.cost.time import collective
@@ -30,7 +31,6 @@ from tests.beds.fakegpu import Note, replay
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "exposed.json"
 PAGE = ROOT / "docs" / "gpu.md"
-MARKS = "<!-- exposed -->\n", "<!-- end of exposed -->"
 #: As many tokens in sequences of four times the length.
 LONG = ("train.seq_len=16384", "train.global_batch_samples=2")
 #: Model and words.
@@ -73,9 +73,7 @@ class Recording(NamedTuple):
 def main() -> None:
     rows = {name: measured(layout) for name, layout in LAYOUTS.items()}
     RESULT.write_text(json.dumps(rows, indent=2) + "\n")
-    page = PAGE.read_text()
-    before, rest = page.split(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + table(rows) + MARKS[1] + rest.split(MARKS[1])[1])
+    PAGE.write_text(filled(PAGE.read_text(), "exposed", table(rows)))
     print(table(rows))
 
 
@@ -140,7 +138,7 @@ class Clock:
         if note.name not in OPERATIONS or not note.bytes:
             return axis, 0.0
         operation, is_part = OPERATIONS[note.name]
-        size = note.bytes * note.a if is_part and operation != "all_to_all" else note.bytes
+        size = note.bytes * note.a if is_part else note.bytes
         pattern = collective.PATTERN[operation]
         varying = ("cp", "ep", "dp") if axis == "dp" else (axis,)
         keys = [(varying, pattern), (varying, "shard")]  # near replicas that share one copy
@@ -164,7 +162,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     for name, row in rows.items():
         cells = (f"{1e3 * seconds:.1f}" for seconds in row.values())
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -76,11 +76,12 @@ def collectives() -> str:
 
 
 def filled(text: str, name: str, content: str) -> str:
+    """The text of a page with `content` in its place of this name. Raises ValueError."""
     begin = f"<!-- {name} -->"
     end = f"<!-- end of {name} -->"
     before, found, rest = text.partition(begin)
     if not found or end not in rest:
-        raise ValueError(f"{PAGE} has no place for {name}")
+        raise ValueError(f"the page has no place for {name}")
     return before + begin + "\n" + content + "\n" + end + rest.partition(end)[2]
 
 

@@ -18,7 +18,7 @@ UNPLANNED = ("TP + SP, four pieces", "8B, TP + SP, in four pieces")
 
 def test_the_page_has_what_was_measured():
     page = exposed.PAGE.read_text()
-    assert exposed.MARKS[0] + exposed.table(ROWS) + exposed.MARKS[1] in page
+    assert page == exposed.filled(page, "exposed", exposed.table(ROWS))
     assert list(ROWS) == list(exposed.LAYOUTS)
 
 
