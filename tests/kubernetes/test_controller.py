@@ -487,7 +487,8 @@ def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
         until(bed, lambda: not controllers.ledger(bed), 30)
         orch("resume", run.id)
         assert len(orch.bound(run.id, 8)) == 8
-        assert status(bed, run.id, orch.namespace)["generation"] == 1
+        # The status follows the pods.
+        until(bed, lambda: status(bed, run.id, orch.namespace)["generation"] == 1, 60)
         other_user = Orch(bed, tmp_path / "other", orch.namespace, OPTIONS)
         other_user.home.mkdir()
         seen = json.loads(other_user("list", "--json", "--everyone").stdout)

@@ -202,17 +202,8 @@ class Run(base.Run):
     @property
     def restarts(self) -> int:
         """How often Slurm says that it has requeued the job."""
-        return int(self._job_field("Restarts"))
-
-    @property
-    def asked_nodes(self) -> int:
-        """The nodes that the pending job asks Slurm for; 0 while it is not pending."""
-        pending = self.orch.cluster.job_state(self.job) == "PENDING"
-        return int(self._job_field("NumNodes").split("-")[0]) if pending else 0
-
-    def _job_field(self, name: str) -> str:
         job_details = self.orch.cluster.run("scontrol", "show", "job", self.job)
-        return job_details.split(f" {name}=")[1].split()[0]
+        return int(job_details.split("Restarts=")[1].split()[0])
 
     @property
     def assignment(self) -> dict:
