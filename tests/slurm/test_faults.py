@@ -39,10 +39,8 @@ def test_lost_nodes_are_replaced(orch: Orch):
 
 def test_elastic_runs_outlive_their_scripts(orch: Orch):
     """The node of the script and of the coordinator is lost: the agent that is left goes on alone.
-    Then it is the one that hears a cancel, ends the job, or brings it back.
-
-    How many nodes it comes back on is Slurm's affair: it may still give one that is lost, and
-    without accounting it does not hear of the full size, since it has resized the job.
+    Then it is the one that hears a cancel, ends the job, or asks to bring it back for its full
+    size. Slurm without accounting may refuse the size of a job that it has shrunk, and decide.
     """
     elastic = [override for override in two_nodes() if override != "cluster.nodes=2"]
     runs = [orch.submit(*elastic, "nodes=1..2", worker=LONG) for _ in range(3)]
@@ -56,12 +54,21 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     done.release()
     orch.cluster.run("scancel", "--signal=TERM", requeued.job)
     requeued.requeued()
+    requeued.until("a size is asked for", lambda: "_slurm_rpc_update_job" in heard(requeued))
     orch("cancel", cancelled.id, code=None)
     assert cancelled.wait("cancelled").exit_code == Exit.RESTART and min(cancelled.saved()[:2]) > 0
     assert done.wait("done").exit_code == 0
+    # Before, Slurm would still give the run a node that is lost.
+    requeued.until("Slurm notices", lambda: nodes_down(orch) == 3)
     assert requeued.finish().exit_code == 0 and requeued.restarts >= 1, requeued.logs()
     over = ("squeue", "-h", "-o", "%i")
     done.until("no job is left", lambda: not orch.cluster.run(*over).strip())
+
+
+def heard(run: Run) -> str:
+    """What Slurm's controller says of the requests for a job."""
+    log = (run.orch.cluster.home / "log" / "slurmctld.log").read_text()
+    return "\n".join(line for line in log.splitlines() if f"JobId={run.job} " in line)
 
 
 def nodes_down(orch: Orch) -> int:
