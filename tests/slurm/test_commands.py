@@ -4,6 +4,7 @@ exit code."""
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,17 @@ def test_a_full_queue_is_told_at_once(tmp_path):
             json.loads(orch("status", "--json", "late").stdout)["state"]["exit_code"]
             == Exit.CAPACITY
         )
+
+
+@pytest.mark.slurm
+@pytest.mark.process
+def test_the_cluster_of_the_tests_begins_on_other_ports_if_one_is_taken():
+    """A port that was free when the cluster chose it."""
+    cluster = bring_up(Shape(nodes=1, gpus=1, leaves=1))
+    chosen_ports = cluster.ports
+    with socket.create_server(("", chosen_ports.slurmd[0])), cluster:
+        assert cluster.idle() == 1
+        assert cluster.ports != chosen_ports
 
 
 @pytest.mark.slurm

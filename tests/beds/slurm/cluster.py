@@ -9,7 +9,6 @@ one up to play with, `stop` ends it.
 from __future__ import annotations
 
 import os
-import random
 import re
 import secrets
 import shutil
@@ -38,6 +37,10 @@ PREFIX = "orch-slurm-"
 T = TypeVar("T")
 
 
+class PortTaken(BedError):
+    """A daemon has ended at its start: something else listens on its port."""
+
+
 class Cluster(base.Bed):
     """`env` is what Slurm's commands need; `run` calls one and returns its output."""
 
@@ -64,6 +67,16 @@ class Cluster(base.Bed):
     #     lifecycle
 
     def start(self) -> None:
+        """Starts all daemons; once more, on other ports, if somebody else took one of the ports
+        before its daemon could."""
+        try:
+            self._start()
+        except PortTaken:
+            self.stop()
+            self.ports = _free_ports(self.shape.nodes)
+            self._start()
+
+    def _start(self) -> None:
         self._write_files()
         self._start_munge()
         if self.shape.accounting:
@@ -85,12 +98,21 @@ class Cluster(base.Bed):
             self.run("sacctmgr", "-i", "add", *user, check=False)
         for name in self.shape.names:
             self.start_node(name)
-        self.wait(
-            lambda: self.idle() == self.shape.nodes,
-            30,
-            f"{self.shape.nodes} idle nodes",
-            "slurmctld",
-        )
+        self.wait(self._all_idle, 30, f"{self.shape.nodes} idle nodes", "slurmctld")
+
+    def _all_idle(self) -> bool:
+        self._check_daemons()
+        return self.idle() == self.shape.nodes
+
+    def _is_up(self) -> bool:
+        self._check_daemons()
+        return "is UP" in self.run("scontrol", "ping", check=False)
+
+    def _check_daemons(self) -> None:
+        """Raises PortTaken if a daemon that has been started has ended."""
+        for name, pid in self.pids.items():
+            if _gone(pid, 0):
+                raise PortTaken(f"{name} has ended: {self.log_tail(name)}")
 
     def stop(self) -> None:
         """Jobs, nodes, controller, database, munge; then whatever still carries our SLURM_CONF;
@@ -119,12 +141,7 @@ class Cluster(base.Bed):
         self._daemon(
             "slurmctld", *(["-c"] if clean else ["-R"]), "-D", "-f", str(self.inside / "slurm.conf")
         )
-        self.wait(
-            lambda: self.run("scontrol", "ping", check=False).count("is UP"),
-            20,
-            "slurmctld",
-            "slurmctld",
-        )
+        self.wait(self._is_up, 20, "slurmctld", "slurmctld")
 
     def stop_controller(self) -> None:
         self._end("slurmctld", signal.SIGTERM)
@@ -294,7 +311,7 @@ class Cluster(base.Bed):
         for name, file_text in files.items():
             (self.home / name).write_text(file_text)
             (self.home / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
-        (self.home / "munge" / "key").write_bytes(random.SystemRandom().randbytes(128))
+        (self.home / "munge" / "key").write_bytes(secrets.token_bytes(128))
         (self.home / "munge" / "key").chmod(0o600)
 
     def _start_munge(self) -> None:
@@ -402,7 +419,8 @@ def _free_ports(nodes: int) -> conf.Ports:
     with ExitStack() as stack:
         free_ports: list[int] = []
         while len(free_ports) < nodes + 2:
-            port = random.randrange(10000, 30000)
+            # not `random`: Hypothesis gives all test workers the same state of it
+            port = 10000 + secrets.randbelow(20000)
             probe = stack.enter_context(socket.socket())
             try:
                 probe.bind(("127.0.0.1", port))
