@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import compiled_kernels
+from benchmarks.pages import filled
 from tests.beds import fakegpu
 from tests.beds.plans import tiny_model
 from tests.trainer.operations import Kernels, size
@@ -38,7 +39,6 @@ from trainer.model.rope import rope_tables, rotate
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "kernels.json"
 PAGE = ROOT / "docs" / "gpu.md"
-MARKS = "<!-- kernels -->\n", "<!-- end of kernels -->"
 SHAPE = BATCH, LENGTH, HIDDEN = 2, 512, 256
 HEADS = 16
 FFN = 768
@@ -251,9 +251,7 @@ def main() -> None:
 
         found["step"] = fakegpu.call(step_kernels.measured, args.torchtitan or "", timeout=3600.0)
     RESULT.write_text(json.dumps(found, indent=2) + "\n")
-    text = PAGE.read_text()
-    before, rest = text.split(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + table(found) + MARKS[1] + rest.split(MARKS[1])[1])
+    PAGE.write_text(filled(PAGE.read_text(), "kernels", table(found)))
     print(table(found))
 
 
@@ -298,7 +296,7 @@ def table(found: dict[str, Any]) -> str:
             f"| {name} | {row['kernels']} | {row['generated']} |"
             for name, row in found["step"].items()
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _block(name: str, row: dict[str, Any], form: str) -> str:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks.pages import filled
 from tests.beds.programs import SIMULATED_NODES
 from tests.patience import PATIENCE_S
 
@@ -392,9 +393,7 @@ def main() -> None:
             file.write(json.dumps(record) + "\n")
     if arguments.page:
         table = page([json.loads(line) for line in RESULTS.read_text().splitlines()])
-        before, _, rest = PAGE.read_text().partition("<!-- trials -->\n")
-        _, _, after = rest.partition("<!-- /trials -->\n")
-        PAGE.write_text(f"{before}<!-- trials -->\n{table}\n<!-- /trials -->\n{after}")
+        PAGE.write_text(filled(PAGE.read_text(), "trials", table))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.pages import filled
 from orchestrator.drill.trial import quantile
-
-BEGIN = "<!-- trials -->"
-END = "<!-- /trials -->"
 
 
 def table(lines: list[dict]) -> str:
@@ -88,10 +86,8 @@ def table(lines: list[dict]) -> str:
 
 
 def write(lines: list[dict], page: Path) -> None:
-    """Between the two marks of the page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{after}")
+    """Puts the table in its place on the page."""
+    page.write_text(filled(page.read_text(), "trials", table(lines)))
 
 
 def _rate(lines: list[dict]) -> str:

@@ -274,6 +274,8 @@ class Engine:
         wait.
         """
         finite = torch.isfinite(norm)
+        # Before the weights are gathered, which takes until the next step.
+        self.part.expert_choices.apply(finite, self.mesh, self.plan.parallel.sp, self.counter)
         with self.timer.phase("optimizer"):
             factor = clip_coefficient(norm, self.plan.job.train.clip_grad_norm)
             if self.scaler is not None:
@@ -281,7 +283,6 @@ class Engine:
             self.optimizer.step(lr, factor, finite)
             if self.scaler is not None:
                 self.scaler.update(finite)
-        self.part.expert_choices.apply(finite, self.mesh, self.plan.parallel.sp, self.counter)
         return finite
 
     @property

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from orchestrator.plan import Plan
 from orchestrator.plan.learning_rate import RATE, jump, learning_rate, remembered
@@ -40,7 +39,7 @@ from .errors import DataError, NonFinite, Stopped, check_supported, warn
 from .host.remote import warn_of_remote_disk
 from .metrics.profile import Profile
 from .metrics.step_report import EnqueuedStep, StepReports
-from .metrics.step_result import StepResult
+from .metrics.step_result import StepResult, logged_values
 from .optim.loss_scale import LOWEST
 from .precision import Recipe, recipe
 from .worker.progress import Progress, ProgressReporter
@@ -295,11 +294,19 @@ class Run:
         with self.profile.step(number) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
             scale = engine.current_scale
+            # Before the update: it begins to gather weights, which takes until the next step.
+            terms, totals = logged_values(engine, loss_sum, logged)
+            expert_loads = engine.expert_loads()
             with engine.timer.phase("checkpoint"):
                 self.checkpoints.before_update(number)
             engine.update(norm, lr)
-        values = [norm, loss_sum, scale, engine.current_scale]
-        terms = self._logged_values(loss_sum, values) if logged else ()
+        values = [
+            norm,
+            loss_sum,
+            scale,
+            engine.current_scale,
+            *totals,
+        ]
         step = EnqueuedStep(
             number=number,
             samples_before=self.samples,
@@ -311,22 +318,13 @@ class Run:
             fingerprint=as_text(self._fingerprint),
             memory_bytes=memory_bytes,
             terms=terms,
-            result=StepResult(engine, values, measured, engine.expert_loads()),
+            result=StepResult(engine, values, measured, expert_loads),
         )
         self._enqueued.append(step)
         self.step = number
         self.samples += step.step_samples
         while len(self._enqueued) > LAG[self.device.type]:
             self._finish(self._enqueued.popleft())
-
-    def _logged_values(self, loss_sum: Tensor, values: list[Tensor]) -> tuple[str, ...]:
-        """Appends the loss terms and, on ranks with the last stage, the total loss of a step to
-        `values`. Returns the names of the terms. Collective."""
-        loss_total = self.engine.loss_total(loss_sum)
-        terms = self.engine.loss_term_totals()
-        values += terms.values()
-        values += [] if loss_total is None else [loss_total]
-        return tuple(terms)
 
     def _set_measurements(self, number: int, *, logged: bool, measured: bool) -> None:
         self.engine.measure(measured)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from benchmarks.exposed import steps
 from benchmarks.exposed.steps import plan_for
 from benchmarks.gpu_node.cases import LARGE, SMALL
-from benchmarks.vs_torch.page import filled
+from benchmarks.pages import filled
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.of_plan import context_of, cost_of
 from orchestrator.cost.time import collective
@@ -88,8 +88,7 @@ def measured(layout: tuple[str, ...]) -> dict[str, float]:
 
 
 def compared(plan: Plan, recording: Recording) -> dict[str, float]:
-    """Seconds of a step, of the plan and of the recorded calls: communication of all axes, since
-    groups with equal members share a communicator."""
+    """Seconds of a step, of the plan and of the recorded calls: communication of all axes."""
     cost = cost_of(plan)
     clock = Clock(plan, cost, recording)
     played = replay.play(recording.notes, clock.kernel_s, clock.collective_s, recording.second)

@@ -26,7 +26,7 @@ WORDS = (
     "parallel.micro_batch_size=1",
 )
 #: Axes of process groups; those of all others carry gradients and weights.
-AXES = {"tp": "tp", "kv": "tp", "cp": "cp", "ep": "ep", "pp": "pp"}
+AXES = {"tp": "tp", "kv": "tp", "etp": "tp", "cp": "cp", "experts": "ep", "pp": "pp"}
 
 
 def plan_for(layout: Sequence[str]) -> Plan:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import filled
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
-MARKS = "<!-- gpu node -->\n", "<!-- end of gpu node -->"
 #: The rows about the node itself.
 CEILINGS = ("ceilings", "NCCL")
 SIDES = {"ours": "ours", "loop": "plain loop", "titan": "torchtitan"}
@@ -48,7 +49,7 @@ def table(record: dict[str, Any]) -> str:
     rates = [_rates(record["rows"].get(name, {})) for name in CEILINGS]
     about = f"{record['gpus']} x {gpu}, all at once: {'; '.join(filter(None, rates))}."
     about += f" Commit {record['conditions']['commit'][:7]}, torch {record['conditions']['torch']}."
-    return "\n".join([*rows, "", about]) + "\n"
+    return "\n".join([*rows, "", about])
 
 
 def _rates(row: dict[str, Any]) -> str:
@@ -85,7 +86,5 @@ def _cells(row: dict[str, Any]) -> str:
 
 
 def write(record: dict[str, Any], page: Path) -> None:
-    """Put the table in its place on the page."""
-    head, _, rest = page.read_text().partition(MARKS[0])
-    tail = rest.partition(MARKS[1])[2]
-    page.write_text(f"{head}{MARKS[0]}{table(record)}{MARKS[1]}{tail}")
+    """Puts the table in its place on the page."""
+    page.write_text(filled(page.read_text(), "gpu node", table(record)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 
+from benchmarks.pages import filled
+
 from .harness import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -73,16 +75,6 @@ def collectives() -> str:
         f"Commit {met['commit'][:7]}, load average {met['load_average'][0]:.0f}{_priority([met])}.",
     ]
     return "\n".join(lines)
-
-
-def filled(text: str, name: str, content: str) -> str:
-    """The text of a page with `content` in its place of this name. Raises ValueError."""
-    begin = f"<!-- {name} -->"
-    end = f"<!-- end of {name} -->"
-    before, found, rest = text.partition(begin)
-    if not found or end not in rest:
-        raise ValueError(f"the page has no place for {name}")
-    return before + begin + "\n" + content + "\n" + end + rest.partition(end)[2]
 
 
 def main() -> None:

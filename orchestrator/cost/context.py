@@ -15,6 +15,7 @@ from orchestrator.cost.time.compute import Compute, micro_batch_compute
 from orchestrator.cost.time.imbalance import load_factor, spread_name
 from orchestrator.cost.time.step_time import Work, step_work
 from orchestrator.cost.workload import Workload
+from orchestrator.plan.batch import suited_pieces
 from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh
 
@@ -93,8 +94,25 @@ class CostContext:
             **self.job,
         )
 
-    def balanced(self, parallel: Parallel) -> Parallel:
-        """Returns `parallel` with its fullest expert rank's load, given or from the profile."""
+    def completed(self, parallel: Parallel) -> Parallel:
+        """Returns `parallel` with what the context knows of it.
+
+        That is the load of its fullest expert rank, given or from the profile, and the pieces of
+        this project's tensor parallelism, unless they are given.
+        """
+        return self._balanced(self._in_pieces(parallel))
+
+    def _in_pieces(self, parallel: Parallel) -> Parallel:
+        if self.matmul:  # products in 8 bits take one scale from all tokens
+            return structs.replace(parallel, tp_pieces=UNSET)
+        is_given = parallel.tp_pieces is not UNSET
+        if is_given or self.cluster.device == "cpu" or not self.software.tp_pieces:
+            return parallel
+        tokens = parallel.micro_batch_size * self.train.seq_len // parallel.cp
+        pieces = suited_pieces(parallel.tp, tokens, self.model.hidden)
+        return structs.replace(parallel, tp_pieces=pieces) if pieces > 1 else parallel
+
+    def _balanced(self, parallel: Parallel) -> Parallel:
         moe = self.model.moe
         if moe is None or expert_mesh(parallel).ep == 1:
             return parallel

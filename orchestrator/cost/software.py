@@ -39,6 +39,7 @@ class Software(Struct, frozen=True, kw_only=True):
     accumulate: Literal["fused", "separate"] = "fused"
     dp_overlap: Overlap = "fsdp"
     tp_overlap: bool = False  # tensor-parallel communication overlaps with matrix products
+    tp_pieces: bool = False  # it does so in the plan's pieces
     pp_overlap: bool = False  # transfers between stages overlap
     #: Zero-bubble schedules begin a step before all ranks have ended the last one.
     overlapped_steps: bool = False
@@ -59,7 +60,13 @@ class Software(Struct, frozen=True, kw_only=True):
 
 _LISTED = (
     # This project's trainer, not yet measured on GPUs: PyTorch's kernels, buckets overlap.
-    Software(name="orch", selective="orch", accumulate="separate", keeps_tables=True),
+    Software(
+        name="orch",
+        selective="orch",
+        accumulate="separate",
+        tp_pieces=True,
+        keeps_tables=True,
+    ),
     Software(
         # Narayanan et al. 2021, Korthikanti et al. 2022, and forks of that time
         name="megatron_2021",

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 
 _LISTED = 4  # replicas whose numbers are listed one by one
+#: The most pieces that the planner chooses, and the fewest numbers of one: 32 MiB in bf16. A piece
+#: costs the latency of a collective: `benchmarks.exposed` shows small ones to be slower.
+MOST_PIECES = 4
+FEWEST_NUMBERS = 16 << 20
 
 
 def share(micro_batches: int, replicas: int) -> list[int]:
@@ -90,8 +94,8 @@ def firsts(counts: Sequence[int], replica: int) -> list[int]:
 
 
 def check_batch(parallel: Parallel) -> str | None:
-    """Checks the micro-batches against the global batch. Returns one line, or None if they
-    agree."""
+    """Checks the micro-batches and their pieces against the global batch. Returns one line, or
+    None if they agree."""
     counts = parallel.replica_micro_batches
     replicas = parallel.dp * parallel.ep
     if counts:
@@ -100,6 +104,8 @@ def check_batch(parallel: Parallel) -> str | None:
             return f"{name} must be {replicas} numbers of at least 1"
         if max(counts) != parallel.micro_batches or min(counts) == max(counts):
             return f"{name} must differ, and the largest be micro_batches {parallel.micro_batches}"
+    if isinstance(parallel.tp_pieces, int) and parallel.tp_pieces < 1:
+        return f"tp_pieces {parallel.tp_pieces} must be at least 1"
     samples = sum(taken(parallel)) * parallel.micro_batch_size
     if samples != parallel.global_batch_samples:
         return (
@@ -107,3 +113,20 @@ def check_batch(parallel: Parallel) -> str | None:
             f" {parallel.global_batch_samples}"
         )
     return None
+
+
+def suited_pieces(tp: int, tokens: int, hidden: int) -> int:
+    """Returns the pieces that suit a micro-batch of `tokens` on the tp ranks of GPUs; 1: whole."""
+    return 1 if tp == 1 else max(1, min(MOST_PIECES, tokens * hidden // FEWEST_NUMBERS))
+
+
+def largest_cut(batch: int, length: int, limit: int) -> int:
+    """Returns the largest number of equal pieces, at most `limit`, of `batch` sequences of `length`
+    rows. A piece has whole samples, or equal slices of one."""
+    return next(count for count in range(limit, 0, -1) if _cuts(batch, length, count))
+
+
+def _cuts(batch: int, length: int, count: int) -> bool:
+    if count <= batch:
+        return batch % count == 0
+    return count % batch == 0 and length % (count // batch) == 0

@@ -160,7 +160,7 @@ class Parallel(Frozen):
     #: assumed load of the fullest expert rank over the mean; UNSET: 1
     expert_imbalance: float | UnsetType = UNSET
     #: the most pieces of a micro-batch in which tensor parallelism communicates, so that one
-    #: travels while another is multiplied; UNSET: as `plan.trained` says
+    #: travels while another is multiplied; UNSET: one
     tp_pieces: int | UnsetType = UNSET
 
 

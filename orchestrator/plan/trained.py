@@ -289,12 +289,6 @@ def refusal(plan: Plan) -> str | None:
     return f"{NOT_RUN}: {problem}; a program of your own may (orch submit ... -- python train.py)"
 
 
-#: Of a plan without `tp_pieces`: the most pieces, and the fewest numbers of one (32 MiB in bf16). A
-#: piece costs the latency of a collective: `benchmarks.exposed` shows small ones to be slower.
-MOST_PIECES = 4
-FEWEST_NUMBERS = 16 << 20
-
-
 def tensor_pieces(plan: Plan) -> int:
     """Returns the most pieces of a micro-batch in which the trainer's tensor-parallel layers
     communicate; 1: whole.
@@ -305,9 +299,4 @@ def tensor_pieces(plan: Plan) -> int:
     par = plan.parallel
     if par.tp == 1 or plan.job.matmul or schedule_of(par).splits_backward:
         return 1
-    if isinstance(par.tp_pieces, int):
-        return par.tp_pieces
-    if plan.cluster.device == "cpu":
-        return 1
-    tokens = par.micro_batch_size * plan.job.train.seq_len // par.cp
-    return max(1, min(MOST_PIECES, tokens * plan.model.hidden // FEWEST_NUMBERS))
+    return par.tp_pieces if isinstance(par.tp_pieces, int) else 1

@@ -79,7 +79,7 @@ def build_plan(
     job = structs.replace(job, train=train)
     path_cache = searched.path_cache if searched else None
     whole_cluster = make_context(config, cluster, profile, path_cache).training(train)
-    shape = whole_cluster.balanced(shape)
+    shape = whole_cluster.completed(shape)
     # The order of imported nodes has no meaning.
     imported = config.cluster.topology_file is not None
     context, certificate = place_job(whole_cluster, shape, config.parallel.order, move=imported)
@@ -210,4 +210,4 @@ def _inside_nvlink(
         config,
         parallel=structs.replace(config.parallel, order=None, stage_layers=None),
     )
-    return near.spec, solve(context, context.balanced(make_parallel(free, near))).time.step_s
+    return near.spec, solve(context, context.completed(make_parallel(free, near))).time.step_s

@@ -15,6 +15,7 @@ from orchestrator.config.schema import ClusterSpec, Config, ParallelSpec, TrainS
 from orchestrator.config.words import typed_values
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.batch import suited_pieces
 from orchestrator.plan.parity import Cell, Verdict
 from orchestrator.plan.trained import problems
 
@@ -189,9 +190,10 @@ def small(
     own_batch = bool(keys & {"train.global_batch_samples", "train.global_batch_tokens"})
     chosen = own_batch or "experiment" in keys
     micro_batches = scale.micro_batches(config, degrees, small_degrees, chosen)
+    tp_pieces = _tensor_pieces(config, degrees)
     config = scale.scaled(config, degrees, small_degrees, named)
     cluster = _small_cluster(config, small_degrees)
-    par = structs.replace(config.parallel, allow_tp_across_nvlink=True)
+    par = structs.replace(config.parallel, allow_tp_across_nvlink=True, tp_pieces=tp_pieces)
     train = _judged_train(config.train, keys)
     if not fits:
         par = structs.replace(par, order=None)
@@ -215,6 +217,16 @@ def small(
     )
     budget = train.recompute == "budget" and "train.recompute_budget_gib" not in keys
     return _with_budget(config) if budget else config
+
+
+def _tensor_pieces(config: Config, degrees: scale.Degrees) -> int | None:
+    """Returns the given pieces of tensor parallelism, or those that the planner chooses for the
+    layout at its real size."""
+    par = config.parallel
+    if par.tp_pieces is not None or config.cluster.device == "cpu":
+        return par.tp_pieces
+    tokens = (par.micro_batch_size or 1) * config.train.seq_len // degrees["cp"]
+    return suited_pieces(degrees["tp"], tokens, config.model.hidden)
 
 
 def _batch_micro_batches(

@@ -12,8 +12,6 @@ from tests.beds import fakegpu
 ROWS = json.loads(exposed.RESULT.read_text())
 #: Of a step, by which plan and calls may differ.
 MARGIN = 0.08
-#: What plans do not know.
-UNPLANNED = ("TP + SP, four pieces", "8B, TP + SP, in four pieces")
 
 
 def test_the_page_has_what_was_measured():
@@ -22,7 +20,7 @@ def test_the_page_has_what_was_measured():
     assert list(ROWS) == list(exposed.LAYOUTS)
 
 
-@pytest.mark.parametrize("name", [name for name in exposed.LAYOUTS if name not in UNPLANNED])
+@pytest.mark.parametrize("name", exposed.LAYOUTS)
 def test_a_plan_exposes_what_the_calls_leave_exposed(name):
     row = ROWS[name]
     step_s = row["computed_s"] + row["played_s"]

@@ -118,7 +118,7 @@ def test_no_layout_costs_less_than_its_bounds(config):
 @pytest.mark.parametrize(
     ("gpus", "parallel"),
     [
-        (2, {"cp": 2}),  # an all-gather shares the communicator of the gradients
+        (2, {"cp": 2}),  # an all-gather has a communicator that gradients do not share
         (8, {"tp": 1, "pp": 2, "schedule": "dualpipe"}),  # two copies share theirs
     ],
 )
@@ -182,7 +182,7 @@ def test_few_nodes_of_a_large_search_are_bounded():
     of whoever waits."""
     config = load(["+cluster=h100x16384", "model=llama3_405b", "parallel=auto"])
     counts = configs.search(config).run(near=0.0).counts
-    assert counts.legal > 5e6 and counts.costed <= 4
+    assert counts.legal > 5e6 and counts.costed <= 6
     assert counts.bounded <= 6000
 
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from orchestrator.plan.batch import largest_cut
 from tests.trainer.operations import Order
 from trainer.comm.collectives import CommCounter
 from trainer.model.linear import Linear, apply_linears
 from trainer.parallel.column_parallel import OverlappedColumnLinears
-from trainer.parallel.pieces import largest_cut
 from trainer.parallel.row_parallel import OverlappedRowLinear
 from trainer.parallel.tensor import Copy, Gather, Reduce, Region, Scatter
 from trainer.verify.ranks import run_ranks

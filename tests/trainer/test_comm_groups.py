@@ -3,9 +3,11 @@ same in step."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from orchestrator.cost.memory.communicators import Group, collective_groups, exchange_groups
+from orchestrator.cost.memory.communicators import Group, communicators
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_mesh import nvlink_domain_of
@@ -13,7 +15,7 @@ from tests.beds.plans import make_plan
 from tests.trainer.samples import small
 from trainer.comm import mesh
 from trainer.comm.connect import ranks_per_root
-from trainer.comm.mesh import GROUPS, PARENTS, Mesh, groups_used, members_of
+from trainer.comm.mesh import GROUPS, PARENTS, Mesh, groups_used
 
 PLANS = {
     "five axes": {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "zero": 1},
@@ -75,6 +77,19 @@ def test_only_groups_that_the_plan_uses_are_made(monkeypatch):
     assert set(groups_used(make_plan(ep=2, dp=2))) >= {"experts", "expert_grad", "expert_model"}
 
 
+def test_what_computation_waits_for_shares_no_communicator_with_gradients(monkeypatch):
+    """Operations of a communicator run one after the other: the keys of the next layer would wait
+    for the gradients of the last one. The norm of gradients, at the end, shares theirs."""
+    for degrees, names in (
+        ({"cp": 4}, {"cp", "grad"}),
+        ({"ep": 4}, {"experts", "grad"}),
+        ({"tp": 4}, {"tp"}),
+    ):
+        moe = Moe(experts=8, top_k=2, ffn_hidden=8) if "ep" in degrees else None
+        plan = make_plan(**degrees, model=small(kv_heads=4, moe=moe))
+        assert {name for _, name, _ in splits(plan, monkeypatch)[0]} == names
+
+
 def test_a_parent_is_made_before_its_children():
     assert all(GROUPS.index(parent) < GROUPS.index(child) for child, parent in PARENTS.items())
 
@@ -94,21 +109,44 @@ EXPERTS = {
 }
 
 
+LAYOUTS = (
+    PLANS
+    | EXPERTS
+    | {
+        "two stages, tied": {"pp": 2, "dp": 2},
+        "two stages, two copies": {"pp": 2, "dp": 2, "schedule": "dualpipe", "micro_batches": 4},
+        "experts, two copies": {"ep": 2, "pp": 4, "schedule": "dualpipe", "micro_batches": 4},
+        "experts, shards of as many": {"ep": 2, "dp": 4, "zero": 1, "zero_group": 2},
+        "experts over cp, all-gather": {
+            "cp": 2,
+            "dp": 2,
+            "fold_cp": True,
+            "cp_method": "allgather",
+        },
+        "experts over cp, ulysses": {"cp": 4, "dp": 2, "fold_cp": True, "cp_method": "ulysses"},
+        "cp alone": {"cp": 4},
+        "ep over all": {"ep": 4, "dp": 2},
+        "tp over all": {"tp": 8},
+        "hybrid shards across cp": {"cp": 2, "dp": 6, "zero": 1, "zero_group": 4},
+    }
+)
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-@pytest.mark.parametrize("degrees", (PLANS | EXPERTS).values(), ids=PLANS | EXPERTS)
-def test_the_plan_counts_the_memory_of_these_groups(degrees, nodes):
-    moe = Moe(experts=8, top_k=2, ffn_hidden=8) if "ep" in degrees else None
+@pytest.mark.parametrize("degrees", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_plan_counts_the_memory_of_these_groups(degrees, nodes, monkeypatch):
+    moe = Moe(experts=8, top_k=2, ffn_hidden=8) if {"ep", "fold_cp"} & degrees.keys() else None
     model = small(kv_heads=2, layers=4, tied_embeddings=True, moe=moe)
     plan = make_plan(**degrees, model=model, nodes=nodes)
     domains = nvlink_domain_of(plan)
-    made = set[Group]()
-    for name in groups_used(plan):
-        ranks = members_of(plan, name, 0)
+    monkeypatch.setattr(mesh, "split_group", lambda parent, ranks, *_, **__: [*ranks])
+    groups = Mesh.from_plan(plan, 0, split=True).groups
+    made = dict[int, Group]()
+    for name, ranks in groups.items():
+        if name == "experts" and "experts_inside" in groups:
+            continue  # messages go by domain
         near = sum(domains[rank] == domains[0] for rank in ranks)
-        made |= {Group(len(ranks), near)} if len(ranks) > 1 else set()
+        made[id(ranks)] = Group(len(ranks), near)
     workload = Workload(plan.model, plan.parallel, plan.job.train)
-    planned = {
-        *collective_groups(workload, plan.cluster),
-        *(group for group, _ in exchange_groups(workload, plan.cluster)),
-    }
-    assert {group for group in planned if group.ranks > 1} == made
+    planned = Counter(use.group for use in communicators(workload, plan.cluster))
+    assert planned == Counter(made.values())

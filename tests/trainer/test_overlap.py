@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from orchestrator.plan.document import Moe
 from tests.beds.plans import make_plan
 from tests.trainer.operations import Order
 from tests.trainer.samples import engine_of, small
@@ -113,6 +114,24 @@ def test_parameters_are_waited_for_by_the_layer_that_reads_them(zero, pp):
         assert len(gathers) == result["buckets"], "each is waited for once"
         assert len(behind) >= len(gathers) // 3, "gathers run beside the first layers"
         assert max(gathers) < products[len(products) // 2], "in the first forward"
+
+
+@pytest.mark.process
+def test_nothing_waits_behind_the_weights_that_are_gathered_for_the_next_step():
+    """Choices of experts are summed by the replicas, whose communicator gathers the weights."""
+    moe = Moe(experts=4, top_k=2, ffn_hidden=32, bias_update=0.01)
+    plan = make_plan(dp=2, zero=1, bucket_bytes=1 << 12, model=small(moe=moe))
+
+    def work(rank):
+        engine = engine_of(plan, rank, FP64)
+        norm = engine.gradients([micro_batch(plan, [rank])], 10)[1]
+        with Order() as order:
+            engine.update(norm, 1e-3)
+        return [name for name in order.seen if name.startswith("c10d.")]
+
+    for seen in run_ranks(work, 2):
+        assert seen[0] == "c10d.allreduce" and "c10d.allreduce" not in seen[1:]
+        assert len(seen) > 1, "weights are gathered"
 
 
 @pytest.mark.process

@@ -130,6 +130,12 @@ def test_ratios_stay():
     )
 
 
+def test_a_small_layout_communicates_in_the_pieces_of_the_real_one():
+    words = ("cluster=h100x8", "parallel=tp2", "model=llama3_70b", "train.seq_len=16384")
+    assert cells(*words)[0].plan.parallel.tp_pieces == 4
+    assert cells(*words, "parallel.tp_pieces=1")[0].plan.parallel.tp_pieces == 1
+
+
 def test_an_experiment_is_verified_whatever_nvlink_reaches():
     experiment_cells = cells("cluster=h100x16384", "experiment=llama3_405b_16k")
     assert {cell.plan.parallel.tp for cell in experiment_cells} >= {8, 2} and all(

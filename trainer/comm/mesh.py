@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -71,6 +72,21 @@ URGENT = frozenset(
         *DOMAIN_GROUPS,
     }
 )
+#: Groups of gradients and weights, whose operations run while others compute and communicate. Of
+#: ZeRO-3 both share one: the next unit's weights follow the last unit's gradients, as in FSDP2.
+GRADIENTS = frozenset(
+    {
+        "grad",
+        "shard",
+        "replica",
+        "expert_grad",
+        "expert_shard",
+        "expert_replica",
+    }
+)
+#: What a communicator carries. Its operations run one after the other, so what computation waits
+#: for must not queue behind gradients, nor a pipeline's transfers behind either.
+Traffic = Literal["transfers", "gradients", "awaited"]
 
 
 @dataclass(frozen=True)
@@ -101,17 +117,18 @@ class Mesh:
         world, and not once per group. Otherwise only a group's members synchronise to create it.
         Neither connects ranks: NCCL and gloo do that when a group is first used.
 
-        Groups with equal members share one communicator, except "pp": its point-to-point transfers
-        are asynchronous and must not queue behind collectives.
+        Groups with equal members and the same traffic share one communicator. Those that
+        communicate at the end of a step alone share any.
         """
         if split is None:
             split = bound_to_device()
         members = {name: members_of(plan, name, rank) for name in GROUPS}
-        created: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        created: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup | None] = {}
         groups: dict[str, dist.ProcessGroup | None] = {}
         for name in groups_used(plan):
             ranks = members[name]
-            key = (name == "pp", ranks)
+            shared = ((traffic, ranks) for traffic in _traffic_beside(name))
+            key = next((key for key in shared if key in created), (_traffic(name), ranks))
             # A middle stage is in no embedding group, but takes part in its creation.
             outside = name == "embedding" and not ranks
             if len(ranks) <= 1 and not outside:
@@ -205,6 +222,19 @@ def groups_used(plan: Plan) -> tuple[str, ...]:
     if not embeds_at_both_ends(plan.model):
         unused.add("embedding")
     return tuple(name for name in GROUPS if name not in unused)
+
+
+def _traffic(name: str) -> Traffic:
+    """Returns what a communicator that is made for this group carries."""
+    if name == "pp":
+        return "transfers"
+    return "gradients" if name in GRADIENTS else "awaited"
+
+
+def _traffic_beside(name: str) -> tuple[Traffic, ...]:
+    """Returns what communicators may carry that this group shares."""
+    is_at_the_end = name not in URGENT | GRADIENTS
+    return ("gradients", "awaited") if is_at_the_end else (_traffic(name),)
 
 
 def _make(

@@ -98,3 +98,18 @@ class StepResult:
             levels,
             self._actions.idle_seconds(),
         )
+
+
+def logged_values(
+    engine: Engine,
+    loss_sum: Tensor,
+    logged: bool,
+) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Returns the names of a logged step's loss terms, then their totals and, on ranks with the
+    last stage, the total loss. Collective."""
+    if not logged:
+        return (), []
+    loss_total = engine.loss_total(loss_sum)
+    terms = engine.loss_term_totals()
+    totals = list(terms.values())
+    return tuple(terms), totals if loss_total is None else [*totals, loss_total]

@@ -85,8 +85,10 @@ def _multiply_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
     if x.is_contiguous() and out.is_contiguous():
         torch.mm(x.flatten(0, -2), matrix, out=out.flatten(0, -2))
         return
-    matrices = matrix.expand(x.shape[0], -1, -1)
-    for rows, product in zip(x.unbind(1), out.unbind(1), strict=True):
+    # No stride steps through ranks and samples at once: the fewer of them take turns.
+    turns = 0 if x.shape[0] < x.shape[1] else 1
+    matrices = matrix.expand(x.shape[1 - turns], -1, -1)
+    for rows, product in zip(x.unbind(turns), out.unbind(turns), strict=True):
         torch.bmm(rows, matrices, out=product)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestrator.plan.batch import largest_cut
 from trainer.comm.collectives import CommCounter, Handle, start_all_gather
 
 from .tensor import AXIS
@@ -80,18 +81,6 @@ class Pieces:
     @property
     def _shape(self) -> tuple[int, ...]:
         return self.groups, self.samples, self.ranks, self.slices, self.rows
-
-
-def largest_cut(batch: int, length: int, limit: int) -> int:
-    """Returns the largest number of equal pieces, at most `limit`, of `batch` sequences of `length`
-    rows. A piece has whole samples, or equal slices of one."""
-    return next(count for count in range(limit, 0, -1) if _cuts(batch, length, count))
-
-
-def _cuts(batch: int, length: int, count: int) -> bool:
-    if count <= batch:
-        return batch % count == 0
-    return count % batch == 0 and length % (count // batch) == 0
 
 
 def gather_ahead(

@@ -15,12 +15,15 @@ buffers of sums in switches (NVLS), and exchanges of whole matrices (Muon).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from math import gcd, prod
+from typing import Literal, NamedTuple
+
+from msgspec import UNSET
 
 from orchestrator.cost.time.traffic import DENSE_REPLICAS, sums_table
 from orchestrator.cost.workload import Workload
-from orchestrator.plan.document import AXES, Axis, Cluster, Parallel
+from orchestrator.plan.document import AXES, Axis, Cluster, Model, Parallel
 from orchestrator.plan.expert_mesh import (
     axes,
     expert_mesh,
@@ -61,6 +64,23 @@ class Group(NamedTuple):
     near: int  # ranks in its own NVLink domain, itself included
 
 
+class Communicator(NamedTuple):
+    """A communicator of a rank, and what it connects."""
+
+    group: Group
+    collects: bool  # whether its ranks gather, scatter and sum
+    peers: int  # ranks with which one exchanges messages
+
+
+#: The ranks of a group on the grid of all ranks: (distance of neighbours, number) of each direction
+#: in which they lie, ascending.
+Grid = tuple[tuple[int, int], ...]
+#: As in `trainer/comm/mesh.py`: groups with equal ranks share a communicator if they carry the
+#: same. What communicates at the end of a step shares any, and comes last.
+Traffic = Literal["transfers", "awaited", "gradients", "end"]
+SHARED_AT_THE_END: tuple[Traffic, ...] = ("gradients", "awaited", "end")
+
+
 def communicator_bytes(workload: Workload, cluster: Cluster) -> float:
     """Returns the bytes of the communicators of a rank, of those that have most.
 
@@ -70,15 +90,12 @@ def communicator_bytes(workload: Workload, cluster: Cluster) -> float:
     if cluster.device == "cpu" or parallel.world_size == 1:
         return 0.0
     links = max(1, int(cluster.nvlink.bytes_per_s / LINK))
-    collectives = sum(
-        collective_bytes(group, links) for group in collective_groups(workload, cluster)
-    )
-    transfers = sum(
-        transfer_bytes(group, min(group.ranks - 1, peers), links)
-        for group, peers in exchange_groups(workload, cluster)
-    )
     table = PEER * MOST_OVER_NETWORK * parallel.world_size
-    return collectives + transfers + table
+    total = float(table)
+    for group, collects, peers in communicators(workload, cluster):
+        total += collective_bytes(group, links) if collects else 0.0
+        total += transfer_bytes(group, peers, links) if peers else 0.0
+    return total
 
 
 def collective_bytes(group: Group, links: int) -> float:
@@ -111,100 +128,165 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def collective_groups(workload: Workload, cluster: Cluster) -> Iterator[Group]:
-    """Yields the groups that gather, scatter and sum, those with equal ranks once."""
-    model = workload.model
-    parallel = workload.parallel
-    sizes = _Sizes(parallel, cluster)
-    copies = copies_of(parallel)
-    dense = sizes.replicas(DENSE_REPLICAS, copies)
-    groups = {
-        sizes.varying("tp"): sizes.along("tp"),
-        sizes.varying(*DENSE_REPLICAS): dense,
-    }
-    if parallel.pp > 1:  # norms are summed over a copy of the model
-        groups[sizes.varying("tp", "pp")] = sizes.along("tp", "pp", shared=copies)
-    if parallel.cp_method == "allgather":
-        groups.setdefault(sizes.varying("cp"), sizes.along("cp"))
-    yield from _parts(dense, parallel.zero_group)
-    if expert_mesh(parallel).ep > 1 and spread(parallel) > 1:
-        same_experts = sizes.replicas(replicas(parallel), copies)
-        groups.setdefault(sizes.varying(*replicas(parallel)), same_experts)
-        yield from _parts(same_experts, parallel.zero_group // spread(parallel))
-        all_experts = ("tp", *axes(parallel), "pp")
-        groups.setdefault(sizes.varying(*all_experts), sizes.along(*all_experts, shared=copies))
-    yield from groups.values()
-    key_heads = parallel.tp // model.kv_heads if model.mla is None else 1
-    if 1 < key_heads < parallel.tp:
-        yield sizes.cut(("tp",), key_heads)
-    if sums_table(model, parallel):
-        yield Group(2, 1 + (sizes.along("pp").near == parallel.pp))
+def communicators(workload: Workload, cluster: Cluster) -> list[Communicator]:
+    """Returns the communicators of the first rank, each once."""
+    domain = cluster.gpus_per_node * min(map(len, cluster.nvlink_domains))
+    by_key: dict[tuple[Traffic, Grid], Communicator] = {}
+    for use in _Groups(workload, domain).uses():
+        grid = use.grid
+        if not grid:
+            continue
+        traffics = SHARED_AT_THE_END if use.traffic == "end" else (use.traffic,)
+        keys = [(traffic, grid) for traffic in traffics]
+        key = next((shared for shared in keys if shared in by_key), (use.traffic, grid))
+        ranks = prod(count for _, count in grid)
+        group = Group(ranks, near(grid, domain))
+        before = by_key.get(
+            key,
+            Communicator(
+                group,
+                False,
+                0,
+            ),
+        )
+        by_key[key] = Communicator(
+            group,
+            collects=before.collects or use.peers == 0,
+            peers=max(before.peers, min(use.peers, ranks - 1)),
+        )
+    return list(by_key.values())
 
 
-def _parts(replicated: Group, shard: int) -> Iterator[Group]:
-    """Yields the ranks that share one copy of the state, and those with equal shards."""
-    if not 1 < shard < replicated.ranks:
-        return
-    yield Group(shard, min(shard, replicated.near))
-    yield Group(replicated.ranks // shard, max(1, replicated.near // shard))
+def near(grid: Grid, domain: int) -> int:
+    """Returns the ranks of a group that are in the NVLink domain of the first one."""
+    return prod(min(count, (domain - 1) // distance + 1) for distance, count in grid)
 
 
-def exchange_groups(workload: Workload, cluster: Cluster) -> Iterator[tuple[Group, int]]:
-    """Yields the groups with transfers between two ranks, and how many ranks one exchanges with."""
-    parallel = workload.parallel
-    sizes = _Sizes(parallel, cluster)
-    yield sizes.along("pp"), 2
-    if parallel.cp_method != "allgather":
-        # A ring sends to one neighbour and receives from the other.
-        yield sizes.along("cp"), parallel.cp if parallel.cp_method == "ulysses" else 1
-    mesh = expert_mesh(parallel)
-    if mesh.ep == 1:
-        return
-    of_experts = axes(parallel)
-    apart = tensor_ranks(parallel) if "tp" in of_experts else 1
-    experts = sizes.cut(of_experts, mesh.ep, stride=apart)
-    if parallel.expert_all_to_all == "hierarchical" and experts.near < experts.ranks:
-        yield Group(experts.near, experts.near), experts.near
-        yield Group(experts.ranks // experts.near, 1), experts.ranks
-    else:
-        yield experts, experts.ranks
-    if 1 < mesh.etp < parallel.tp:
-        yield sizes.cut(("tp",), mesh.etp), mesh.etp
+class Use(NamedTuple):
+    """What a group does: exchange messages with `peers`, or collectives (0)."""
+
+    traffic: Traffic
+    grid: Grid
+    peers: int = 0
 
 
-class _Sizes:
-    """Sizes of the groups of a layout on a cluster."""
+class _Groups:
+    """The groups of a layout, in the order in which the trainer makes them."""
 
-    def __init__(self, parallel: Parallel, cluster: Cluster):
-        self.degrees = degrees(parallel)
-        self.domain = cluster.gpus_per_node * min(map(len, cluster.nvlink_domains))
-
-    def varying(self, *along: Axis) -> frozenset[Axis]:
-        """Returns those of the axes along which there are several ranks."""
-        return frozenset(axis for axis in along if self.degrees[axis] > 1)
-
-    def along(self, *varying: Axis, shared: int = 1) -> Group:
-        """Returns the group of the ranks that differ in these axes, or a `shared`-th part of it."""
-        ranks = 1
-        near = 1
-        stride = 1
+    def __init__(self, workload: Workload, domain: int):
+        self.workload = workload
+        self.model: Model = workload.model
+        self.parallel: Parallel = workload.parallel
+        self.domain = domain
+        self.copies = copies_of(self.parallel)
+        self.degrees = degrees(self.parallel)
+        self.distance: dict[Axis, int] = {}
+        distance = 1
         for axis in AXES:
-            degree = self.degrees[axis]
-            if axis in varying:
-                ranks *= degree
-                near *= max(1, min(degree, self.domain // stride))
-            stride *= degree
-        return Group(ranks // shared, min(near, ranks // shared))
+            self.distance[axis] = distance
+            distance *= self.degrees[axis]
 
-    def replicas(self, along: tuple[Axis, ...], copies: int) -> Group:
-        """Returns the ranks with equal parameters: those along these axes, of all copies on the
-        pipeline."""
+    def uses(self) -> Iterator[Use]:
+        """Yields what each group does."""
+        parallel = self.parallel
+        yield Use("awaited", self.along("tp"))
+        yield from self._context()
+        yield Use("transfers", self.along("pp"), peers=2)
+        dense = self._replicated(DENSE_REPLICAS)
+        yield Use("gradients", dense)
+        key_heads = parallel.tp // self.model.kv_heads if self.model.mla is None else 1
+        if key_heads > 1:
+            yield Use("awaited", cut(self.along("tp"), key_heads)[0])
+        yield from self._shards(dense, parallel.zero_group)
+        if expert_mesh(parallel).ep > 1:
+            yield from self._experts()
+        yield Use("end", self._one_copy("tp"))
+        if sums_table(self.model, parallel):
+            yield Use("end", self._ends())
+
+    def along(self, *varying: Axis) -> Grid:
+        """Returns the ranks that differ in these axes."""
+        return joined((self.distance[axis], self.degrees[axis]) for axis in varying)
+
+    def _context(self) -> Iterator[Use]:
+        parallel = self.parallel
+        context = self.along("cp")
+        moe = self.model.moe
+        over_sequences = moe is not None and (
+            moe.capacity_factor is not UNSET
+            or (moe.balance_loss > 0.0 and moe.balance_over != "batch")
+        )
+        if parallel.cp_method == "allgather" or over_sequences:
+            yield Use("awaited", context)
+        if parallel.cp_method != "allgather":
+            # A ring sends to one neighbour and receives from the other.
+            peers = parallel.cp if parallel.cp_method == "ulysses" else 1
+            yield Use("awaited", context, peers)
+
+    def _replicated(self, along: tuple[Axis, ...]) -> Grid:
+        """Returns the ranks with equal parameters: those along these axes, of both copies if there
+        are two on the pipeline."""
         group = self.along(*along)
-        pipeline = self.along("pp")
-        is_near = pipeline.near == pipeline.ranks
-        return Group(copies * group.ranks, group.near * (copies if is_near else 1))
+        return joined([*group, *self._ends()]) if self.copies > 1 else group
 
-    def cut(self, varying: tuple[Axis, ...], ranks: int, stride: int = 1) -> Group:
-        """Returns a group of `ranks` of those that differ in these axes, `stride` apart."""
-        near = self.along(*varying).near
-        return Group(ranks, min(ranks, max(1, near // stride)))
+    def _ends(self) -> Grid:
+        """Returns the first and the last rank of a pipeline."""
+        return ((self.distance["pp"] * (self.parallel.pp - 1), 2),)
+
+    def _one_copy(self, *along: Axis) -> Grid:
+        """Returns the ranks along these axes and the stages of one copy of the model."""
+        stages = self.parallel.pp // self.copies
+        return joined([*self.along(*along), (self.distance["pp"], stages)])
+
+    def _shards(self, replicated: Grid, size: int) -> Iterator[Use]:
+        """Yields the ranks that share one copy of the state, and those with equal shards."""
+        ranks = prod(count for _, count in replicated)
+        if 0 < size < ranks:
+            for grid in cut(replicated, size):
+                yield Use("gradients", grid)
+
+    def _experts(self) -> Iterator[Use]:
+        parallel = self.parallel
+        mesh = expert_mesh(parallel)
+        of_experts = axes(parallel)
+        outside_tp = [axis for axis in of_experts if axis != "tp"]
+        slices, over_tp = cut(self.along("tp"), tensor_ranks(parallel))
+        experts = joined([*over_tp, *self.along(*outside_tp)])
+        inside = near(experts, self.domain)
+        if parallel.expert_all_to_all == "hierarchical" and inside < mesh.ep:
+            yield from (Use("awaited", grid, peers=mesh.ep) for grid in cut(experts, inside))
+        else:
+            yield Use("awaited", experts, peers=mesh.ep)
+        if mesh.etp < parallel.tp:
+            yield Use("awaited", slices, peers=mesh.etp)
+        if spread(parallel) == 1:
+            return
+        same_experts = self._replicated(replicas(parallel))
+        yield Use("gradients", same_experts)
+        yield from self._shards(same_experts, parallel.zero_group // spread(parallel))
+        yield Use("end", self._one_copy("tp", *outside_tp))
+
+
+def joined(directions: Iterable[tuple[int, int]]) -> Grid:
+    """Returns the directions of a group, ascending: those that continue each other are one."""
+    grid: list[tuple[int, int]] = []
+    for distance, count in sorted(directions):
+        if grid and distance == prod(grid[-1]):
+            distance, before = grid.pop()
+            count *= before
+        if count > 1:
+            grid.append((distance, count))
+    return tuple(grid)
+
+
+def cut(grid: Grid, size: int) -> tuple[Grid, Grid]:
+    """Cuts a group into runs of `size` neighbours. Returns a run, and the ranks with equal
+    positions in all runs."""
+    run: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
+    for distance, count in grid:
+        inside = gcd(count, size)
+        size //= inside
+        run.append((distance, inside))
+        positions.append((distance * inside, count // inside))
+    return joined(run), joined(positions)

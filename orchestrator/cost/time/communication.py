@@ -98,6 +98,8 @@ class _TensorCosts:
 
     def exposed_once(self, operation: TensorOperation) -> Number:
         """Returns the exposed seconds of an operation that runs once."""
+        if operation.pieces > 1:
+            return self.shown * self._exposed_pieces(operation)
         once = self._once(operation)
         if operation.overlap:  # the whole operation runs behind a product that does not need it
             return self.shown * self._late(once, operation.overlap)
@@ -106,6 +108,15 @@ class _TensorCosts:
             late = self._late(once, "attention") + self._late(once, "mlp")
             return self.shown * once + (1.0 - self.shown) / 2 * late
         return self.shown * once
+
+    def _exposed_pieces(self, operation: TensorOperation) -> Number:
+        """Returns the exposed seconds of pieces between the pieces of a product.
+
+        Nothing hides the first one of an input, or the last one of a result.
+        """
+        piece = self._once(operation._replace(size=operation.size / operation.pieces))
+        product = self.overlap_s[operation.overlap] / operation.pieces
+        return piece + (operation.pieces - 1) * larger(0.0, piece - product)
 
     def _once(self, operation: TensorOperation) -> Number:
         """Returns the seconds of an operation that runs once and alone."""

@@ -45,8 +45,8 @@ class LayerSeconds(NamedTuple):
     core: Number  # the part of forward for attention scores and weighted values
     selective: Number  # the work that selective recomputation repeats in backward
     full: Number  # the work that full recomputation repeats
-    # Column-parallel products of (attention, the feed-forward).
-    column_matmuls: tuple[Number, Number]
+    # Of attention and of the feed-forward: the column-parallel products, the row-parallel one.
+    half_matmuls: tuple[tuple[Number, Number], tuple[Number, Number]]
     terms: dict[str, Number]  # forward and backward, by term
 
     def recompute_s(self, mode: str) -> Number:
@@ -60,7 +60,7 @@ NO_LAYER = LayerSeconds(
     core=0.0,
     selective=0.0,
     full=0.0,
-    column_matmuls=(0.0, 0.0),
+    half_matmuls=((0.0, 0.0), (0.0, 0.0)),
     terms={},
 )
 
@@ -179,9 +179,14 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
             forward=forward,
         ),
         full=forward * rate.full_recompute,
-        column_matmuls=(attention[0].seconds(rate), mlp[0].seconds(rate)),
+        half_matmuls=(_ends(attention, rate), _ends(mlp, rate)),
         terms=terms,
     )
+
+
+def _ends(matrices: Sequence[Matrix], rate: Rates) -> tuple[Number, Number]:
+    """Returns the seconds of the first and of the last products of a half of a layer."""
+    return matrices[0].seconds(rate), matrices[-1].seconds(rate)
 
 
 def _slowed_by_host(gpu: Number, moe: Moe | None, rate: Rates) -> Number:
@@ -348,14 +353,15 @@ def overlap_seconds(
 
     With two kinds of layers, the shorter product counts.
     """
-    column_matmuls = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
-    attention, mlp = (min(pair[index] for pair in column_matmuls) for index in (0, 1))
-    return {
+    overlap_s: dict[str, Number] = {
         "": 0.0,
-        "attention": attention,
-        "mlp": mlp,
         "head": _head_seconds(workload, rate),
     }
+    halves = [kind.half_matmuls for kind in kinds if kind is not NO_LAYER]
+    for index, half in enumerate(("attention", "mlp")):
+        overlap_s[half] = min(layer[index][0] for layer in halves)
+        overlap_s[f"{half} end"] = min(layer[index][1] for layer in halves)
+    return overlap_s
 
 
 def _head_seconds(workload: Workload, rate: Rates) -> Number:

@@ -15,17 +15,18 @@ from msgspec import UNSET
 from orchestrator.cost.model.layers import DTYPE_BYTES, sample_layers
 from orchestrator.cost.model.stages import splits_backward
 from orchestrator.cost.workload import Workload
+from orchestrator.plan.batch import largest_cut
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.layer import Half, layer_operations
 
-#: The matrix product that an operation overlaps with: query-key-value, gate and up projections, or
-#: output projection. The trainer sums an input's gradient while it computes the weights' gradient.
-#: It gathers the input again while it computes the input's gradient
+#: The matrix product that an operation overlaps with: the first and the last one of a half of a
+#: layer, or the output projection. The trainer sums an input's gradient while it computes the
+#: weights' gradient. It gathers the input again while it computes the input's gradient
 #: (`trainer/parallel/column_parallel.py`).
-Overlap = Literal["", "attention", "mlp", "head"]
+Overlap = Literal["", "attention", "attention end", "mlp", "mlp end", "head"]
 
 #: The content of an all-to-all to experts: rows of tokens, numbers that each copy of a token has,
 #: or names of copies, which only the exchange by domain needs.
@@ -33,13 +34,36 @@ Carried = Literal["rows", "copies", "names"]
 
 
 class TensorOperation(NamedTuple):
-    """`times` operations on tensors of `size` bytes over `ranks` neighbours."""
+    """`times` operations on tensors of `size` bytes over `ranks` neighbours.
+
+    In several `pieces`, one travels while the product of another is computed.
+    """
 
     operation: Operation
     overlap: Overlap
     size: float
     times: float
     ranks: int
+    pieces: int = 1
+
+    def in_pieces(self, pieces: int, overlap: Overlap) -> TensorOperation:
+        """Returns the operation in pieces, if there is a product that can hide them."""
+        if pieces == 1 or not overlap:
+            return self
+        return self._replace(overlap=overlap, pieces=pieces)
+
+
+class Cut(NamedTuple):
+    """The pieces of a region's messages, and the products between which they travel."""
+
+    pieces: int
+    first: Overlap
+    last: Overlap
+    #: How often layers gather their input whole all the same: those that keep whole products.
+    whole_gathers: float
+
+
+WHOLE = Cut(1, "", "", 0.0)
 
 
 def tensor_operations(
@@ -113,8 +137,30 @@ def _half(
         gathers=gathers,
         sums=sums,
         regathers=regathers,
+        cut=_cut(workload, half, overlap),
     )
     return list(region)
+
+
+def _cut(workload: Workload, half: Half, first: Overlap) -> Cut:
+    """Returns the cut of a half of a layer. `first`: its first product; "": it is not cut."""
+    last: Overlap = "attention end" if half == "attention" else "mlp end"
+    whole_gathers = 0.0
+    if first:
+        recomputed = workload.recomputed
+        whole_gathers = 2 * (recomputed.gather - recomputed.layer)
+    return Cut(message_pieces(workload), first, last, whole_gathers)
+
+
+def message_pieces(workload: Workload) -> int:
+    """Returns the pieces of a micro-batch in which the trainer communicates it; 1: whole."""
+    parallel = workload.parallel
+    if not isinstance(parallel.tp_pieces, int) or splits_backward(parallel):
+        return 1
+    if not workload.software.tp_pieces:
+        return 1
+    length = workload.train.seq_len // parallel.cp // workload.sequence_shards
+    return largest_cut(parallel.micro_batch_size, length, parallel.tp_pieces)
 
 
 def _region(
@@ -126,6 +172,7 @@ def _region(
     sums: float,
     overlap: Overlap = "",
     regathers: float = 0.0,
+    cut: Cut = WHOLE,
 ) -> Iterator[TensorOperation]:
     """Yields the operations of a tensor-parallel region with `entry` bytes in and `end` bytes out.
 
@@ -134,12 +181,18 @@ def _region(
     """
     tp = parallel.tp
     if not parallel.sp:
-        yield TensorOperation("all_reduce", "", end, 1 + sums, tp)
+        total = TensorOperation("all_reduce", "", end, 1 + sums, tp)
+        yield total.in_pieces(cut.pieces, cut.last)
         yield TensorOperation("all_reduce", overlap, entry, 1.0, tp)
         return
-    yield TensorOperation("all_gather", "", entry, 1 + gathers, tp)
-    yield TensorOperation("all_gather", "", end, 1.0, tp)
-    yield TensorOperation("reduce_scatter", "", end, 1 + sums, tp)
+    gather = TensorOperation("all_gather", "", entry, 1 + gathers - cut.whole_gathers, tp)
+    yield gather.in_pieces(cut.pieces, cut.first)
+    if cut.whole_gathers:
+        yield gather._replace(times=cut.whole_gathers)
+    gather_back = TensorOperation("all_gather", "", end, 1.0, tp)
+    yield gather_back.in_pieces(cut.pieces, cut.last)
+    scatter = TensorOperation("reduce_scatter", "", end, 1 + sums, tp)
+    yield scatter.in_pieces(cut.pieces, cut.last)
     yield TensorOperation("reduce_scatter", overlap, entry, 1.0, tp)
     if regathers:
         yield TensorOperation("all_gather", overlap, entry, regathers, tp)
@@ -319,20 +372,65 @@ def vocabulary_operations(
     overlap: Overlap = "" if splits_backward(parallel) else "head"
     hidden = workload.hidden_bytes
     tp = parallel.tp
-    counts: list[tuple[Operation, Overlap, float]] = [
-        ("all_reduce", "", first),
-        ("all_reduce", overlap, last),
-    ]
-    if parallel.sp:
-        counts = [
-            ("reduce_scatter", "", first),
-            ("all_gather", "", first + last),
-            ("reduce_scatter", overlap, last),
+    if not parallel.sp:
+        return [
+            TensorOperation(
+                "all_reduce",
+                "",
+                hidden,
+                first,
+                tp,
+            ),
+            TensorOperation(
+                "all_reduce",
+                overlap,
+                hidden,
+                last,
+                tp,
+            ),
         ]
-        counts += [] if splits_backward(parallel) else [("all_gather", overlap, last)]
-    return [
-        TensorOperation(operation, behind, hidden, count, tp) for operation, behind, count in counts
+    head_gather = TensorOperation(
+        "all_gather",
+        "",
+        hidden,
+        last,
+        tp,
+    )
+    operations = [
+        TensorOperation(
+            "reduce_scatter",
+            "",
+            hidden,
+            first,
+            tp,
+        ),
+        TensorOperation(
+            "all_gather",
+            "",
+            hidden,
+            first,
+            tp,
+        ),
+        head_gather.in_pieces(message_pieces(workload), overlap),
+        TensorOperation(
+            "reduce_scatter",
+            overlap,
+            hidden,
+            last,
+            tp,
+        ),
     ]
+    if not splits_backward(parallel):
+        operations.append(
+            TensorOperation(
+                "all_gather",
+                overlap,
+                hidden,
+                last,
+                tp,
+            )
+        )
+    return operations
 
 
 def prediction_operations(workload: Workload, ahead: float) -> list[TensorOperation]:

@@ -76,7 +76,7 @@ class ExactCosts:
         if broken(case, self.space.rules) is not None:
             return None
         train = structs.replace(self.context.train, recompute=layout.recompute)
-        parallel = self.context.balanced(make_parallel(config, case))
+        parallel = self.context.completed(make_parallel(config, case))
         nestings = self._nestings(parallel, config, train)
         if not nestings:
             return None

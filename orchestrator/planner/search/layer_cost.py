@@ -341,7 +341,8 @@ class LayerCost:
 
         They are those of a dense layer, of an MoE layer, of the token table and of the loss.
         """
-        shards = self.par.tp, self.tokens, self.experts[:2]
+        # The samples decide how a micro-batch is cut into pieces.
+        shards = self.par.tp, self.tokens, self.experts[:2], self.par.micro_batch_size
         tensors = [
             self.share(
                 (*shards, recompute, split, sp),

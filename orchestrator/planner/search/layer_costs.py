@@ -47,7 +47,7 @@ class LayerCosts:
         if key not in self._costs:
             degrees = {name: getattr(mesh, name) for name in DEGREES}
             self._costs[key] = LayerCost(
-                self.context.balanced(structs.replace(layout, **degrees)),
+                self.context.completed(structs.replace(layout, **degrees)),
                 mesh,
                 self.context,
                 best=self.best,
