@@ -18,7 +18,6 @@ from trainer.parallel.row_parallel import OverlappedRowLinear
 from trainer.parallel.tensor import Copy, Gather, Reduce, Region, Scatter
 from trainer.verify.ranks import run_ranks
 
-B = 2
 S = 6
 HIDDEN = 8
 
@@ -42,21 +41,24 @@ def backward(read, x: torch.Tensor, linears: list[Linear]) -> dict:
     return {"tensors": [*outs, *grads], "order": order.seen}
 
 
-#: Whole; a sample each; three parts of each sample, which lie apart in the sequence.
-PIECES = (1, 2, 6)
+#: (samples, pieces): whole; a sample each; three parts of each sample, which lie apart in the
+#: sequence; more samples in each piece than ranks.
+SAMPLES_AND_PIECES = ((2, 1), (2, 2), (2, 6), (6, 2))
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("pieces", PIECES)
-def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(sp, keep, pieces):
+@pytest.mark.parametrize(("samples", "pieces"), SAMPLES_AND_PIECES)
+def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(
+    sp, keep, samples, pieces
+):
     def work(rank):
         group = dist.group.WORLD
         counter = CommCounter()
         linears = matrices(rank)
         torch.manual_seed(9 if not sp else 10 + rank)
-        x = torch.randn(B, S // 2 if sp else S, HIDDEN, dtype=torch.float64)
+        x = torch.randn(samples, S // 2 if sp else S, HIDDEN, dtype=torch.float64)
         region = Region(Gather if sp else Copy, group, counter)
         plain = backward(lambda x, linears: apply_linears(region(x), linears), x, linears)
         ours = backward(OverlappedColumnLinears(group, counter, sp, keep, pieces), x, linears)
@@ -86,14 +88,16 @@ def row_backward(read, x: torch.Tensor, linear: Linear) -> list[torch.Tensor]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("pieces", PIECES)
-def test_a_row_parallel_linear_sums_its_pieces_as_a_region_behind_it_sums_the_whole(sp, pieces):
+@pytest.mark.parametrize(("samples", "pieces"), SAMPLES_AND_PIECES)
+def test_a_row_parallel_linear_sums_its_pieces_as_a_region_behind_it_sums_the_whole(
+    sp, samples, pieces
+):
     def work(rank):
         group = dist.group.WORLD
         counters = CommCounter(), CommCounter()
         _, linear = matrices(rank)
         torch.manual_seed(10 + rank)
-        x = torch.randn(B, S, HIDDEN, dtype=torch.float64)
+        x = torch.randn(samples, S, HIDDEN, dtype=torch.float64)
         region = Region(Scatter if sp else Reduce, group, counters[0])
         plain = row_backward(lambda linear, x: region(linear(x)), x, linear)
         ours = row_backward(OverlappedRowLinear(group, counters[1], sp, pieces), x, linear)
@@ -112,7 +116,7 @@ def test_recomputation_stops_before_the_product_of_a_row_parallel_linear():
     def work(rank):
         linears = matrices(rank)[1:]
         row = OverlappedRowLinear(dist.group.WORLD, CommCounter(), True, 2)
-        x = torch.randn(B, S, HIDDEN, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(2, S, HIDDEN, dtype=torch.float64, requires_grad=True)
         out = checkpoint(lambda x: row(linears[0], x.sin()), x, use_reentrant=False)
         with Order() as order:
             torch.autograd.grad(out.sum(), [x, linears[0].weight])

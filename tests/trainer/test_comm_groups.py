@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
-from orchestrator.cost.memory.communicators import Group, communicators
+from orchestrator.cost.memory.communicators import Group, Use, communicators
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_mesh import nvlink_domain_of
@@ -128,6 +131,13 @@ LAYOUTS = (
         "ep over all": {"ep": 4, "dp": 2},
         "tp over all": {"tp": 8},
         "hybrid shards across cp": {"cp": 2, "dp": 6, "zero": 1, "zero_group": 4},
+        "a hybrid shard of one and a half cp": {
+            "cp": 2,
+            "pp": 2,
+            "dp": 3,
+            "zero": 1,
+            "zero_group": 3,
+        },
     }
 )
 
@@ -150,3 +160,61 @@ def test_the_plan_counts_the_memory_of_these_groups(degrees, nodes, monkeypatch)
     workload = Workload(plan.model, plan.parallel, plan.job.train)
     planned = Counter(use.group for use in communicators(workload, plan.cluster))
     assert planned == Counter(made.values())
+
+
+MOE = Moe(experts=8, top_k=2, ffn_hidden=8)
+SEQUENCES = structs.replace(MOE, capacity_factor=1.0)
+ULYSSES = {"cp": 4, "cp_method": "ulysses"}
+#: Layout, changes of the model -> (ranks, whether they gather and sum, peers of transfers) of each
+#: communicator.
+USES = {
+    "arriving tokens are gathered over tp, uneven": (
+        {"tp": 2, "ep": 2},
+        {"moe": MOE},
+        [(2, False, 1), (2, True, 0), (2, True, 1), (4, True, 0)],
+    ),
+    "tokens are gathered before they leave": (
+        {"tp": 2, "ep": 2, "sp": False},
+        {"moe": MOE},
+        [(2, False, 1), (2, True, 0), (2, True, 0), (4, True, 0)],
+    ),
+    "a ring": ({"cp": 4}, {}, [(4, False, 1), (4, True, 0)]),
+    "a ring, choices by sequence": (
+        {"cp": 4},
+        {"moe": SEQUENCES},
+        [(4, True, 0), (4, True, 1)],
+    ),
+    "ulysses": (ULYSSES, {}, [(4, False, 3), (4, True, 0)]),
+    "ulysses, dropout": (ULYSSES, {"dropout": 0.1}, [(4, True, 0), (4, True, 3)]),
+}
+
+
+@pytest.mark.parametrize(("degrees", "changes", "expected"), USES.values(), ids=USES)
+def test_the_plan_counts_what_each_group_does(degrees, changes, expected):
+    model = small(kv_heads=4, layers=4, **changes)
+    plan = make_plan(**degrees, model=model)
+    workload = Workload(plan.model, plan.parallel, plan.job.train)
+    uses = communicators(workload, plan.cluster)
+    assert sorted((use.group.ranks, use.collects, use.peers) for use in uses) == expected
+
+
+@given(
+    directions=st.lists(st.tuples(st.integers(1, 3), st.integers(2, 4)), min_size=1, max_size=3),
+    domain=st.integers(1, 40),
+    size=st.integers(1, 8),
+)
+def test_the_members_of_a_group_are_counted_as_if_they_were_listed(directions, domain, size):
+    grid = []
+    ranks = [0]
+    distance = 1
+    for gap, count in directions:
+        distance *= gap
+        grid.append((distance, count))
+        ranks = [start * distance + rank for start in range(count) for rank in ranks]
+        distance *= count
+    positions = (None, range(len(ranks))[:size], range(0, len(ranks), size))
+    for chosen in positions:
+        members = ranks if chosen is None else [ranks[position] for position in chosen]
+        near = sum(rank < domain for rank in members)
+        use = Use("gradients", tuple(grid), positions=chosen)
+        assert use.group(domain) == Group(len(members), near)

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from orchestrator.plan.document import Moe
-from tests.beds.plans import make_plan
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.operations import Order
 from tests.trainer.samples import engine_of, small
+from tests.trainer.test_loop import finish, job, saved_state
 from trainer.compat import DispatchMode
 from trainer.precision import FP64
+from trainer.train import Run
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
@@ -117,21 +119,40 @@ def test_parameters_are_waited_for_by_the_layer_that_reads_them(zero, pp):
 
 
 @pytest.mark.process
-def test_nothing_waits_behind_the_weights_that_are_gathered_for_the_next_step():
-    """Choices of experts are summed by the replicas, whose communicator gathers the weights."""
-    moe = Moe(experts=4, top_k=2, ffn_hidden=32, bias_update=0.01)
-    plan = make_plan(dp=2, zero=1, bucket_bytes=1 << 12, model=small(moe=moe))
+def test_nothing_waits_behind_the_weights_that_are_gathered_for_the_next_step(
+    cache, tmp_path, monkeypatch
+):
+    """Choices of experts and the losses of a logged step are summed by the replicas, whose
+    communicator gathers the weights. The range of biases that it reports is that after the
+    update."""
+    moe = Moe(experts=4, top_k=2, ffn_hidden=32, bias_update=0.125)
+    model = tiny_model(layers=2, moe=moe)
+    plan = job(cache, steps=2, dp=2, zero=1, bucket_bytes=1 << 12, model=model)
+    train_step = Run._train_step
 
-    def work(rank):
-        engine = engine_of(plan, rank, FP64)
-        norm = engine.gradients([micro_batch(plan, [rank])], 10)[1]
+    def watched_step(self, *args):
         with Order() as order:
-            engine.update(norm, 1e-3)
-        return [name for name in order.seen if name.startswith("c10d.")]
+            train_step(self, *args)
+        operations = [name for name in order.seen if name.startswith("c10d.")]
+        path = tmp_path / f"step-{self.step}.rank-{self.mesh.rank}"
+        path.write_text("\n".join(operations))
 
-    for seen in run_ranks(work, 2):
-        assert seen[0] == "c10d.allreduce" and "c10d.allreduce" not in seen[1:]
-        assert len(seen) > 1, "weights are gathered"
+    monkeypatch.setattr(Run, "_train_step", watched_step)
+    codes, workers = finish(plan, tmp_path)
+    assert codes == [0, 0]
+    for path in tmp_path.glob("step-*.rank-*"):
+        operations = path.read_text().split()
+        sums = [at for at, name in enumerate(operations) if name == "c10d.allreduce"]
+        behind = operations[sums[-1] + 1 :]
+        assert len(sums) >= 4, "the norm, choices for biases, those that are logged, the loss"
+        assert behind and set(behind) == {"c10d.broadcast"}, "weights are gathered"
+    assert len([*tmp_path.glob("step-*.rank-*")]) == 4
+    state = saved_state(tmp_path, plan, 2)
+    step = workers.steps()[-1]
+    assert step.experts.keys() == {"0", "1"}
+    for layer, load in step.experts.items():
+        (bias,) = {tuple(state[key].tolist()) for key in state if f"{layer}.mlp.router.bias" in key}
+        assert load.bias == (min(bias), max(bias)) != (0.0, 0.0)
 
 
 @pytest.mark.process

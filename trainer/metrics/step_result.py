@@ -44,13 +44,14 @@ class StepResult:
         table: Tensor | None = None,
     ):
         """Closes the step's accounts of times and bytes. `values` are 0-d tensors on the engine's
-        device, `table` is a 2-d one."""
+        device, `table` is that of `engine.expert_loads`, before the update."""
         self._cuda = engine.device.type == "cuda"
         self.measured = measured
         numbers = torch.stack([value.detach().double() for value in values])
         self._count = len(numbers)
         self._width = 0
         if table is not None:
+            engine.part.expert_meter.add_biases(table)
             numbers = torch.cat([numbers, table.double().flatten()])
             self._width = table.shape[1]
         self._event: torch.cuda.Event | None = None

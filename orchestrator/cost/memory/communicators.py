@@ -131,16 +131,15 @@ def _power_of_two(count: int) -> int:
 def communicators(workload: Workload, cluster: Cluster) -> list[Communicator]:
     """Returns the communicators of the first rank, each once."""
     domain = cluster.gpus_per_node * min(map(len, cluster.nvlink_domains))
-    by_key: dict[tuple[Traffic, Grid], Communicator] = {}
+    by_key: dict[tuple[Traffic, Grid, range | None], Communicator] = {}
     for use in _Groups(workload, domain).uses():
-        grid = use.grid
-        if not grid:
+        if not use.grid:
             continue
         traffics = SHARED_AT_THE_END if use.traffic == "end" else (use.traffic,)
-        keys = [(traffic, grid) for traffic in traffics]
-        key = next((shared for shared in keys if shared in by_key), (use.traffic, grid))
-        ranks = prod(count for _, count in grid)
-        group = Group(ranks, near(grid, domain))
+        keys = [(traffic, use.grid, use.positions) for traffic in traffics]
+        own_key = (use.traffic, use.grid, use.positions)
+        key = next((shared for shared in keys if shared in by_key), own_key)
+        group = use.group(domain)
         before = by_key.get(
             key,
             Communicator(
@@ -152,14 +151,19 @@ def communicators(workload: Workload, cluster: Cluster) -> list[Communicator]:
         by_key[key] = Communicator(
             group,
             collects=before.collects or use.peers == 0,
-            peers=max(before.peers, min(use.peers, ranks - 1)),
+            peers=max(before.peers, min(use.peers, group.ranks - 1)),
         )
     return list(by_key.values())
 
 
 def near(grid: Grid, domain: int) -> int:
-    """Returns the ranks of a group that are in the NVLink domain of the first one."""
-    return prod(min(count, (domain - 1) // distance + 1) for distance, count in grid)
+    """Returns the ranks of a group that are in the NVLink domain of the first one, of `domain`
+    ranks."""
+    if not grid:
+        return 1
+    distance, count = grid[-1]
+    nearest = range(0, domain, distance)[:count]
+    return sum(near(grid[:-1], domain - start) for start in nearest)
 
 
 class Use(NamedTuple):
@@ -168,6 +172,15 @@ class Use(NamedTuple):
     traffic: Traffic
     grid: Grid
     peers: int = 0
+    #: Which ranks of the grid, in ascending order, are its members; None: all.
+    positions: range | None = None
+
+    def group(self, domain: int) -> Group:
+        """Returns the group of the first rank, in NVLink domains of `domain` ranks."""
+        positions = self.positions or range(prod(count for _, count in self.grid))
+        # Ranks ascend, so those in the first domain come first.
+        inside = range(0, min(positions.stop, near(self.grid, domain)), positions.step)
+        return Group(len(positions), len(inside))
 
 
 class _Groups:
@@ -216,7 +229,11 @@ class _Groups:
             moe.capacity_factor is not UNSET
             or (moe.balance_loss > 0.0 and moe.balance_over != "batch")
         )
-        if parallel.cp_method == "allgather" or over_sequences:
+        # Ulysses gathers the numbers of all tokens, by which dropout draws.
+        gathers = parallel.cp_method == "allgather" or (
+            parallel.cp_method == "ulysses" and self.model.dropout > 0.0
+        )
+        if gathers or over_sequences:
             yield Use("awaited", context)
         if parallel.cp_method != "allgather":
             # A ring sends to one neighbour and receives from the other.
@@ -241,9 +258,14 @@ class _Groups:
     def _shards(self, replicated: Grid, size: int) -> Iterator[Use]:
         """Yields the ranks that share one copy of the state, and those with equal shards."""
         ranks = prod(count for _, count in replicated)
-        if 0 < size < ranks:
+        if not 0 < size < ranks:
+            return
+        if is_run(replicated, size):
             for grid in cut(replicated, size):
                 yield Use("gradients", grid)
+        else:
+            yield Use("gradients", replicated, positions=range(size))
+            yield Use("gradients", replicated, positions=range(0, ranks, size))
 
     def _experts(self) -> Iterator[Use]:
         parallel = self.parallel
@@ -257,7 +279,9 @@ class _Groups:
             yield from (Use("awaited", grid, peers=mesh.ep) for grid in cut(experts, inside))
         else:
             yield Use("awaited", experts, peers=mesh.ep)
-        if mesh.etp < parallel.tp:
+        if parallel.sp:
+            # Tokens that arrive are counted, then gathered by all that cut the same experts.
+            yield Use("awaited", slices)
             yield Use("awaited", slices, peers=mesh.etp)
         if spread(parallel) == 1:
             return
@@ -279,9 +303,20 @@ def joined(directions: Iterable[tuple[int, int]]) -> Grid:
     return tuple(grid)
 
 
+def is_run(grid: Grid, size: int) -> bool:
+    """Whether the first `size` ranks of a grid are a grid too, and so are every `size`-th."""
+    for _, count in grid:
+        if count % size == 0:
+            return True
+        if size % count:
+            return False
+        size //= count
+    return True
+
+
 def cut(grid: Grid, size: int) -> tuple[Grid, Grid]:
-    """Cuts a group into runs of `size` neighbours. Returns a run, and the ranks with equal
-    positions in all runs."""
+    """Cuts a group into runs (`is_run`) of `size` neighbours. Returns a run, and the ranks with
+    equal positions in all runs."""
     run: list[tuple[int, int]] = []
     positions: list[tuple[int, int]] = []
     for distance, count in grid:

@@ -48,18 +48,22 @@ class ExpertMeter:
 
     def totals(self, mesh: Mesh, sp: bool, counter: CommCounter) -> Tensor | None:
         """Returns float64 [layers of this rank, experts + 5], summed over all ranks with these
-        layers; None if the step is not sampled. Collective among these ranks."""
+        layers, still without biases; None if the step is not sampled. Collective among these
+        ranks."""
         if not self.on:
             return None
         layers = sorted(self.mixtures.items())
         rows = [self._rows.get(layer, self._empty(mixture)) for layer, mixture in layers]
-        table = sum_over_ranks(rows, mesh, sp, counter)
-        for row, (_, layer_mixture) in zip(table, layers, strict=True):
-            if (bias := layer_mixture.router.bias) is not None:
+        return sum_over_ranks(rows, mesh, sp, counter)
+
+    def add_biases(self, table: Tensor) -> None:
+        """Writes the range of each router's biases into a table of `totals`. Call it after the
+        update, which moves the biases. Sends nothing: all ranks hold the same."""
+        for row, (_, mixture) in zip(table, sorted(self.mixtures.items()), strict=True):
+            if (bias := mixture.router.bias) is not None:
                 statistics = row[-STATISTICS:]
                 statistics[LOWEST] = bias.min()
                 statistics[HIGHEST] = bias.max()
-        return table
 
     def loads(self, table: list[list[float]]) -> dict[str, ExpertLoad]:
         """Returns the loads in a table of `totals`, by the number of the layer in the model."""
