@@ -5,11 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.comm.control import FAN_OUT, WORLD, ControlPath, first_problem, levels_of
+from trainer.comm.control import (
+    FAN_OUT,
+    WORLD,
+    ControlPath,
+    first_problem,
+    levels_of,
+    run_all,
+)
 from trainer.verify.ranks import run_ranks
 
 
@@ -89,3 +97,31 @@ def test_messages_over_a_tree(tmp_path, world, node, fan_out):
         assert tree["gather"] == (texts if rank == 0 else []) and tree["all"] == texts
         assert tree["from"] == [f"{src}!" for src in range(world)] and tree["none"] == ""
         assert tree["judged"] == ("rank 2: bad" if world > 2 else "")
+
+
+@pytest.mark.process
+def test_a_group_closes_although_one_of_its_operations_failed(tmp_path, monkeypatch):
+    """Rank 1 leaves. Rank 0 cannot send to it, while a long message from rank 2 arrives: it is
+    received whole, and both leave, too."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")  # as `connect` does
+
+    def work(rank):
+        store = dist.FileStore(f"{tmp_path}/store")
+        group = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=30))
+        group.allreduce([torch.zeros(1)]).wait()
+        message = torch.full((1 << 23,), float(rank))
+        error = ""
+        try:
+            if rank == 0:
+                run_all([lambda: group.send([message], 1, 0), lambda: group.recv([message], 2, 0)])
+            elif rank == 2:
+                run_all([lambda: group.send([message], 0, 0)])
+        except RuntimeError as caught:
+            error = str(caught)
+        del group  # waits for its threads
+        return {"error": error, "message": message.unique().tolist()}
+
+    zeroth, first, second = run_ranks(work, 3)
+    assert zeroth["error"] and zeroth["message"] == [2.0]
+    assert first == {"error": "", "message": [1.0]}
+    assert second == {"error": "", "message": [2.0]}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, cast
 
 import msgspec
@@ -159,11 +160,15 @@ class ControlPath:
                 group.send([_tensor(packed)], 0, 0).wait()
                 return []
             arrived = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
-            works = [group.recv([arrived[index]], index, 0) for index in range(1, level.size)]
-            for index, work in enumerate(works, 1):
-                work.wait()
+            run_all(
+                [
+                    partial(group.recv, [arrived[index]], index, 0)
+                    for index in range(1, level.size)
+                ]
+            )
+            for message in arrived[1:]:
                 messages += msgspec.msgpack.decode(
-                    arrived[index].numpy().tobytes(),
+                    message.numpy().tobytes(),
                     type=list[bytes],
                 )
         return messages
@@ -239,6 +244,33 @@ class ControlPath:
         for _, group in reversed(below):
             group.broadcast([values], dist.BroadcastOptions()).wait()
         return values
+
+
+def run_all(operations: Sequence[Callable[[], dist.Work]]) -> None:
+    """Starts operations of a gloo group and waits for each, even if one fails; then raises the
+    first error.
+
+    A message for an operation that nobody holds any more stays unread in its socket. A group that
+    is dropped then, with lazy connections, never stops reading (`Loop::run` and `Pair::read` of
+    gloo, April 2026), and its rank hangs.
+    """
+    failed: Exception | None = None
+    works = list[dist.Work]()
+    for start in operations:
+        try:
+            works.append(start())
+        except Exception as error:
+            failed = failed or error
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:
+            failed = failed or error
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed  # its traceback holds this frame: the cycle would keep the group open
 
 
 def first_problem(problems: list[bytes]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.comm.control import Group
+from trainer.comm.control import Group, run_all
 
 #: Bytes of one message.
 CHUNK = 256 << 20
@@ -76,16 +77,20 @@ class Receiving:
 
 def run(transfers: list[Sending | Receiving], group: Group | None = None) -> list[str]:
     """Runs all transfers at once, chunk by chunk, over `group` (default: torch's), and returns the
-    problems. Peers must list shared transfers in the same order."""
+    problems. Peers must list shared transfers in the same order. Raises the first error of a
+    connection once all transfers of the chunk have ended."""
     group = group or dist.group.WORLD
     offset = 0
     longest = max((current.data.numel() for current in transfers), default=0)
     while offset < longest:
         assert group is not None
-        for work in [
-            current.start(offset, group) for current in transfers if offset < current.data.numel()
-        ]:
-            work.wait()
+        run_all(
+            [
+                partial(current.start, offset, group)
+                for current in transfers
+                if offset < current.data.numel()
+            ]
+        )
         offset += CHUNK
     for current in transfers:
         if isinstance(current, Receiving):
