@@ -50,9 +50,7 @@ SAMPLES_AND_PIECES = ((2, 1), (2, 2), (2, 6), (6, 2))
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("samples", "pieces"), SAMPLES_AND_PIECES)
-def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(
-    sp, keep, samples, pieces
-):
+def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(sp, keep, samples, pieces):
     def work(rank):
         group = dist.group.WORLD
         counter = CommCounter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -113,9 +114,11 @@ def test_a_group_closes_although_one_of_its_operations_failed(tmp_path, monkeypa
         error = ""
         try:
             if rank == 0:
-                run_all([lambda: group.send([message], 1, 0), lambda: group.recv([message], 2, 0)])
+                run_all(
+                    [partial(group.send, [message], 1, 0), partial(group.recv, [message], 2, 0)]
+                )
             elif rank == 2:
-                run_all([lambda: group.send([message], 0, 0)])
+                run_all([partial(group.send, [message], 0, 0)])
         except RuntimeError as caught:
             error = str(caught)
         del group  # waits for its threads

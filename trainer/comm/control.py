@@ -161,10 +161,7 @@ class ControlPath:
                 return []
             arrived = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
             run_all(
-                [
-                    partial(group.recv, [arrived[index]], index, 0)
-                    for index in range(1, level.size)
-                ]
+                [partial(group.recv, [arrived[index]], index, 0) for index in range(1, level.size)]
             )
             for message in arrived[1:]:
                 messages += msgspec.msgpack.decode(
