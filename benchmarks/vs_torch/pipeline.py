@@ -6,7 +6,6 @@ torch's schedules leave norm and optimizer to the user, so both sides stop at th
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import torch
@@ -52,11 +51,13 @@ def build(rank: int, plan: Plan) -> tuple[Step, Step]:
     par = plan.parallel
     mesh = Mesh.from_plan(plan, rank)
     batches = Batches(plan, rank)
-    part = build_part(plan, mesh, CommCounter(), indices=stage_indices(plan, rank))
+    indices = stage_indices(plan, rank)
+    part = build_part(plan, mesh, CommCounter(), indices=indices)
+    same_part = build_part(plan, mesh, CommCounter(), indices=indices)
     schedule = schedule_of(par)
     theirs = {
-        stage: OneTensorIn(copy.deepcopy(part.stages[index]), batches)
-        for index, stage in enumerate(schedule.stages_of(rank))
+        stage: OneTensorIn(same_stage, batches)
+        for same_stage, stage in zip(same_part.stages, schedule.stages_of(rank), strict=True)
     }
     runtime = Pipeline.from_plan(
         plan, part.stages, part.loss, mesh, CommCounter(), dtype=torch.float32
