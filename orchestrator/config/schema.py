@@ -97,6 +97,7 @@ Count = Annotated[int, Meta(ge=1, le=_MANY)]
 Natural = Annotated[int, Meta(ge=0, le=_MANY)]
 Degree = Annotated[int, Meta(ge=1, le=2**20)]
 Positive = Annotated[float, Meta(gt=0)]
+Quantity = Annotated[float, Meta(ge=1e-6, le=1e9)]  # In GiB, MiB, GB/s, Gbit/s or TFLOP/s.
 NonNegative = Annotated[float, Meta(ge=0)]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
@@ -106,13 +107,10 @@ Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 class GpuSpec(Frozen):
     name: Name  # The GPU's model, as its maker spells it.
-    memory_gib: Positive  # Memory of one GPU.
+    memory_gib: Quantity  # Memory of one GPU.
     #: Dense TFLOP/s by precision. The GPU cannot compute in a precision that is left out.
-    peak_tflops: dict[
-        Literal["fp64", "fp32", "bf16", "fp16", "fp8"],
-        Positive,
-    ]
-    hbm_gb_per_s: Positive  # Rate of its memory, reads and writes together.
+    peak_tflops: dict[Literal["fp64", "fp32", "bf16", "fp16", "fp8"], Quantity]
+    hbm_gb_per_s: Quantity  # Rate of its memory, reads and writes together.
     source: Source  # Where the numbers come from.
 
 
@@ -120,7 +118,7 @@ class NvlinkSpec(Frozen):
     """The fast domain. One direction of one GPU."""
 
     domain_nodes: Degree  # Nodes that share one domain; more than 1 for rack-scale systems.
-    gb_per_s: Positive  # To all other GPUs of the domain together.
+    gb_per_s: Quantity  # To all other GPUs of the domain together.
     latency_us: NonNegative  # Of one message inside the domain.
     source: Source  # Where the numbers come from.
     #: False: without NVSwitch, each pair of a node's GPUs has an equal part of their links.
@@ -130,7 +128,7 @@ class NvlinkSpec(Frozen):
 class NicSpec(Frozen):
     per_node: Degree  # Network cards of a node.
     rails: Degree  # NIC i of every node is on rail i % rails.
-    gbit_per_s: Positive  # Of one NIC, in one direction.
+    gbit_per_s: Quantity  # Of one NIC, in one direction.
     latency_us: NonNegative  # Of one message between two nodes, at least.
     source: Source  # Where the numbers come from.
 
@@ -142,7 +140,7 @@ class LevelSpec(Frozen):
     #: A list describes unequal switches: one entry per switch, in node order.
     nodes_per_switch: Degree | list[Degree]
     #: Of the path of one NIC between two nodes that meet on this level, before oversubscription.
-    gbit_per_s: Positive
+    gbit_per_s: Quantity
     latency_us: NonNegative  # Of one message between nodes that meet on this level.
     source: Source  # Where the numbers come from.
     #: Of the links from this level's switches upwards; 1 means none.
@@ -152,11 +150,11 @@ class LevelSpec(Frozen):
 class HostSpec(Frozen):
     """A node beside its GPUs, for train.offload."""
 
-    memory_gib: Positive  # Memory of a node that offloaded state may use.
-    memory_gb_per_s: Positive  # Rate of the node's memory, for all its GPUs together.
-    link_gb_per_s: Positive  # Between one GPU and the host's memory, in one direction.
-    disk_gib: Positive  # Space on a node's disk for offloaded state.
-    disk_gb_per_s: Positive  # Reads and writes together.
+    memory_gib: Quantity  # Memory of a node that offloaded state may use.
+    memory_gb_per_s: Quantity  # Rate of the node's memory, for all its GPUs together.
+    link_gb_per_s: Quantity  # Between one GPU and the host's memory, in one direction.
+    disk_gib: Quantity  # Space on a node's disk for offloaded state.
+    disk_gb_per_s: Quantity  # Reads and writes together.
     source: Source  # Where the numbers come from.
 
 
@@ -289,7 +287,7 @@ class ParallelSpec(Frozen):
     #: Whether tensor-parallel and expert-parallel groups may leave their NVLink domain.
     allow_tp_across_nvlink: bool = False
     #: Size of a gradient bucket, in MiB of `train.grad_dtype`. None: chosen for the layout.
-    bucket_mib: Positive | None = None
+    bucket_mib: Quantity | None = None
 
 
 # ------------------------------------------------------------------------------------------- job
@@ -353,7 +351,7 @@ class TrainSpec(Frozen):
     #: `budget`: each layer recomputes as little as fits. None: nothing, or what a search finds.
     recompute: Recompute | Literal["budget"] | None = None
     #: Memory for the activations of a rank. None: what the GPU's memory leaves.
-    recompute_budget_gib: Positive | None = None
+    recompute_budget_gib: Quantity | None = None
     #: Whether each tensor-parallel rank keeps only a share of the input of a recomputed layer
     #: (ZeRO-R's Pa).
     partition_activations: bool = False
@@ -370,7 +368,7 @@ class TrainSpec(Frozen):
     #: With offload=disk: a folder on a disk of each node. None: a folder in the run folder.
     offload_dir: Path | None = None
     #: With offload=disk: host memory per rank through which the state passes.
-    offload_buffer_mib: Positive = 256.0
+    offload_buffer_mib: Quantity = 256.0
     batch_ramp: BatchRampSpec | None = None  # A batch that grows at the start. None: always full.
     #: The largest norm of the gradient. 0: gradients are not clipped.
     clip_grad_norm: NonNegative = 1.0

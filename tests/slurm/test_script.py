@@ -310,3 +310,18 @@ def test_an_agent_that_takes_over_needs_no_line_of_the_site(bed, line):
     done = bed.start({**line, "sizes": (8, 4)}, "finish", str(int(Exit.RESTART)))
     assert "requeue 7" in (bed.home / "said").read_text(), done.stderr
     assert not (bed.run / "slurm" / "over").exists()
+
+
+def test_an_elastic_job_asks_for_its_first_number_of_nodes_again(bed):
+    """Slurm may start a later attempt on fewer nodes; the next one is to have all of them."""
+    (bed.home / "jobs").write_text("7 RUNNING\n")
+    bed.tool("sleep", "#!/bin/bash\nkill -KILL $PPID\n")  # as a requeue does
+    bed.tool("python", f'{PYTHON}[ "$5" != outcome ] || exit {int(Exit.RESTART)}\n')
+    for restarts, nodes in enumerate(("2", "1")):
+        bed.start(
+            {"sizes": (2, 1)},
+            SLURM_RESTART_COUNT=str(restarts),
+            SLURM_JOB_NUM_NODES=nodes,
+        )
+    requests = [line for line in (bed.home / "said").read_text().splitlines() if "Nodes" in line]
+    assert requests == ["update JobId=7 NumNodes=2"] * 2

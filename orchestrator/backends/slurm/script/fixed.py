@@ -57,9 +57,9 @@ PROBE_LIMIT = ("timeout", "--kill-after=30", "300")
 #: restarts. A lost or unhealthy node (74, 76) requeues the job too, at most `max_node_faults`
 #: times, since Slurm can replace the node. Requeue, excluded nodes and node count go to one
 #: scontrol: the requeue ends the script, and a job that had lost nodes would ask only for those it
-#: kept. The file `over` marks a job that is not requeued, for `orch status` while Slurm does not
-#: answer. Where Slurm itself ends the attempt (`defer_to_slurm`), Slurm decides whether another
-#: follows.
+#: kept. Its node count is that of the job's first attempt (`KEEP_NODE_COUNT`). The file `over`
+#: marks a job that is not requeued, for `orch status` while Slurm does not answer. Where Slurm
+#: itself ends the attempt (`defer_to_slurm`), Slurm decides whether another follows.
 #:
 #: Slurm 24.05 and later requeue a job that was preempted with a GraceTime when it ends, however it
 #: ends, and in a later attempt too if the script has requeued it since. `forbid_requeue` prevents
@@ -105,10 +105,11 @@ forbid_requeue() {{
 }} >/dev/null 2>&1
 defer_to_slurm() {{ log_line "exit code $1, ended by Slurm$2"; exit "$1"; }}
 requeue_job() {{
+  nodes=$(cat "$run/slurm/nodes" 2>/dev/null || echo "$node_count")
   {{
     echo "requeue $job"
     [ -z "$excluding" ] || echo "update JobId=$job ExcNodeList=$excluding"
-    [ -z "$node_count" ] || echo "update JobId=$job NumNodes=$node_count"
+    [ -z "$nodes" ] || echo "update JobId=$job NumNodes=$nodes"
   }} | scontrol --quiet >/dev/null
 }}
 
@@ -225,6 +226,10 @@ if [ -n "$unfit_here" ]; then
   echo "$excluded${{excluded:+,}}$unfit_nodes" > "$run/slurm/exclude"
   finish {int(Exit.NODE)}
 fi""".splitlines()
+
+
+#: Slurm may start a later attempt on fewer nodes.
+KEEP_NODE_COUNT = '[ "$restarts" != 0 ] || echo "$node_count" > "$run/slurm/nodes"'
 
 
 #: Lets job/takeover.py call `finish` from another node once this script's node is lost.

@@ -24,6 +24,7 @@ from orchestrator.planner.placement.rank_assignment import used_node_count
 from .fixed import (
     CHECK_PROBE,
     END_STUCK_STEP,
+    KEEP_NODE_COUNT,
     LIFECYCLE,
     MARK,
     MODULES,
@@ -148,10 +149,12 @@ def _head(job: JobScript) -> list[str]:
 
 def _body(job: JobScript) -> list[str]:
     takeover_entry: list[str] = []
-    keep_script: list[str] = []
+    kept: list[str] = []
+    if _keeps_nodes(job):
+        kept.append(KEEP_NODE_COUNT)
     if job.sizes:
         takeover_entry = TAKEOVER_ENTRY
-        keep_script = ['cp -- "$0" "$run/slurm/script"']
+        kept.append('cp -- "$0" "$run/slurm/script"')
     return [
         "umask 077",
         *_search_paths(job),
@@ -163,7 +166,7 @@ def _body(job: JobScript) -> list[str]:
         *_site_setup(job.options),
         "",
         *OWN_RUN_FOLDER,
-        *keep_script,
+        *kept,
         "# Every node reports its name and address; then the ranks are assigned to these nodes.",
         *_assign_nodes(job),
         "",
@@ -175,8 +178,7 @@ def _body(job: JobScript) -> list[str]:
 def _settings(job: JobScript) -> list[str]:
     """The variables that the fixed parts of the script read."""
     options = job.options
-    keeps_nodes = bool(job.sizes) or options.no_kill
-    node_count = "$SLURM_JOB_NUM_NODES" if keeps_nodes else ""
+    node_count = "$SLURM_JOB_NUM_NODES" if _keeps_nodes(job) else ""
     excluded = [name for hosts in options.without for name in expand(hosts)]
     max_requeues = options.max_requeues if options.requeue else 0
     max_node_faults = options.max_node_faults if options.requeue else 0
@@ -187,6 +189,11 @@ def _settings(job: JobScript) -> list[str]:
         assignment("max_requeues", str(max_requeues)),
         assignment("max_node_faults", str(max_node_faults)),
     ]
+
+
+def _keeps_nodes(job: JobScript) -> bool:
+    """Whether the job outlives the loss of a node."""
+    return bool(job.sizes) or job.options.no_kill
 
 
 def _site_setup(options: SlurmOptions) -> list[str]:
