@@ -419,7 +419,7 @@ def _free_ports(nodes: int) -> conf.Ports:
     with ExitStack() as stack:
         free_ports: list[int] = []
         while len(free_ports) < nodes + 2:
-            # not `random`: Hypothesis gives all test workers the same state of it
+            # not `random`: Hypothesis may give all test workers the same state of it
             port = 10000 + secrets.randbelow(20000)
             probe = stack.enter_context(socket.socket())
             try:
