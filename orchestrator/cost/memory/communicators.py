@@ -76,7 +76,7 @@ class Communicator(NamedTuple):
 #: in which they lie, ascending.
 Grid = tuple[tuple[int, int], ...]
 #: As in `trainer/comm/mesh.py`: groups with equal ranks share a communicator if they carry the
-#: same. What communicates at the end of a step shares any, and comes last.
+#: same. What communicates at the end of a step shares any, in this order, and comes last.
 Traffic = Literal["transfers", "awaited", "gradients", "end"]
 SHARED_AT_THE_END: tuple[Traffic, ...] = ("gradients", "awaited", "end")
 
@@ -137,8 +137,7 @@ def communicators(workload: Workload, cluster: Cluster) -> list[Communicator]:
             continue
         traffics = SHARED_AT_THE_END if use.traffic == "end" else (use.traffic,)
         keys = [(traffic, use.grid, use.positions) for traffic in traffics]
-        own_key = (use.traffic, use.grid, use.positions)
-        key = next((shared for shared in keys if shared in by_key), own_key)
+        key = next((shared for shared in keys if shared in by_key), keys[-1])
         group = use.group(domain)
         before = by_key.get(
             key,
@@ -154,6 +153,11 @@ def communicators(workload: Workload, cluster: Cluster) -> list[Communicator]:
             peers=max(before.peers, min(use.peers, group.ranks - 1)),
         )
     return list(by_key.values())
+
+
+def size_of(grid: Grid) -> int:
+    """Returns the ranks of a group."""
+    return prod(count for _, count in grid)
 
 
 def near(grid: Grid, domain: int) -> int:
@@ -177,7 +181,7 @@ class Use(NamedTuple):
 
     def group(self, domain: int) -> Group:
         """Returns the group of the first rank, in NVLink domains of `domain` ranks."""
-        positions = self.positions or range(prod(count for _, count in self.grid))
+        positions = self.positions or range(size_of(self.grid))
         # Ranks ascend, so those in the first domain come first.
         inside = range(0, min(positions.stop, near(self.grid, domain)), positions.step)
         return Group(len(positions), len(inside))
@@ -257,7 +261,7 @@ class _Groups:
 
     def _shards(self, replicated: Grid, size: int) -> Iterator[Use]:
         """Yields the ranks that share one copy of the state, and those with equal shards."""
-        ranks = prod(count for _, count in replicated)
+        ranks = size_of(replicated)
         if not 0 < size < ranks:
             return
         if is_run(replicated, size):

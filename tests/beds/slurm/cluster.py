@@ -167,7 +167,7 @@ class Cluster(base.Bed):
         """A node's daemon once more, as `start_node` says."""
         self._end(f"slurmd-{name}", signal.SIGTERM)
         self.start_node(name, blind_to, hangs)
-        self.wait(lambda: self.idle() == self.shape.nodes, 40, "idle nodes", "slurmctld")
+        self.wait(self._all_idle, 40, "idle nodes", "slurmctld")
         self.run("srun", f"--nodelist={name}", "--chdir=/", "true")  # the scheduler knows it too
 
     def kill_node(self, name: str) -> None:
@@ -208,7 +208,7 @@ class Cluster(base.Bed):
                 "State=RESUME",
                 check=False,
             )
-        self.wait(lambda: self.idle() == self.shape.nodes, 40, "empty cluster", "slurmctld")
+        self.wait(self._all_idle, 40, "empty cluster", "slurmctld")
 
     # ------------------------------------------------------------------------------------------
     #     questions

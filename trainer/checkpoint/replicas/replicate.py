@@ -14,8 +14,9 @@ that the update changes, or, if the next replica is due after that step, until t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from trainer.checkpoint.format import (
 )
 from trainer.checkpoint.save import Contents, RankOutcome, Target, gather, manifest_of, write
 from trainer.comm.connect import connect_thread
-from trainer.comm.control import ControlPath, Group, first_problem
+from trainer.comm.control import ControlPath, Group, first_problem, run_all
 from trainer.errors import TrainerError
 from trainer.worker.reporter import Reporter
 
@@ -88,16 +89,15 @@ class InMemoryReplicas:
         )
         self._control.judge(b"", first_problem)
         own_rank = self.target.rank
-        works = list[Work]()
+        operations = list[Callable[[], Work]]()
         messages = {rank: torch.zeros(1) for rank in self.peer_of}
         for rank, peer in self.peer_of.items():
             assert self._group is not None
             if rank == own_rank:
-                works.append(self._group.send([messages[rank]], peer, 0))
+                operations.append(partial(self._group.send, [messages[rank]], peer, 0))
             elif peer == own_rank:
-                works.append(self._group.recv([messages[rank]], rank, 0))
-        for work in works:
-            work.wait()
+                operations.append(partial(self._group.recv, [messages[rank]], rank, 0))
+        run_all(operations)
 
     def start(
         self,
