@@ -22,7 +22,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.offload import offload_of
-from orchestrator.plan.schedules import schedule_of
+from orchestrator.plan.schedules import peak_inputs, schedule_of
 
 from .checkpoint.format import StatePiece
 from .comm.collectives import CommCounter, all_reduce
@@ -42,6 +42,7 @@ from .parallel.context.apply import shard_batch
 from .parallel.data.buckets import GradBuckets
 from .parallel.data.zero2 import ShardedGradBuckets
 from .parallel.params import STALE, classes_of
+from .parallel.reserved_inputs import ReservedInputs
 from .pipeline.runtime import Pipeline, stage_indices
 from .precision import Recipe
 
@@ -81,7 +82,9 @@ class Engine:
         folder = self._offload_folder(scratch)
         self.host = self._host_memory(folder)
         self.store = self._activation_store(folder)
+        self.reserved = self._reserved_inputs()
         self.part = self._build_part(stage_numbers)
+        self._reserve(stage_numbers)
         rules = rules_of(plan.job.optim, plan.job.train.seed)
         self._mark_parameters(rules)
         self.buckets = self._fully_sharded() if self._shards_weights else self._flat_buckets()
@@ -139,6 +142,23 @@ class Engine:
         on_disk = self.offload.activations == "disk"
         return ActivationStore(self.host, folder if on_disk else None)
 
+    def _reserved_inputs(self) -> ReservedInputs | None:
+        if self.plan.job.train.contiguous_activations is not True:
+            return None
+        return ReservedInputs.of_plan(self.plan, self.recipe.param, self.device)
+
+    def _reserve(self, stage_numbers: list[int]) -> None:
+        """Reserves the buffer of all inputs that the schedule keeps at once."""
+        if self.reserved is None:
+            return
+        inputs_of_stage = dict(zip(stage_numbers, self.part.kept_inputs, strict=True))
+        slots = peak_inputs(
+            schedule_of(self.plan.parallel),
+            self.mesh.coord.pp,
+            inputs_of_stage,
+        )
+        self.reserved.reserve(slots)
+
     def _build_part(self, stage_numbers: list[int]) -> apply.ModelPart:
         """Builds this rank's stages, in the master dtype if the shards of ZeRO-3 are the master
         weights."""
@@ -155,7 +175,7 @@ class Engine:
             dtype,
             indices=stage_numbers,
             allocate=allocate,
-            store=self.store,
+            store=self.store or self.reserved,
         )
 
     def _mark_parameters(self, rules: Rules) -> None:

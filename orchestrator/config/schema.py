@@ -352,9 +352,10 @@ class TrainSpec(Frozen):
     recompute: Recompute | Literal["budget"] | None = None
     #: Memory for the activations of a rank. None: what the GPU's memory leaves.
     recompute_budget_gib: Quantity | None = None
-    #: Whether each tensor-parallel rank keeps only a share of the input of a recomputed layer
-    #: (ZeRO-R's Pa).
+    #: Whether tensor-parallel ranks keep shares of the inputs of recomputed layers (ZeRO-R's Pa).
     partition_activations: bool = False
+    #: Whether those inputs are copied into one buffer, reserved at the start (ZeRO-R's MD).
+    contiguous_activations: bool = False
     #: Whether recompute=selective also recomputes latent attention's queries, keys and values.
     recompute_latents: bool = False
     #: Where master weights and moments are kept: on the device (none), or elsewhere.

@@ -255,6 +255,8 @@ class Train(Frozen):
     skip_non_finite_steps: int = 0
     #: true: each tensor-parallel rank keeps only its share of recomputed inputs
     partition_activations: bool | UnsetType = UNSET
+    #: true: recomputed inputs are copied into one buffer that each rank reserves at the start
+    contiguous_activations: bool | UnsetType = UNSET
     #: true: selective layers recompute queries, keys and values from latents
     recompute_latents: bool | UnsetType = UNSET
     offload: Offload | UnsetType = UNSET

@@ -15,6 +15,9 @@ STATE_KINDS = 3  # master weights and AdamW's two moments
 SLOTS = 4  # chunks of state in memory: two are read, one is computed, one is written
 GRADIENTS = 2  # chunks of gradients in memory: one is copied, one is read by the update
 ROOMS = 4  # activations in memory on their way to a disk and back
+SLOT_ALIGN = (
+    256  # bytes; inputs in a reserved buffer begin on multiples of it, as an allocator's do
+)
 
 
 class Offload(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -51,3 +54,8 @@ def buffer_size(buffer_bytes: int, kinds: int, itemsize: int) -> int:
     """Bytes of `buffer_bytes` that the chunks occupy."""
     chunk = chunk_elements(buffer_bytes, kinds, itemsize) * itemsize
     return (SLOTS + GRADIENTS) * BLOCK + (SLOTS * kinds + GRADIENTS) * chunk
+
+
+def slot_bytes(size: int) -> int:
+    """Bytes of a reserved buffer for one input of `size` bytes."""
+    return -(-size // SLOT_ALIGN) * SLOT_ALIGN

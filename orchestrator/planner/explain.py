@@ -228,6 +228,7 @@ WORDS = {
     "experts": "permuting tokens for experts",
     "recompute": "recomputation",
     "activations": "inputs of layers to the host and back",
+    "checkpoints": "inputs of layers into their reserved buffer",
     "head": "output projection and loss",
     "host": "GPU waits for the CPU's launches",
     "optimizer": "optimizer",

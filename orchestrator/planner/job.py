@@ -85,12 +85,14 @@ def make_train(config: Config) -> doc.Train:
             " train.compile=false",
             Exit.CONFIG,
         )
+    _check_contiguous(config)
     derived = {
         "recompute",
         "recompute_layers",
         "batch_ramp",
         "compile",
         "partition_activations",
+        "contiguous_activations",
         "offload",
         "recompute_latents",
         "deterministic",
@@ -110,10 +112,28 @@ def make_train(config: Config) -> doc.Train:
         batch_ramp=ramp,
         compile=compiled,
         partition_activations=train.partition_activations or UNSET,
+        contiguous_activations=train.contiguous_activations or UNSET,
         recompute_latents=train.recompute_latents or UNSET,
         deterministic=train.deterministic or UNSET,
         offload=make_offload(config),
     )
+
+
+def _check_contiguous(config: Config) -> None:
+    """Raises OrchError (65) for a buffer of inputs that no layer needs, or that are elsewhere."""
+    train = config.train
+    if not train.contiguous_activations:
+        return
+    searched = train.recompute is None and config.parallel.auto
+    key = "train.contiguous_activations=true reserves a buffer for inputs of recomputed layers"
+    if train.recompute in (None, "none") and not searched:
+        raise OrchError(f"{key}: train.recompute=selective, full or budget", Exit.CONFIG)
+    if train.offload_activations != "none":
+        raise OrchError(
+            f"{key}, which train.offload_activations={train.offload_activations} keeps elsewhere:"
+            " train.offload_activations=none",
+            Exit.CONFIG,
+        )
 
 
 def make_offload(config: Config) -> doc.Offload | UnsetType:

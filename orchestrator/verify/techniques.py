@@ -63,6 +63,8 @@ _DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
 _INPUTS = {"offload_activations": "host"}
 #: Inputs of recomputed layers that tensor-parallel ranks share.
 _SHARED_INPUTS = {"partition_activations": True}
+#: Inputs of recomputed layers in a buffer that was reserved at the start.
+_RESERVED_INPUTS = {"contiguous_activations": True}
 _SHARED_LAYOUT = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
 
 
@@ -258,6 +260,27 @@ AXES: dict[str, tuple[Technique, ...]] = {
             train=_SHARED_INPUTS | _INPUTS,
         ),
         _offloaded_inputs("selective", "disk", "pp2 zb_h1 ", **_DISK),
+        *(
+            Technique(
+                f"{name}{mode}, inputs in a buffer",
+                parallel,
+                mode,
+                pairs="none",
+                train=_RESERVED_INPUTS,
+            )
+            for name, parallel, mode in (
+                ("", {}, "selective"),
+                ("pp2 zb_h1 ", {"pp": 2, "schedule": "zb_h1"}, "full"),
+                ("pp2 dualpipev ", {"pp": 2, "vpp": 2, "schedule": "dualpipev"}, "selective"),
+            )
+        ),
+        Technique(
+            "tp2 pp2 full, inputs shared and in a buffer",
+            _SHARED_LAYOUT,
+            "full",
+            pairs="none",
+            train=_SHARED_INPUTS | _RESERVED_INPUTS,
+        ),
     ),
     # Compiling a block takes half a minute; tests/trainer/test_compile.py combines it with others.
     "compile": (Technique("compile", {}, compile=True, pairs="none"),),

@@ -14,6 +14,7 @@ import trainer.parallel.apply as apply
 import trainer.parallel.data.buckets as buckets
 import trainer.parallel.data.zero2 as zero2
 import trainer.parallel.recompute as recompute
+import trainer.parallel.reserved_inputs as reserved_inputs
 import trainer.verify.samples as samples
 from trainer.comm.collectives import Handle
 from trainer.data.batch import IGNORED, MicroBatch
@@ -252,6 +253,23 @@ def _(patch):
 @DATA("gradients are not clipped", clip_grad_norm=0.05)
 def _(patch):
     patch.setattr(engine, "clip_coefficient", lambda norm, limit: torch.ones_like(norm))
+
+
+@DATA(
+    "the slot of a kept input is free before its backward",
+    recompute="full",
+    contiguous_activations=True,
+)
+def _(patch):
+    original = reserved_inputs.ReservedInputs.put
+
+    def put(self, tensor):
+        slot = self._free[-1]
+        entry = original(self, tensor)
+        self._free.append(slot)
+        return entry
+
+    patch.setattr(reserved_inputs.ReservedInputs, "put", put)
 
 
 @DATA("recomputation cuts the graph: no gradient flows to the layers before", recompute="full")

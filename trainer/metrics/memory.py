@@ -336,6 +336,9 @@ class StepMemory:
 
         lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, optimizer)
         registered = dict(zip(("params", "grads", "optimizer"), lists, strict=True))
+        if engine.reserved is not None:
+            reserved = engine.reserved
+            registered["activations"] = lambda: reserved.tensors
         if engine.host is not None:
             host = engine.host  # first: a gradient shard on the host is not on the device
             registered = {"host": lambda: host.tensors, **registered}

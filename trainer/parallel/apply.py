@@ -31,7 +31,6 @@ from orchestrator.plan.ranks import embeds_at_both_ends
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
-from trainer.host.activations import ActivationStore
 from trainer.model.dropout import seed_dropout
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
@@ -45,7 +44,7 @@ from .expert.apply import apply_to_experts
 from .expert.choice_states import ChoiceStates
 from .expert.load import ExpertMeter
 from .fp8 import apply_fp8
-from .kept_inputs import KeptInputs
+from .kept_inputs import InputStore, KeptInputs
 from .params import DENSE, EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute
 from .tensor import EXPERT_COLUMN, EXPERT_ROW, shard
@@ -73,6 +72,7 @@ class ModelPart:
     state_table: ParamTable  # the registry of training state without gradient
     expert_meter: ExpertMeter
     expert_choices: ChoiceStates
+    kept_inputs: list[int]  # per stage, the inputs of a micro-batch that `store` keeps
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
         """Yields every parameter once, in order of execution."""
@@ -99,13 +99,13 @@ def build(
     *,
     indices: Sequence[int] | None = None,
     allocate: Allocate | None = None,
-    store: ActivationStore | None = None,
+    store: InputStore | None = None,
 ) -> ModelPart:
     """Builds the stages of this rank.
 
     `indices`: the stages' numbers among pp * vpp; by default those of the looped placement, in
     which rank r holds r, r + pp, ... `allocate`: allocates parameters that are not on the device.
-    `store`: holds the inputs of recomputed layers that are not on the device.
+    `store`: holds the inputs of recomputed layers, on the device or elsewhere.
 
     Raises LayoutError for a plan that this trainer does not run.
     """
@@ -148,7 +148,7 @@ class _Builder:
         device: torch.device,
         dtype: torch.dtype,
         allocate: Allocate | None,
-        store: ActivationStore | None,
+        store: InputStore | None,
     ):
         self.plan = plan
         self.mesh = mesh
@@ -164,6 +164,7 @@ class _Builder:
         self.terms = _declare_terms(plan)
         self.meter = ExpertMeter(self.terms)
         self.choices = ChoiceStates(self.terms)
+        self.kept_inputs = list[int]()
 
     def build_on_meta(self, index: int) -> Stage:
         """Builds stage `index` with the shapes of the whole model."""
@@ -232,6 +233,7 @@ class _Builder:
             hide_untraced(stage, self.plan, self.mesh)
         whole_sequences = self.mesh.group("cp") is None
         apply_recompute(stage, train, inputs, whole_sequences=whole_sequences)
+        self.kept_inputs.append(0 if inputs is None else inputs.count)
         if train.compile:
             compile_blocks(stage, self.plan, self.mesh)
 
@@ -268,6 +270,7 @@ class _Builder:
             state_table=self.state_table,
             expert_meter=self.meter,
             expert_choices=self.choices,
+            kept_inputs=self.kept_inputs,
         )
 
 
@@ -371,7 +374,7 @@ def kept_inputs(
     plan: Plan,
     mesh: Mesh,
     counter: CommCounter,
-    store: ActivationStore | None = None,
+    store: InputStore | None = None,
 ) -> KeptInputs | None:
     """Returns the hooks that keep the inputs of recomputed parts, or None if autograd keeps them
     whole on the device."""

@@ -7,13 +7,14 @@ group hold the same hidden states, so each keeps 1/tp. Each recomputed part adds
 the all-reduces of tensor parallelism: a tenth of their bytes where whole layers are recomputed, up
 to a quarter where both halves of each are (`train.recompute=selective`). Under sequence parallelism
 the ranks hold different rows, so there is nothing to share. Inputs whose size tp does not divide
-are padded with zeros. Pa+cpu keeps the inputs in host memory, `trainer.host.activations`.
+are padded with zeros. Pa+cpu keeps the inputs in host memory, `trainer.host.activations`; MD keeps
+them in a buffer that was reserved at the start, `reserved_inputs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +22,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 
 from trainer.comm.collectives import CommCounter, all_gather
-from trainer.host.activations import ActivationStore, Entry
+
+
+class InputStore(Protocol):
+    """Keeps inputs elsewhere than autograd does. What `put` returns stands for the input as long
+    as it lives."""
+
+    def put(self, tensor: Tensor) -> Any: ...
+
+    def get(self, entry: Any) -> Tensor: ...
 
 
 class Kept:
-    """A kept input of `shape`: this rank's share of it, or all."""
+    """A kept input of `shape`: this rank's share of it, or all. `held`: what the store has put
+    away, or else the tensor."""
 
     __slots__ = ("held", "shape", "shared")
 
-    def __init__(self, held: Tensor | Entry, shape: torch.Size, shared: bool):
+    def __init__(self, held: Any, shape: torch.Size, shared: bool):
         self.held = held
         self.shape = shape
         self.shared = shared
@@ -43,17 +53,19 @@ class KeptInputs:
         self,
         group: torch.distributed.ProcessGroup | None,
         counter: CommCounter,
-        store: ActivationStore | None = None,
+        store: InputStore | None = None,
     ):
         """`group`: ranks with equal inputs, which recompute in the same order; None: inputs are
-        kept whole. `store`: keeps inputs outside the device."""
+        kept whole. `store`: keeps inputs outside the device, or in a reserved buffer."""
         self.group = group
         self.counter = counter
         self.store = store
+        self.count = 0  # functions whose inputs are kept
 
     def around(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wraps a recomputed function, so that its first argument is kept by these hooks. Autograd
         keeps its other arguments unchanged."""
+        self.count += 1
 
         def run(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
             address = x.data_ptr()
@@ -82,10 +94,7 @@ class KeptInputs:
     def _unpack(self, packed: Tensor | Kept) -> Tensor:
         if not isinstance(packed, Kept):
             return packed
-        held = packed.held
-        if isinstance(held, Entry):
-            assert self.store is not None
-            held = self.store.get(held)
+        held: Tensor = packed.held if self.store is None else self.store.get(packed.held)
         if packed.shared:
             assert self.group is not None
             held = all_gather(held, self.group, "tp", self.counter)

@@ -16,14 +16,13 @@ from orchestrator.plan.document import Parallel
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import prediction_blocks
-from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import TABLE, Schedule, schedule_of
 
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
 from .kernels import Kernels, trainer_kernels
 from .layer_activations import ActivationBytes, layer_activation_bytes
 from .moments import OneStage
-from .offloaded_inputs import back_bytes
+from .offloaded_inputs import back_bytes, keeps_inputs_apart, reserved_bytes
 from .unequal_stages import unequal_peak
 
 #: Searched schedules use all the memory they may: this many times the memory of 1F1B's first rank,
@@ -36,8 +35,9 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
     """Returns the peak activation bytes of each pipeline rank, logits included."""
     parallel = workload.parallel
     stages = PipelineActivations(workload, kernels or trainer_kernels(workload.model, parallel))
+    reserved = reserved_bytes(workload)
     return [
-        stages.peak(rank, rank_indices) + back_bytes(workload, rank_indices)
+        stages.peak(rank, rank_indices) + back_bytes(workload, rank_indices) + reserved[rank]
         for rank, rank_indices in enumerate(rank_stages(parallel))
     ]
 
@@ -197,11 +197,14 @@ def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
     recomputing = max(layer.recomputing for _, layer in groups)
     ahead = ahead_bytes(workload, head) if recomputing else 0.0
     outside = stage_bytes(workload, kernels)[1] + embedding_bytes(workload, kernels)
+    (reserved,) = reserved_bytes(workload)
+    outside += back_bytes(workload, (0,)) + reserved
     return OneStage(
-        sum(n * layer.stored for n, layer in groups) + outside + back_bytes(workload, (0,)),
+        sum(n * layer.stored for n, layer in groups) + outside,
         head,
         recomputing + ahead,
         max(layer.stored + layer.recomputing for _, layer in groups) + ahead,
+        reserved,
     )
 
 
@@ -243,11 +246,11 @@ def received_input_bytes(workload: Workload, kernels: Kernels, layers: range) ->
     """Returns the bytes of a stage's received input, beyond what its first layer keeps.
 
     A stage that begins inside the model holds this input until its gradient is sent back, so
-    sharing or offloading it saves nothing.
+    sharing, offloading or copying it saves nothing.
     """
     parallel = workload.parallel
     train = workload.train
-    away = bool(offload_of(train).activations)
+    away = keeps_inputs_apart(train)
     if not layers or not (away or workload.shares_inputs):
         return 0.0
     mode = train.recompute_layers[layers[0]] if train.recompute == "budget" else train.recompute

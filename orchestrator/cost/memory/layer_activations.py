@@ -55,9 +55,9 @@ def layer_activation_bytes(
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
-    """Returns the bytes of a layer with a recomputation mode, without offloaded inputs.
+    """Returns the bytes of a layer with a recomputation mode, without inputs that are kept apart.
 
-    `back_bytes` counts those that are on the device.
+    `back_bytes` and `reserved_bytes` count those that are on the device.
     """
     model = workload.model
     train = workload.train

@@ -25,6 +25,7 @@ class OneStage(NamedTuple):
     head: float  # norm, output projection and logits
     recomputed_layer: float  # the most bytes that a layer recomputes in backward
     layer: float  # the most bytes that one layer holds in its backward
+    reserved: float = 0.0  # the part of `stored` that is a buffer for inputs, which stays
 
     @property
     def peak(self) -> float:
@@ -80,7 +81,7 @@ def peak_of_one_stage(
         (stage.stored + stage.recomputed_layer, first, late),
         # the activations of the last layer are freed
         (stage.stored + 2 * stage.recomputed_layer - stage.layer, later, late),
-        (stage.layer, later, 0.0),
+        (stage.reserved + stage.layer, later, 0.0),
     )
     held, buffers, missing = max(moments, key=lambda moment: moment[0] + moment[1] - moment[2])
     return Peak(always + buffers, stage.peak - held + missing)

@@ -1,18 +1,19 @@
-"""Inputs of recomputed layers that are offloaded from forward to backward.
-
-`train.offload_activations` asks for it.
+"""Inputs of recomputed layers that autograd does not keep: those that are offloaded from forward to
+backward (`train.offload_activations`), and those in a reserved buffer
+(`train.contiguous_activations`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from orchestrator.cost.model.layers import layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, stage_range
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.layer import layer_moe
-from orchestrator.plan.offload import BLOCK, ROOMS, offload_of
+from orchestrator.plan.offload import BLOCK, ROOMS, offload_of, slot_bytes
 from orchestrator.plan.schedules import TABLE, schedule_of
 
 from .unequal_stages import StageBytes, unequal_peak
@@ -28,13 +29,18 @@ def input_bytes(workload: Workload) -> float:
     return workload.boundary_bytes / (parallel.tp if workload.shares_inputs else 1)
 
 
+def keeps_inputs_apart(train: Train) -> bool:
+    """Reports whether the trainer, in place of autograd, keeps the inputs of recomputed layers."""
+    return bool(offload_of(train).activations) or train.contiguous_activations is True
+
+
 def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
-    """Returns the number of offloaded inputs of a layer.
+    """Returns the number of a layer's inputs that the trainer keeps in place of autograd.
 
     A recomputed layer has one, and selective recomputation one per half. Experts keep all of their
     tensors and no input.
     """
-    if not offload_of(train).activations or mode == "none":
+    if not keeps_inputs_apart(train) or mode == "none":
         return 0
     return 1 if mode == "full" or layer_moe(model, layer) is not None else 2
 
@@ -47,11 +53,11 @@ def received(parallel: Parallel, train: Train, index: int) -> bool:
 
 
 def stage_inputs(workload: Workload, index: int) -> int:
-    """Returns the offloaded inputs per micro-batch in one stage."""
+    """Returns the number of those inputs per micro-batch in one stage."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
-    if not offload_of(train).activations:
+    if not keeps_inputs_apart(train):
         return 0  # a short cut, because every stage of every costed layout comes here
     kinds = sample_layers(model)
     count = 0
@@ -75,28 +81,41 @@ def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
     return min(BACK, most_inputs) * input_bytes(workload)
 
 
-def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
-    """Returns (bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
+def reserved_bytes(workload: Workload) -> list[float]:
+    """Returns the bytes of the buffer that each pipeline rank reserves for inputs."""
+    if workload.train.contiguous_activations is not True:
+        return [0.0] * workload.parallel.pp
+    slot = slot_bytes(ceil(input_bytes(workload)))
+    return [inputs * slot for inputs in _most_inputs(workload)]
+
+
+def _most_inputs(workload: Workload) -> list[float]:
+    """Returns the number of inputs of each pipeline rank at the peak of a step."""
     parallel = workload.parallel
-    train = workload.train
-    offload_target = offload_of(train).activations
-    size = input_bytes(workload)
-    if not offload_target:
-        return [(0.0, 0.0)] * parallel.pp
     schedule = (
         schedule_of(parallel)
         if parallel.schedule == TABLE
         else (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
     )
-    bytes_by_rank = []
-    for rank, stages in enumerate(rank_stages(parallel)):
-        counts = [stage_inputs(workload, index) for index in stages]
-        peak_inputs = unequal_peak(
+    return [
+        unequal_peak(
             schedule,
             rank,
             stages,
-            [StageBytes(float(count)) for count in counts],
+            [StageBytes(float(stage_inputs(workload, index))) for index in stages],
         )
+        for rank, stages in enumerate(rank_stages(parallel))
+    ]
+
+
+def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
+    """Returns (bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
+    offload_target = offload_of(workload.train).activations
+    size = input_bytes(workload)
+    if not offload_target:
+        return [(0.0, 0.0)] * workload.parallel.pp
+    bytes_by_rank = []
+    for peak_inputs in _most_inputs(workload):
         block = -(-int(size) // BLOCK) * BLOCK
         rooms = ROOMS * (block + BLOCK) if peak_inputs else 0
         bytes_by_rank.append(

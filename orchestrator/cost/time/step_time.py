@@ -60,7 +60,8 @@ class Stage(NamedTuple):
     layers: tuple[tuple[int, str, int], ...]
     first: bool
     last: bool
-    #: Bytes per micro-batch that leave the device in forward and come back in backward.
+    #: Bytes per micro-batch of inputs that leave the device in forward and come back in backward,
+    #: or are copied into a reserved buffer.
     away: float = 0.0
 
 
@@ -134,7 +135,7 @@ class StepCost:
             {"tp": self.tensor.moe, "cp": context, "ep": experts},
         ]
         #: Seconds per micro-batch by which the copies of activations to the host and back outlast
-        #: its work.
+        #: its work, or of those into a reserved buffer.
         self.late: dict[Stage, Number] = {}
         seconds_of_stage: dict[Stage, tuple[Number, Number]] = {}
         for stage in work.stages:
@@ -165,7 +166,12 @@ class StepCost:
             forward += self.work.compute.loss[0] + self.tensor.last / 2
             backward += self.work.compute.loss[1] + self.tensor.last / 2
         offload = self.work.offload
-        if not stage.away or offload is None:
+        if not stage.away:
+            return forward, backward
+        if self.workload.train.contiguous_activations is True:  # read and written
+            self.late[stage] = 2 * stage.away * self.work.rate.byte_s
+            return forward + self.late[stage], backward
+        if offload is None:
             return forward, backward
 
         def exposed_copies(work_s: Number) -> Number:
@@ -334,6 +340,8 @@ class StepCost:
             seconds_by_term[name] = seconds_by_term.get(name, 0.0) + seconds
 
         scale = self.factor * m / copies_of(par)
+        reserves = self.workload.train.contiguous_activations is True
+        copies = "checkpoints" if reserves else "activations"
         for stage_index in rank_stages(par)[self.slowest]:
             stage = work.stages[stage_index]
             for kind, mode, count in stage.layers:
@@ -341,7 +349,7 @@ class StepCost:
                 for name, seconds in layer.terms.items():
                     add(name, count * seconds * scale)
                 add("recompute", count * layer.recompute_s(mode) * scale)
-            add("activations", self.late.get(stage, 0.0) * scale)
+            add(copies, self.late.get(stage, 0.0) * scale)
             if stage.last:
                 add("head", (work.compute.loss[0] + work.compute.loss[1]) * scale)
         for axis, seconds in self.exposed.items():

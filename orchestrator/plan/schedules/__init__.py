@@ -13,7 +13,7 @@ from .lower import Batch, Program, lower, lower_to_batches, peer_of, receive_ear
 from .of_plan import copies, copies_of, costs_of, runs_pairs, schedule_of
 from .registry import SCHEDULES, build, illegal
 from .schedule import Schedule
-from .simulate import Costs, Span, Timeline, peak_in_flight, simulate
+from .simulate import Costs, Span, Timeline, peak_in_flight, peak_inputs, simulate
 from .table import read_rows, read_table, write_table
 from .validate import problem, program_problem
 
@@ -40,6 +40,7 @@ __all__ = [
     "lower_to_batches",
     "parse_action",
     "peak_in_flight",
+    "peak_inputs",
     "peer_of",
     "problem",
     "program_problem",

@@ -206,3 +206,18 @@ def peak_in_flight(schedule: Schedule, weight_share: float = 1.0) -> tuple[float
                 held -= weight_share
         peaks.append(peak)
     return tuple(peaks)
+
+
+def peak_inputs(schedule: Schedule, rank: int, inputs_of_stage: Mapping[int, int]) -> int:
+    """The largest number of inputs that a rank holds at once, if each forward of model stage `s`
+    stores `inputs_of_stage[s]` of them and the backward of the same micro-batch frees them."""
+    held = 0
+    peak = 0
+    for action in schedule.orders[rank]:
+        count = inputs_of_stage[schedule.model_stage(action.stage)]
+        if action.kind is Kind.F:
+            held += count
+            peak = max(peak, held)
+        elif action.kind is not Kind.W:
+            held -= count
+    return peak
