@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -41,33 +41,42 @@ from .numbers import Numbers
 def run_rank(plan: Plan, rank: int) -> RankRun:
     """Runs two steps of `rank` alone in this process, and returns the second. Raises LayoutError
     for a plan that the trainer does not run."""
+    with fake_rank(plan, rank):
+        engine = fake_engine(plan, rank)
+        memory = StepMemory.of_engine(engine)
+        # The first step learns how many gradients each parameter gets, so its reductions start
+        # late.
+        run_step(engine, memory, fake_batches(plan, engine.mesh.coord))
+        return run_step(engine, memory, fake_batches(plan, engine.mesh.coord))
+
+
+@contextlib.contextmanager
+def fake_rank(plan: Plan, rank: int) -> Iterator[None]:
+    """Context manager in which this process is `rank` of a plan, alone and without values."""
+    with fake_world(rank, plan.parallel.world_size), fake_tensors(), Numbers():
+        yield
+
+
+def fake_engine(plan: Plan, rank: int) -> Engine:
+    """Returns the engine of a rank, as on the plan's device, inside `fake_rank`. Raises LayoutError
+    for a plan that the trainer does not run."""
     # Compiled blocks do not run under fake tensors. They may keep other tensors (docs/twin.md).
     train = structs.replace(plan.job.train, compile=False)
     plan = structs.replace(plan, job=structs.replace(plan.job, train=train))
     gpu = plan.cluster.device == "cuda"
-    with contextlib.ExitStack() as around:
-        around.enter_context(fake_world(rank, plan.parallel.world_size))
-        around.enter_context(fake_tensors())
-        around.enter_context(Numbers())
-        counter = CommCounter(gloo=not gpu)
-        mesh = Mesh.from_plan(plan, rank)
-        engine = Engine(
-            plan,
-            mesh,
-            torch.device("cpu"),
-            recipe(plan.job.train),
-            counter,
-        )
-        for stage in engine.part.stages:
-            choose_evenly(stage)
-            for module in stage.modules():
-                if isinstance(module, Experts):
-                    module.in_one_kernel = gpu
-        memory = StepMemory.of_engine(engine)
-        # The first step learns how many gradients each parameter gets, so its reductions start
-        # late.
-        run_step(engine, memory, fake_batches(plan, mesh.coord))
-        return run_step(engine, memory, fake_batches(plan, mesh.coord))
+    engine = Engine(
+        plan,
+        Mesh.from_plan(plan, rank),
+        torch.device("cpu"),
+        recipe(plan.job.train),
+        CommCounter(gloo=not gpu),
+    )
+    for stage in engine.part.stages:
+        choose_evenly(stage)
+        for module in stage.modules():
+            if isinstance(module, Experts):
+                module.in_one_kernel = gpu
+    return engine
 
 
 def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) -> RankRun:
