@@ -21,7 +21,7 @@ from torch import Tensor
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
 from orchestrator.plan.expert_mesh import spread
-from orchestrator.plan.offload import offload_of
+from orchestrator.plan.offload import comm_buffer_of, offload_of
 from orchestrator.plan.schedules import peak_inputs, schedule_of
 
 from .checkpoint.format import StatePiece
@@ -219,6 +219,7 @@ class Engine:
             counter=self.counter,
             classes=classes_of(spread(par)),
             host=self._state_host,
+            most_bytes=comm_buffer_of(self.plan.job.train),
         )
         buckets.gather_ahead(self.part.stages)
         return buckets

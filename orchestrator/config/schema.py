@@ -360,6 +360,7 @@ class TrainSpec(Frozen):
     recompute_latents: bool = False
     #: Where master weights and moments are kept: on the device (none), or elsewhere.
     offload: Literal["none", "host", "disk"] = "none"
+    comm_buffer_mib: Quantity | None = None  # The largest bucket (ZeRO-R's CB). None: unbounded.
     #: With offload=host: updates run beside the next step, which computes with older weights.
     offload_delayed: bool = False
     #: Where the inputs of recomputed layers are until backward; none: on the device.

@@ -22,7 +22,7 @@ PIECE = MIB  # bytes that a replica owns of a bucket at least
 BUCKETS = 8
 LEAST = 25 * MIB  # as PyTorch's (arXiv 2006.15704), however small the model
 
-Reason = Literal["least", "numbers", "pieces", "share"]
+Reason = Literal["least", "numbers", "pieces", "share", "bound"]
 
 
 class StageDegrees(Degrees, Protocol):
@@ -47,8 +47,22 @@ def unsharded_params(model: Model, degrees: StageDegrees) -> float:
     return on_stages / degrees.pp
 
 
-def bucket_size(model: Model, degrees: StageDegrees, width: int) -> BucketSize:
-    """Returns the size of the buckets of a layout. `width`: bytes of a gradient."""
+def bucket_size(
+    model: Model,
+    degrees: StageDegrees,
+    width: int,
+    most_bytes: int | None = None,
+) -> BucketSize:
+    """Returns the size of the buckets of a layout. `width`: bytes of a gradient. `most_bytes`:
+    what `train.comm_buffer_mib` bounds them to."""
+    bucket = _chosen(model, degrees, width)
+    if most_bytes is not None and most_bytes < bucket.size:
+        return BucketSize(most_bytes, "bound")
+    return bucket
+
+
+def _chosen(model: Model, degrees: StageDegrees, width: int) -> BucketSize:
+    """Returns the size of buckets that nothing bounds."""
     pieces = degrees.cp * degrees.ep * degrees.dp * PIECE
     share = unsharded_params(model, degrees) * width / BUCKETS
     bucket = BucketSize(NUMBERS * width, "numbers")

@@ -18,6 +18,7 @@ from orchestrator.cost.workload import Workload
 from orchestrator.plan.batch import suited_pieces
 from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.offload import comm_buffer_of
 
 from .dual import Number
 from .path_cache import PathCache
@@ -130,7 +131,7 @@ class CostContext:
         if self.given_buckets:
             return parallel
         width = DTYPE_BYTES[self.train.grad_dtype]
-        buckets = bucket_size(self.model, parallel, width)
+        buckets = bucket_size(self.model, parallel, width, comm_buffer_of(self.train))
         return structs.replace(parallel, bucket_bytes=buckets.size)
 
     def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:

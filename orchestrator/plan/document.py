@@ -259,6 +259,8 @@ class Train(Frozen):
     contiguous_activations: bool | UnsetType = UNSET
     #: true: selective layers recompute queries, keys and values from latents
     recompute_latents: bool | UnsetType = UNSET
+    #: bytes of the largest gradient bucket or gathered bucket of weights, whatever the model
+    comm_buffer_bytes: int | UnsetType = UNSET
     offload: Offload | UnsetType = UNSET
     #: true: GPUs use kernels and orders of sums that give the same bits in every run
     deterministic: bool | UnsetType = UNSET

@@ -38,6 +38,11 @@ def offload_of(train: Train) -> Offload:
     return train.offload or Offload()
 
 
+def comm_buffer_of(train: Train) -> int | None:
+    """The most bytes of a bucket of gradients or weights; None if nothing bounds it."""
+    return train.comm_buffer_bytes if isinstance(train.comm_buffer_bytes, int) else None
+
+
 def state_width(precision: str) -> int:
     """Bytes per element of master weights and moments."""
     return 8 if precision == "fp64" else 4

@@ -54,6 +54,7 @@ class Case(Struct, frozen=True, kw_only=True):
     seq_len: int
     matmul: Matmul = ""
     optim_state: str = ""  # the same as `Optim.state`
+    comm_buffer_bytes: int = 0  # 0: unbounded
     precision: Precision = "fp32"
     grad_dtype: Precision = "fp32"
     model: Model

@@ -11,6 +11,7 @@ from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .layer import KINDS, PRE_NORM, layer_kind
+from .offload import comm_buffer_of
 from .schedules import schedule_of
 from .supported import BALANCED, FIXED_BATCH, LAYOUT, Case, Rule, broken
 
@@ -87,6 +88,8 @@ def _matmul(case: Case) -> str | None:
     return None
 
 
+MIB = 1 << 20
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 #: Elements of a row that share one scale, for optimizer state in 8 bits.
 STATE_BLOCK = 64
 
@@ -115,6 +118,29 @@ def _optim_state(case: Case) -> str | None:
                 f"optim.state=8bit: {name}={size} must be a multiple of {degree * STATE_BLOCK}, or"
                 f" blocks of {STATE_BLOCK} are cut; optim.state=bf16 has none"
             )
+    return None
+
+
+#: Elements to which the trainer pads the shard of a bucket, and the bucket.
+SHARD_ALIGN = 16
+BUCKET_ALIGN = 64
+
+
+def _comm_buffer(case: Case) -> str | None:
+    if not case.comm_buffer_bytes:
+        return None
+    key = f"train.comm_buffer_mib={case.comm_buffer_bytes / MIB:g}"
+    replicas = case.cp * case.ep * case.dp
+    if case.zero == 3 and replicas > 1:
+        return f"{key} with zero=3, which gathers whole layers; legal: zero=0 to 2"
+    align = STATE_BLOCK if case.optim_state == "8bit" else SHARD_ALIGN
+    width = max(WIDTHS[case.precision], WIDTHS[case.grad_dtype])
+    least = math.lcm(BUCKET_ALIGN, replicas * align) * width
+    if case.comm_buffer_bytes < least:
+        return (
+            f"{key} is too small for shards of {replicas} replicas; legal: from"
+            f" {math.ceil(least / MIB * 1e4) / 1e4:g}"
+        )
     return None
 
 
@@ -217,6 +243,7 @@ TRAINER: dict[str, Rule] = MODELS | {
     "batch_ramp": _batch_ramp,
     "matmul": _matmul,
     "optim_state": _optim_state,
+    "comm_buffer": _comm_buffer,
     "grad_dtype": _grad_dtype,
     "predictions": _predictions,
 }
@@ -252,6 +279,7 @@ def case_of(plan: Plan) -> Case:
         seq_len=train.seq_len,
         matmul=plan.job.matmul,
         optim_state=plan.job.optim.state or "",
+        comm_buffer_bytes=comm_buffer_of(train) or 0,
         precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=plan.model,

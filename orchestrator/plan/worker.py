@@ -222,7 +222,9 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     comm_s: dict[str, float] = {}
     expert_bytes: dict[str, int] = {}  # of axis ep, by level: nvlink (inside a domain), network
     expert_s: dict[str, float] = {}  # exposed seconds of axis ep, by level
-    memory_bytes: dict[str, int] = {}  # params, grads, optimizer, activations, buffers, total
+    #: params, grads, optimizer, activations, buffers, total; on a GPU the allocator's reserved and
+    #: inactive_split
+    memory_bytes: dict[str, int] = {}
     mfu: float | None = None
     hfu: float | None = None
     #: by layer; only in sampled steps, and from one of the ranks with the same layers

@@ -23,7 +23,7 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
 from orchestrator.plan.supported import Case
 
-from .job import make_ramp
+from .job import comm_buffer_bytes, make_ramp
 
 MIB = 1 << 20
 
@@ -80,6 +80,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         seq_len=train.seq_len,
         matmul=train.matmul,
         optim_state=_narrow_state(config.optim),
+        comm_buffer_bytes=comm_buffer_bytes(train) or 0,
         precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=model,
@@ -108,6 +109,7 @@ def unit_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         seq_len=train.seq_len,
         matmul=train.matmul,
         optim_state=_narrow_state(config.optim),
+        comm_buffer_bytes=comm_buffer_bytes(train) or 0,
         precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=model,
@@ -208,18 +210,20 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
         stage_layers=_stage_layers(par.stage_layers, case, case.pp * case.vpp),
         accumulation=case.micro_batches,
         global_batch_tokens=case.global_batch_samples * case.seq_len,
-        bucket_bytes=_bucket_bytes(par.bucket_mib, case),
+        bucket_bytes=_bucket_bytes(par.bucket_mib, case, comm_buffer_bytes(config.train)),
         zero_group=par.zero_group,
         replica_micro_batches=case.unequal,
         tp_pieces=par.tp_pieces or UNSET,
     )
 
 
-def _bucket_bytes(given_mib: float | None, case: Case) -> int:
-    """Returns the bytes of a gradient bucket: the given ones, or what suits the layout."""
-    if given_mib is None:
-        return bucket_size(case.model, case, DTYPE_BYTES[case.grad_dtype]).size
-    return round(given_mib * MIB)
+def _bucket_bytes(bucket_mib: float | None, case: Case, most_bytes: int | None) -> int:
+    """Returns the bytes of a gradient bucket: `parallel.bucket_mib`, or what suits the layout, but
+    at most `most_bytes`."""
+    if bucket_mib is None:
+        return bucket_size(case.model, case, DTYPE_BYTES[case.grad_dtype], most_bytes).size
+    size = round(bucket_mib * MIB)
+    return size if most_bytes is None else min(size, most_bytes)
 
 
 def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:

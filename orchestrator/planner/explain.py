@@ -23,6 +23,7 @@ from orchestrator.plan.batch import divisors
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import expert_mesh, folds_cp, tensor_ranks
+from orchestrator.plan.offload import comm_buffer_of
 from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.plan.trained import refusal
 from orchestrator.planner.search.costed_layout import CostedLayout
@@ -166,7 +167,9 @@ def bucket_choice(plan: Plan) -> str:
     replicas = parallel.cp * parallel.ep * parallel.dp
     if replicas == 1 or parallel.zero == 3 or not parallel.bucket_bytes:
         return ""
-    chosen = bucket_size(plan.model, parallel, DTYPE_BYTES[plan.job.train.grad_dtype])
+    train = plan.job.train
+    width = DTYPE_BYTES[train.grad_dtype]
+    chosen = bucket_size(plan.model, parallel, width, comm_buffer_of(train))
     size = f"{parallel.bucket_bytes / MIB:.4g} MiB"
     if parallel.bucket_bytes != chosen.size:
         return f"{size}, as given (the planner's choice: {chosen.size / MIB:.4g} MiB)"
@@ -174,6 +177,7 @@ def bucket_choice(plan: Plan) -> str:
         "least": "the least, since smaller ones cost latency",
         "numbers": f"{NUMBERS // 10**6} million gradients",
         "pieces": f"{PIECE // MIB} MiB for each of {replicas} replicas",
+        "bound": "train.comm_buffer_mib; larger parameters are cut",
         "share": f"1/{BUCKETS} of the rank's gradients, so that backward hides the rest",
     }
     return f"{size}: {reasons[chosen.reason]}"

@@ -86,6 +86,7 @@ def make_train(config: Config) -> doc.Train:
             Exit.CONFIG,
         )
     _check_contiguous(config)
+    _check_comm_buffer(config)
     derived = {
         "recompute",
         "recompute_layers",
@@ -93,6 +94,7 @@ def make_train(config: Config) -> doc.Train:
         "compile",
         "partition_activations",
         "contiguous_activations",
+        "comm_buffer_bytes",
         "offload",
         "recompute_latents",
         "deterministic",
@@ -113,6 +115,7 @@ def make_train(config: Config) -> doc.Train:
         compile=compiled,
         partition_activations=train.partition_activations or UNSET,
         contiguous_activations=train.contiguous_activations or UNSET,
+        comm_buffer_bytes=comm_buffer_bytes(train) or UNSET,
         recompute_latents=train.recompute_latents or UNSET,
         deterministic=train.deterministic or UNSET,
         offload=make_offload(config),
@@ -132,6 +135,21 @@ def _check_contiguous(config: Config) -> None:
         raise OrchError(
             f"{key}, which train.offload_activations={train.offload_activations} keeps elsewhere:"
             " train.offload_activations=none",
+            Exit.CONFIG,
+        )
+
+
+def comm_buffer_bytes(train: TrainSpec) -> int | None:
+    """Returns the bound on buckets in bytes; None if there is none."""
+    return None if train.comm_buffer_mib is None else max(1, int(train.comm_buffer_mib * 2**20))
+
+
+def _check_comm_buffer(config: Config) -> None:
+    """Raises OrchError (65) for a rule of the optimizer that needs whole matrices."""
+    if config.train.comm_buffer_mib is not None and config.optim.kind == "muon":
+        raise OrchError(
+            "train.comm_buffer_mib cuts parameters, of which optim.kind=muon needs whole matrices:"
+            " optim.kind=adamw or sgd",
             Exit.CONFIG,
         )
 

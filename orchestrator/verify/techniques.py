@@ -63,6 +63,8 @@ _DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
 _INPUTS = {"offload_activations": "host"}
 #: Inputs of recomputed layers that tensor-parallel ranks share.
 _SHARED_INPUTS = {"partition_activations": True}
+#: Buckets so small that matrices are cut over several.
+_CONSTANT_BUFFERS = {"comm_buffer_mib": 0.005}
 #: Inputs of recomputed layers in a buffer that was reserved at the start.
 _RESERVED_INPUTS = {"contiguous_activations": True}
 _SHARED_LAYOUT = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
@@ -180,6 +182,22 @@ AXES: dict[str, tuple[Technique, ...]] = {
                 train=_DISK,
             )
             for zero in (1, 2, 3)
+        ),
+        *(
+            Technique(
+                f"{name}, constant buffers",
+                parallel,
+                pairs="none",
+                train=_CONSTANT_BUFFERS,
+            )
+            for name, parallel in (
+                ("dp2", {"dp": 2}),
+                ("zero1", {"zero": 1, "dp": 2}),
+                ("zero2", {"zero": 2, "dp": 2}),
+                ("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
+                ("zero1 tp2", {"zero": 1, "dp": 2, "tp": 2}),
+                ("zero2 pp2", {"zero": 2, "dp": 2, "pp": 2}),
+            )
         ),
         Technique(
             "zero2 hybrid on the host",

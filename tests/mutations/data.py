@@ -12,6 +12,7 @@ import trainer.engine as engine
 import trainer.optim.clip as clip
 import trainer.parallel.apply as apply
 import trainer.parallel.data.buckets as buckets
+import trainer.parallel.data.flat_bucket as flat_bucket
 import trainer.parallel.data.zero2 as zero2
 import trainer.parallel.recompute as recompute
 import trainer.parallel.reserved_inputs as reserved_inputs
@@ -253,6 +254,11 @@ def _(patch):
 @DATA("gradients are not clipped", clip_grad_norm=0.05)
 def _(patch):
     patch.setattr(engine, "clip_coefficient", lambda norm, limit: torch.ones_like(norm))
+
+
+@DATA("of a cut parameter only the first bucket is sent", dp=2, zero=2, comm_buffer_bytes=4096)
+def _(patch):
+    patch.setattr(flat_bucket.FlatBucket, "buckets", 1)
 
 
 @DATA(

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers", "host")
 
+#: What torch's caching allocator says of itself: segments of the device, and their free pieces
+#: beside pieces in use, which is fragmentation.
+ALLOCATOR_STATISTICS = ("reserved", "inactive_split")
+
 #: The last operator of `torch.tensor(data)`: its argument is new, and no operator has returned it.
 LIFT = torch.ops.aten.lift_fresh.default
 
@@ -336,6 +340,7 @@ class StepMemory:
 
         lists = (engine.buckets.param_tensors, engine.buckets.grad_tensors, optimizer)
         registered = dict(zip(("params", "grads", "optimizer"), lists, strict=True))
+        registered["buffers"] = engine.buckets.buffer_tensors
         if engine.reserved is not None:
             reserved = engine.reserved
             registered["activations"] = lambda: reserved.tensors
@@ -362,7 +367,8 @@ class StepMemory:
         step's peak.
 
         On CUDA the total is the allocator's peak; the part that was not tracked (rounding, library
-        workspaces) counts as buffers.
+        workspaces) counts as buffers. Its own statistics are there, too: the most bytes that it has
+        `reserved`, and the most in free pieces of segments in use, `inactive_split`.
         """
         cuda = self.device.type == "cuda"
         if cuda:
@@ -381,3 +387,8 @@ class StepMemory:
             buffers=held["buffers"] + untracked,
             total=peak.total + untracked,
         )
+        if cuda:
+            statistics = torch.cuda.memory_stats(self.device)
+            result.update(
+                {name: statistics.get(f"{name}_bytes.all.peak", 0) for name in ALLOCATOR_STATISTICS}
+            )

@@ -94,7 +94,9 @@ class KeptInputs:
     def _unpack(self, packed: Tensor | Kept) -> Tensor:
         if not isinstance(packed, Kept):
             return packed
-        held: Tensor = packed.held if self.store is None else self.store.get(packed.held)
+        held: Tensor = packed.held
+        if self.store is not None:
+            held = self.store.get(packed.held)
         if packed.shared:
             assert self.group is not None
             held = all_gather(held, self.group, "tp", self.counter)

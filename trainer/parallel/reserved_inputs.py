@@ -60,13 +60,17 @@ class ReservedInputs:
     def reserve(self, slots: int) -> None:
         """Allocates the buffer."""
         distance = slot_bytes(self.size)
-        buffer = torch.empty(slots * distance, dtype=torch.uint8, device=self.device)
+        buffer = torch.empty(
+            slots * distance,
+            dtype=torch.uint8,
+            device=self.device,
+        )
         self.tensors = [buffer]
         # `data`: a write into one slot leaves the others' version counters alone, by which autograd
         # tells whether a tensor that it saved was overwritten.
-        self._slots = [
-            buffer[slot * distance : slot * distance + self.size].data for slot in range(slots)
-        ]
+        for start in range(0, slots * distance, distance):
+            stop = start + self.size
+            self._slots.append(buffer[start:stop].data)
         self._free = list(range(slots))
 
     def put(self, tensor: Tensor) -> Reserved:
@@ -77,7 +81,12 @@ class ReservedInputs:
         view = self._slots[slot].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor)
         reserved = Reserved(view)
-        weakref.finalize(reserved, self._free.append, slot).atexit = False
+        release = weakref.finalize(
+            reserved,
+            self._free.append,
+            slot,
+        )
+        release.atexit = False
         return reserved
 
     def get(self, reserved: Reserved) -> Tensor:

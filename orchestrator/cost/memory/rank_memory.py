@@ -19,10 +19,17 @@ from orchestrator.cost.model.stages import (
     rank_vectors,
     splits_backward,
 )
+from orchestrator.cost.time.traffic import shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Memory, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh
-from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
+from orchestrator.plan.offload import (
+    STATE_KINDS,
+    buffer_size,
+    comm_buffer_of,
+    offload_of,
+    state_width,
+)
 from orchestrator.plan.schedules import copies_of
 
 from .activations import activations, kept_of_one_stage
@@ -31,6 +38,10 @@ from .moments import Peak, peak_of_one_stage, whole_layer
 from .offloaded_inputs import offloaded_inputs
 from .recipe import CONTEXT_BYTES, GIB, ORCH, Kind, Recipe, kernels_of
 from .sharded_pipeline import Temporaries, peak_of_sharded_rank
+
+#: Buffers of `train.comm_buffer_mib` that ZeRO-2 keeps: two on their way, one for weights and one
+#: for vectors, which have no weight decay.
+CONSTANT_BUFFERS = 4
 
 
 class StateBytes(Struct, frozen=True):
@@ -153,8 +164,10 @@ def lasting_buffers(
     cluster: Cluster,
     recipe: Recipe = ORCH,
 ) -> float:
-    """Returns the bytes of device context and communicators, and of gathered sequences."""
-    return _gathered_bytes(workload) + own_context(workload, cluster, recipe)
+    """Returns the bytes of device context and communicators, of gathered sequences, and of constant
+    buffers."""
+    constant = constant_buffers(workload)
+    return _gathered_bytes(workload) + constant + own_context(workload, cluster, recipe)
 
 
 def least_lasting_buffers(
@@ -166,6 +179,13 @@ def least_lasting_buffers(
     parallelism and the exchange of expert tokens: without communicators, which depend on them."""
     context = 0.0 if recipe.context is not None else CONTEXT_BYTES[cluster.device]
     return _gathered_bytes(workload) + context
+
+
+def constant_buffers(workload: Workload) -> float:
+    """Returns the bytes of the buffers that ZeRO-2 keeps for its messages, whatever the model."""
+    bound = comm_buffer_of(workload.train)
+    shards = workload.parallel.zero == 2 and shard_ranks(workload.parallel) > 1
+    return float(CONSTANT_BUFFERS * bound) if bound is not None and shards else 0.0
 
 
 def _gathered_bytes(workload: Workload) -> float:
@@ -204,9 +224,10 @@ def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
 def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     """Returns the bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
-    ZeRO-2: gradients of the bucket that is being filled and of two that are being reduced. ZeRO-3:
-    weights of a layer and of the next one, which is being gathered, and of embedding and head, or
-    of all layers in a pipeline; gradients of a layer and their copy that is being reduced.
+    ZeRO-2: gradients of the bucket that is being filled and of two that are being reduced, unless
+    it keeps constant buffers for them. ZeRO-3: weights of a layer and of the next one, which is
+    being gathered, and of embedding and head, or of all layers in a pipeline; gradients of a layer
+    and their copy that is being reduced.
     """
     model = workload.model
     parallel = workload.parallel
@@ -214,6 +235,8 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     weight = workload.width
     gradient = gradient_bytes(train, recipe)
     if parallel.zero < 2 and not (parallel.zero and recipe.buckets):
+        return 0.0
+    if constant_buffers(workload):
         return 0.0
     buckets = min(
         recipe.buckets or 3 * parallel.bucket_bytes,

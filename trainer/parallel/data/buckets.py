@@ -42,9 +42,10 @@ from trainer.comm.collectives import (
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
 from trainer.host.memory import HostMemory
-from trainer.parallel.data.flat_bucket import FlatBucket, Kind
+from trainer.parallel.data.flat_bucket import CutParameter, FlatBucket, Kind
 from trainer.parallel.data.layout import SHARD_ALIGN, Bucket, Item, Slot, make_layout
 from trainer.parallel.data.param_gathers import ParamGathers
+from trainer.parallel.data.rooms import Rooms
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
 #: The axis under which the bytes of a composite group are counted.
@@ -130,10 +131,11 @@ class GradBuckets(ParamGathers):
         counter: CommCounter,
         classes: Sequence[GradGroups] = (DENSE,),
         host: HostMemory | None = None,
+        most_bytes: int | None = None,
     ):
         """`params` are listed in forward order, each once; their storage moves into the buckets.
         `classes` lists the classes of all ranks' parameters. `host` receives the summed gradients,
-        bucket by bucket.
+        bucket by bucket. `most_bytes`: no message is larger.
 
         Raises LayoutError for a ZeRO stage that this class does not implement, ValueError for a
         parameter that appears twice or whose class is not listed.
@@ -155,11 +157,27 @@ class GradBuckets(ParamGathers):
         #: step.
         self._uses: list[list[float]] | None = None
         bucket_numel = max(1, bucket_bytes // reduce_dtype.itemsize)
-        for layout in make_layout(layout_items(params), self._shards_of, bucket_numel):
+        most_numel = None
+        if most_bytes is not None:
+            widest = max(param.dtype.itemsize for _, param, _ in params)
+            widest = max(widest, reduce_dtype.itemsize)
+            most_numel = most_bytes // widest
+            device = params[0][1].device
+            zeros = partial(torch.zeros, device=device)
+            self.rooms = Rooms(most_bytes, zeros)
+        layouts = make_layout(
+            layout_items(params),
+            self._shards_of,
+            bucket_numel,
+            most_numel,
+        )
+        cut = _cut_parameters(layouts)
+        for layout in layouts:
             self._add_bucket(
                 layout,
                 [params[slot.index] for slot in layout.slots],
                 reduce_dtype,
+                cut.get(layout.slots[0].index),
             )
 
     def _add_bucket(
@@ -167,6 +185,7 @@ class GradBuckets(ParamGathers):
         layout: Bucket,
         members: list[tuple[str, Parameter, ParamInfo]],
         reduce_dtype: torch.dtype,
+        cut: CutParameter | None,
     ) -> None:
         """Allocates the next bucket, and hooks its parameters."""
         number = len(self.buckets)
@@ -184,9 +203,13 @@ class GradBuckets(ParamGathers):
             reduce_dtype=reduce_dtype,
             allocate_grads=self.keeps_whole_grads,
             host=self.host,
+            cut=cut,
+            rooms=self.rooms,
         )
         self.buckets.append(bucket)
         self._received.append([0] * len(members))
+        if layout.continues:
+            return
         for position, (_, param, _) in enumerate(members):
             self._slot_of[param] = (number, position)
             # Weak: the garbage collector sees no cycle through a parameter's hook, and an engine
@@ -236,7 +259,9 @@ class GradBuckets(ParamGathers):
                 f"{name} got gradient {count + 1} of this step after its bucket's reduction had"
                 " started"
             )
-        if bucket.gathering is not None:
+        last = number + bucket.buckets
+        runs = self.buckets[number:last]
+        if any(run.gathering is not None for run in runs):
             raise RuntimeError(f"{bucket.infos[position].name} was used before it was gathered")
         view = bucket.grad_views[position]
         grad = param.grad
@@ -247,8 +272,10 @@ class GradBuckets(ParamGathers):
             else:
                 view.copy_(grad)
             param.grad = view if bucket.direct else None
-        received[position] += 1
-        bucket.missing -= 1
+        for counts in self._received[number:last]:
+            counts[position] += 1
+        for run in runs:
+            run.missing -= 1
         if not bucket.missing:
             self._start_complete()
 
@@ -356,24 +383,47 @@ class GradBuckets(ParamGathers):
     def full_grads(self) -> dict[str, Tensor]:
         """Returns copies of the whole summed gradients by parameter name, gathered from the
         shards: for verification only."""
-        grads = {}
+        whole_grads = list[Tensor]()
         for bucket in self.buckets:
             uncounted = CommCounter(gloo=self.counter.gloo)
-            full_grad = start_all_gather(
+            gathering = start_all_gather(
                 bucket.grad_shard.clone(), self._shard_group(bucket), "dp", uncounted
-            ).wait()
-            for info, slot, shape in zip(
-                bucket.infos,
-                bucket.layout.slots,
-                bucket.shapes,
-                strict=True,
-            ):
-                grads[info.name] = full_grad[slot.start : slot.stop].view(shape).clone()
-        return grads
+            )
+            whole_grads.append(gathering.wait())
+        return _by_name(self.buckets, whole_grads)
 
     def grad_tensors(self) -> list[Tensor]:
         """The gradients' storage, for memory metrics."""
         return [bucket.whole_grads for bucket in self.buckets]
+
+
+def _by_name(buckets: Sequence[FlatBucket], whole_grads: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Returns copies of the gradients of buckets by parameter name."""
+    runs: dict[str, list[Tensor]] = {}
+    shapes = dict[str, torch.Size]()
+    for bucket, grad in zip(buckets, whole_grads, strict=True):
+        for info, slot, shape in zip(
+            bucket.infos,
+            bucket.layout.slots,
+            bucket.shapes,
+            strict=True,
+        ):
+            run = grad[max(slot.start, 0) : slot.stop]
+            runs.setdefault(info.name, []).append(run)
+            shapes[info.name] = shape
+    return {name: torch.cat(runs[name]).view(shape) for name, shape in shapes.items()}
+
+
+def _cut_parameters(layouts: Sequence[Bucket]) -> dict[int, CutParameter]:
+    """Returns the parameters that are cut over several buckets, by index."""
+    parameters: dict[int, CutParameter] = {}
+    for layout in layouts:
+        first = layout.slots[0]
+        if layout.continues or first.stop > layout.numel:
+            parameter = parameters.setdefault(first.index, CutParameter())
+            parameter.numel += layout.numel
+            parameter.buckets += 1
+    return parameters
 
 
 def _call(

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from trainer.comm.collectives import Handle
 from trainer.host.memory import HostMemory
 from trainer.parallel.data.layout import Bucket
+from trainer.parallel.data.rooms import Rooms
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
 
@@ -25,6 +26,17 @@ class Kind(NamedTuple):
     groups: GradGroups = DENSE  # the class of parameters: the data-parallel groups
     whole_matrix: bool = False  # whether each parameter must lie in one shard
     narrow: bool = False  # whether the optimizer's state is narrower than the master weights
+
+
+class CutParameter:
+    """The buffers of a parameter that is cut over several buckets, each of which has a run of
+    them."""
+
+    def __init__(self) -> None:
+        self.numel = 0  # of the buckets together
+        self.buckets = 0  # their number
+        self.params: Tensor | None = None
+        self.grads: Tensor | None = None
 
 
 class FlatBucket:
@@ -41,8 +53,14 @@ class FlatBucket:
         reduce_dtype: torch.dtype,
         allocate_grads: bool,
         host: HostMemory | None = None,
+        cut: CutParameter | None = None,
+        rooms: Rooms | None = None,
     ):
+        """`cut`: the buffers in which the bucket has a run, if its parameter is cut. `rooms`:
+        hold the whole gradients while these are not kept."""
         device = params[0].device
+        self.cut = cut
+        self.rooms = rooms
         self.shards = shards
         self.shard_index = shard_index
         self.layout = layout
@@ -51,7 +69,7 @@ class FlatBucket:
         self.kind = cast(Kind, layout.key)
         self.owner = infos[0].owner
         self._zeros = partial(torch.zeros, device=device) if host is None else host.device_zeros
-        self.params = self._zeros(layout.numel, dtype=self.kind.dtype)
+        self.params = self._params()
         self.reduce_dtype = reduce_dtype
         self.shapes = [param.shape for param in params]
         self.members = params
@@ -71,8 +89,35 @@ class FlatBucket:
         self.gathering: Handle | None = None
         self.summed = False  # whether the replicas' sum of this step has started
 
+    @property
+    def buckets(self) -> int:
+        """The number of buckets, from this one on, that hold its parameters."""
+        return 1 if self.cut is None else self.cut.buckets
+
+    def _params(self) -> Tensor:
+        cut = self.cut
+        if cut is None:
+            return self._zeros(self.layout.numel, dtype=self.kind.dtype)
+        if cut.params is None:
+            cut.params = self._zeros(cut.numel, dtype=self.kind.dtype)
+        return cut.params[self._run]
+
+    @property
+    def _run(self) -> slice:
+        """The bucket's elements of a parameter that is cut."""
+        start = -self.layout.slots[0].start
+        return slice(start, start + self.layout.numel)
+
     def _move_params(self) -> None:
         """Makes the parameters views of the flat buffer."""
+        if self.cut is not None:
+            (param,) = self.members
+            if not self.layout.continues:
+                assert self.cut.params is not None
+                view = self.cut.params[: param.numel()].view(param.shape)
+                view.copy_(param.detach())
+                param.data = view
+            return
         for slot, param in zip(self.layout.slots, self.members, strict=True):
             view = self.params[slot.start : slot.stop].view(param.shape)
             view.copy_(param.detach())
@@ -84,7 +129,7 @@ class FlatBucket:
         grad_host = host if host is not None and host.takes_gradients else None
         numel = self.param_shard.numel()
         if full:
-            self.open()
+            self.open(full)
             self.grad_shard = self.whole_grads[slice(*self.range)]
         elif grad_host is not None:
             self.grad_shard = grad_host.zeros(numel, self.reduce_dtype)
@@ -95,11 +140,28 @@ class FlatBucket:
             if full:
                 self.host_grad = grad_host.zeros(numel, self.reduce_dtype)
 
-    def open(self) -> None:
-        """Allocates the whole gradient buffer, and its view for each parameter."""
-        self.grads = self._zeros(self.layout.numel, dtype=self.reduce_dtype)
+    def open(self, lasting: bool = False) -> None:
+        """Allocates the whole gradient buffer, and its view for each parameter. `lasting`: buckets
+        of a parameter that is cut have runs of one buffer, so that the first has its view."""
+        if self.cut is not None and lasting:
+            self._open_run(self.cut)
+            return
+        allocate = self._zeros if self.rooms is None or lasting else self.rooms.take
+        self.grads = allocate(self.layout.numel, dtype=self.reduce_dtype)
+        if self.cut is not None:
+            self.grad_views = [self.grads]
+            return
         slots = zip(self.layout.slots, self.shapes, strict=True)
         self.grad_views = [self.grads[slot.start : slot.stop].view(shape) for slot, shape in slots]
+
+    def _open_run(self, cut: CutParameter) -> None:
+        if cut.grads is None:
+            cut.grads = self._zeros(cut.numel, dtype=self.reduce_dtype)
+        self.grads = cut.grads[self._run]
+        self.grad_views = [self.grads]
+        if not self.layout.continues:
+            (shape,) = self.shapes
+            self.grad_views = [cut.grads[: shape.numel()].view(shape)]
 
     def close(self) -> Tensor:
         """Releases the whole gradient buffer, and returns it."""

@@ -308,6 +308,10 @@ class FullyShardedParameters:
         """The shards' storage, for memory metrics."""
         return [bucket.param_shard for bucket in self.buckets]
 
+    def buffer_tensors(self) -> list[Tensor]:
+        """Returns nothing: what is gathered is freed within a step."""
+        return []
+
     def grad_tensors(self) -> list[Tensor]:
         """The gradient shards' storage, for memory metrics."""
         return [

@@ -9,6 +9,9 @@ first. Every parameter starts on a multiple of `ALIGN` elements (vector loads, N
 Every bucket is padded so that each of `shards` ranks owns an equal slice of it, whose length is a
 multiple of `SHARD_ALIGN` (Megatron-LM's distributed optimizer: `mc/optimizer/param_layout.py`;
 ZeRO, arXiv 1910.02054, section 5).
+
+With a bound on buckets (ZeRO-R's constant-size buffers, CB, section 6.2), a parameter that is
+larger is cut over several buckets, each with a run of its elements.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's elements `[start, start + numel)` of its bucket."""
+    """A parameter's elements `[start, start + numel)` of its bucket. Of a parameter that is cut
+    over buckets, the elements before 0 and after the bucket's end are in its other buckets."""
 
     index: int
     start: int
@@ -57,6 +61,11 @@ class Bucket:
         """Returns the elements [start, stop) that shard `index` of `shards` owns."""
         size = self.numel // shards
         return index * size, (index + 1) * size
+
+    @property
+    def continues(self) -> bool:
+        """Whether the bucket holds later elements of a parameter that earlier buckets begin."""
+        return self.slots[0].start < 0
 
     def rows(self, shards: int) -> list[tuple[int, int]]:
         """Returns no rows: shards of a flat bucket do not cut matrices into rows."""
@@ -85,12 +94,17 @@ def make_layout(
     items: Sequence[Item],
     shards: int | Callable[[Hashable], int],
     bucket_numel: int,
+    most_numel: int | None = None,
 ) -> list[Bucket]:
     """Returns buckets of at least `bucket_numel` elements (the last of each kind may be smaller),
     in the order in which backward completes them when it visits `items` last to first. `shards`:
     the shards of all kinds, or a function of the kind.
 
-    Raises ValueError for an empty parameter, `shards` < 1 or `bucket_numel` < 1.
+    No bucket has more than `most_numel` elements, if that is given; then buckets may be smaller,
+    and the buckets of a parameter that is cut follow each other.
+
+    Raises ValueError for an empty parameter, `shards` < 1, `bucket_numel` < 1, or a bound that is
+    too small for the shards.
     """
     if bucket_numel < 1 or (isinstance(shards, int) and shards < 1):
         raise ValueError(f"shards ({shards}) and bucket_numel ({bucket_numel}) must be at least 1")
@@ -99,8 +113,17 @@ def make_layout(
     for position, item in enumerate(reversed(items)):
         if item.numel < 1:
             raise ValueError(f"parameter {item.index} is empty")
+        count = shards if isinstance(shards, int) else shards(item.key)
+        open_bucket = open_buckets.get(item.key)
+        limit = math.inf if most_numel is None else most_numel
+        if open_bucket and open_bucket.with_item(item) > limit:
+            del open_buckets[item.key]
+            completed.append((open_bucket.position, open_bucket.close()))
+        if most_numel is not None and _OpenBucket(item, count).with_item(item) > limit:
+            cut = _cut(item, count, most_numel)
+            completed += [(position, bucket) for bucket in cut]
+            continue
         if item.key not in open_buckets:
-            count = shards if isinstance(shards, int) else shards(item.key)
             open_buckets[item.key] = _OpenBucket(item, count)
         bucket = open_buckets[item.key]
         bucket.add(item, position)
@@ -108,6 +131,38 @@ def make_layout(
             completed.append((position, open_buckets.pop(item.key).close()))
     completed += [(bucket.position, bucket.close()) for bucket in open_buckets.values()]
     return [bucket for _, bucket in sorted(completed, key=lambda pair: pair[0])]
+
+
+def _cut(item: Item, shards: int, most_numel: int) -> list[Bucket]:
+    """Returns the buckets of a parameter that is larger than `most_numel`."""
+    unit = math.lcm(ALIGN, shards * item.align)
+    size = most_numel // unit * unit
+    if not size or item.one_shard:
+        raise ValueError(
+            f"buckets of {most_numel} elements cannot hold parameter {item.index}: at least"
+            f" {_round_up(item.numel, unit) if item.one_shard else unit}"
+        )
+    return [
+        Bucket(
+            item.key,
+            (
+                Slot(
+                    item.index,
+                    -start,
+                    item.numel,
+                ),
+            ),
+            min(
+                size,
+                _round_up(item.numel - start, unit),
+            ),
+        )
+        for start in range(
+            0,
+            item.numel,
+            size,
+        )
+    ]
 
 
 class _OpenBucket:
@@ -124,6 +179,11 @@ class _OpenBucket:
     @property
     def numel(self) -> int:
         return self.slots[-1].stop if self.slots else 0
+
+    def with_item(self, item: Item) -> int:
+        """Returns the elements that the bucket has if it is closed after a further item."""
+        end = _round_up(self.numel, ALIGN) + item.numel
+        return _round_up(end, math.lcm(ALIGN, self.shards * item.align))
 
     def add(self, item: Item, position: int) -> None:
         self.slots.append(Slot(item.index, _round_up(self.numel, ALIGN), item.numel))

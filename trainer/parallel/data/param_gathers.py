@@ -15,6 +15,7 @@ from trainer.model.stage import Stage
 from trainer.parallel.params import ParamInfo
 
 from .flat_bucket import FlatBucket
+from .rooms import Rooms
 
 
 class ParamGathers:
@@ -25,6 +26,8 @@ class ParamGathers:
         self.zero = zero
         self.counter = counter
         self.buckets: list[FlatBucket] = []
+        #: The buffers of messages, if they have a constant size.
+        self.rooms: Rooms | None = None
         #: Parameter -> (bucket, slot).
         self._slot_of: dict[Tensor, tuple[int, int]] = {}
         #: Buckets that a part of a stage waits for, by number.
@@ -57,9 +60,12 @@ class ParamGathers:
 
     def _holders(self, modules: Sequence[Module]) -> list[int]:
         """Returns the numbers of the buckets that hold the modules' parameters."""
-        return sorted(
-            {self._slot_of[param][0] for module in modules for param in module.parameters()}
-        )
+        numbers = set[int]()
+        for module in modules:
+            for param in module.parameters():
+                first = self._slot_of[param][0]
+                numbers.update(range(first, first + self.buckets[first].buckets))
+        return sorted(numbers)
 
     def _wait_part(self, needs: dict[str, list[int]], name: str) -> None:
         for number in needs[name]:
@@ -79,13 +85,13 @@ class ParamGathers:
     def full_params(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         """Yields every parameter whole, as this rank holds it."""
         for bucket in self.buckets:
-            for info, slot, shape in zip(
-                bucket.infos,
-                bucket.layout.slots,
-                bucket.shapes,
-                strict=True,
-            ):
-                yield info, bucket.params[slot.start : slot.stop].view(shape)
+            if not bucket.layout.continues:
+                for info, param in zip(bucket.infos, bucket.members, strict=True):
+                    yield info, param.detach()
+
+    def buffer_tensors(self) -> list[Tensor]:
+        """The storage of messages that is kept between steps, for memory metrics."""
+        return [] if self.rooms is None else self.rooms.tensors
 
     def param_tensors(self) -> list[Tensor]:
         """The parameters' storage, for memory metrics."""

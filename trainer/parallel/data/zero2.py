@@ -60,6 +60,9 @@ class ShardedGradBuckets(GradBuckets):
         parameter has a gradient. A second gradient, of a weight that two stages use, is sent with
         those of the next micro-batch, or in `finish`."""
         bucket = self.buckets[number]
+        if bucket.cut is not None:
+            self._send_runs(number, param)
+            return
         received = self._received[number]
         if bucket.grads is None:
             bucket.open()
@@ -74,6 +77,20 @@ class ShardedGradBuckets(GradBuckets):
         received[position] += 1
         if all(received):
             self._send(number)
+
+    def _send_runs(self, number: int, param: Tensor) -> None:
+        """Sends the gradient of a parameter that is cut, bucket by bucket, and clears
+        `param.grad`."""
+        assert param.grad is not None
+        grad = param.grad.flatten()
+        param.grad = None
+        for run in range(number, number + self.buckets[number].buckets):
+            bucket = self.buckets[run]
+            start = -bucket.layout.slots[0].start
+            elements = grad[start : start + bucket.layout.numel]
+            bucket.open()
+            bucket.whole_grads[: elements.numel()].copy_(elements)
+            self._send(run)
 
     def _send(self, number: int) -> None:
         """Starts to reduce the gradients in a bucket."""
@@ -90,11 +107,13 @@ class ShardedGradBuckets(GradBuckets):
     def _arrive(self) -> None:
         """Adds the oldest reduction in progress to its shard. The shard's last one of the step is
         followed by the sum over the replicas. Raises RuntimeError for one that comes later."""
-        number, handle, _ = self._in_flight.pop(0)
+        number, handle, full_grads = self._in_flight.pop(0)
         bucket = self.buckets[number]
         if bucket.summed:
             raise RuntimeError(f"bucket {number} got gradients after its last pass of this step")
         bucket.grad_shard.add_(handle.wait().to(bucket.grad_shard.device))
+        if self.rooms is not None:
+            self.rooms.give_back(full_grads)
         self._arrivals[number] += 1
         last = self._arrivals[number] == self.passes
         if last and number in self._sent_once_a_pass and not self._on_host:
@@ -137,7 +156,11 @@ class ShardedGradBuckets(GradBuckets):
 
     def grad_tensors(self) -> list[Tensor]:
         """The storage of the shards and of the current whole buffers, for memory metrics."""
-        full_grads = [bucket.grads for bucket in self.buckets if bucket.grads is not None]
+        full_grads = list[Tensor]()
+        if self.rooms is None:
+            for bucket in self.buckets:
+                if bucket.grads is not None:
+                    full_grads.append(bucket.grads)
         return (
             full_grads
             if self._on_host
