@@ -34,6 +34,8 @@ CASES: dict[str, dict] = {
     "dp4 zero1 many buckets": {"dp": 4, "zero": 1, **SMALL_BUCKETS},
     "dp2 zero1 bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
     "dp2 zero2": {"dp": 2, "zero": 2, **SMALL_BUCKETS},
+    "dp2 zero1 cut parameters": {"dp": 2, "zero": 1, "comm_buffer_bytes": 1 << 12},
+    "dp2 zero2 cut parameters": {"dp": 2, "zero": 2, "comm_buffer_bytes": 1 << 12},
     "dp2 zero3": {"dp": 2, "zero": 3},
     "dp2 tp2 zero3 tied bf16": {"dp": 2, "tp": 2, "zero": 3, "model": TIED, "precision": "bf16"},
     "dp4 zero1 hybrid": {"dp": 4, "zero": 1, "zero_group": 2},
