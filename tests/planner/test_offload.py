@@ -35,6 +35,16 @@ def config_of(*overrides: str, host: HostSpec | None = HOST):
     return structs.replace(config, cluster=structs.replace(config.cluster, host=host))
 
 
+@pytest.mark.parametrize(
+    "word", ["train.offload_activations=host", "train.contiguous_activations=true"]
+)
+def test_a_search_finds_layouts_whose_layers_store_nothing(word):
+    """With recompute=full a layer's only tensor is its input, which is elsewhere."""
+    words = ["cluster=h100x8", "model=llama3_8b", "parallel=auto", "train.recompute=full"]
+    plan = build_plan(load([*words, word]))
+    assert plan.memory.total <= plan.memory.capacity
+
+
 def test_a_plan_without_offload_does_not_name_it():
     assert b"offload" not in msgspec.json.encode(build_plan(config_of(host=None)))
 

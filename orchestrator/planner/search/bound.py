@@ -419,8 +419,10 @@ class RecomputeBound:
         cost = self.cost
         average, fewest = self.base.states
         layers = cost.kept("1f1b").layers(self.recompute)
+        # Of a layer whose input the trainer keeps apart nothing is stored.
         activation_bytes = self.base.shapes.least * min(
-            layer.stored for layer in layers if layer.stored
+            (layer.stored for layer in layers if layer.stored),
+            default=0.0,
         )
         size = max(
             average + activation_bytes,
