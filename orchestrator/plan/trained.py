@@ -12,7 +12,7 @@ from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .layer import KINDS, PRE_NORM, layer_kind
 from .schedules import schedule_of
-from .supported import BALANCED, FIXED_BATCH, LAYOUT, Case, Rule, broken
+from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
 
@@ -43,47 +43,20 @@ def _biases(case: Case) -> str | None:
     return None
 
 
-#: Recipes of scaling that the trainer runs, and the side of the blocks of "fp8_block".
+#: Recipes of scaling that the trainer runs.
 FP8 = ("fp8_tensor", "fp8_block")
-BLOCK = 128
 
 
 def _matmul(case: Case) -> str | None:
     name = f"train.matmul={case.matmul}"
-    model = case.model
-    tp = case.tp
     if not case.matmul:
         return None
     if case.matmul not in FP8:
         return f"{name}: the trainer does not run it yet; legal: {', '.join(FP8)}"
     if case.cluster.device == "cuda":
         return f"{name}: the trainer's products in 8 bits are an emulation on CPUs, not yet a GPU's"
-    wide = {"experts": model.moe, "latent attention": model.mla, "prediction modules": model.mtp}
-    if missing := next((module for module, is_present in wide.items() if is_present), None):
-        return f"{name}: model {model.name} has {missing}, not in 8 bits yet"
     if case.precision == "fp16":
         return f"{name} with train.precision=fp16: bf16, fp32 or fp64"
-    if tp > model.kv_heads:
-        return (
-            f"{name} with tp={tp}: ranks share {model.kv_heads} kv_heads, and would round parts of"
-            " a gradient's sum"
-        )
-    if case.matmul == "fp8_tensor":
-        return None
-    heads = {"heads": model.heads, "kv_heads": model.kv_heads}
-    sizes = {f"model.{key} * head_dim": count * model.head_dim for key, count in heads.items()}
-    for key, size in (sizes | {"model.ffn_hidden": model.ffn_hidden}).items():
-        if tp > 1 and size % (tp * BLOCK):
-            return (
-                f"{name} with tp={tp}: {key}={size} must be a multiple of {tp * BLOCK}, or ranks"
-                " cut blocks"
-            )
-    piece = case.cp * (2 if case.cp_method in BALANCED else 1)
-    if case.cp > 1 and case.seq_len % (piece * BLOCK):
-        return (
-            f"{name} with cp={case.cp} {case.cp_method}: train.seq_len={case.seq_len} must be a"
-            f" multiple of {piece * BLOCK}, or ranks cut blocks"
-        )
     return None
 
 

@@ -129,35 +129,10 @@ UNTRAINED = {
         {"matmul": "mxfp8"},
         "train.matmul=mxfp8: the trainer does not run it yet; legal: fp8_t",
     ),
-    "matmul ": (
-        shapes.tiny(),
-        {"matmul": "fp8_block", "tp": 2, **CPU},
-        "with tp=2: model.heads * head_dim=",
-    ),
-    "matmul      ": (
-        shapes.tiny(),
-        {"matmul": "fp8_tensor", "tp": 4, **CPU},
-        "ranks share 2 kv_heads",
-    ),
-    "matmul  ": (
-        shapes.tiny(),
-        {"matmul": "fp8_block", "cp": 2, **CPU},
-        "cp=2 zigzag: train.seq_len=128 must be a",
-    ),
     "matmul   ": (
         shapes.tiny(),
         {"matmul": "fp8_tensor", "precision": "fp16", **CPU},
         "bf16, fp32 or fp64",
-    ),
-    "matmul    ": (
-        shapes.mixtral_8x7b(),
-        {"matmul": "fp8_tensor", **CPU},
-        "has experts, not in 8 bits yet",
-    ),
-    "matmul       ": (
-        PREDICTS,
-        {"matmul": "fp8_tensor", **CPU},
-        "has prediction modules, not in 8 bits yet",
     ),
     "optim_state": (ODD, {"optim_state": "8bit"}, "optim.state=8bit: model.ffn_hidden=100 must be"),
     "predictions": (
