@@ -53,8 +53,10 @@ def _matmul(case: Case) -> str | None:
         return None
     if case.matmul not in FP8:
         return f"{name}: the trainer does not run it yet; legal: {', '.join(FP8)}"
-    if case.cluster.device == "cuda":
-        return f"{name}: the trainer's products in 8 bits are an emulation on CPUs, not yet a GPU's"
+    if case.cluster.device == "cuda" and case.matmul == "fp8_block":
+        return f"{name}: the trainer has blocks on CPUs only, as an emulation; legal: fp8_tensor"
+    if case.cluster.device == "cuda" and case.model.moe:
+        return f"{name}: the trainer's experts have 8 bits on CPUs only, as an emulation"
     if case.precision == "fp16":
         return f"{name} with train.precision=fp16: bf16, fp32 or fp64"
     return None

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,6 +38,8 @@ from .float8 import (
 from .linear import LinearOp
 
 BLOCK = 128  # elements
+#: The sizes of a product that the kernel of fp8 units multiplies are multiples of it.
+TILE = 16
 
 
 Value = TypeVar("Value", Rounded, Tensor)
@@ -78,7 +81,8 @@ def _same(largest: Tensor) -> Tensor:
 
 class TensorOp(LinearOp):
     """Products with one scale per tensor, from its current values. `largest_input`,
-    `largest_weight` and `largest_grad` find the largest value over the ranks with slices."""
+    `largest_weight` and `largest_grad` find the largest value over the ranks with slices. With
+    `fp8_unit` torch's kernel multiplies the codes, where their sizes suit it."""
 
     def __init__(
         self,
@@ -86,7 +90,9 @@ class TensorOp(LinearOp):
         largest_input: Largest = _same,
         largest_weight: Largest = _same,
         largest_grad: Largest = _same,
+        fp8_unit: bool = False,
     ):
+        self.fp8_unit = fp8_unit
         self.shared = shared
         self.largest_input = largest_input
         self.largest_weight = largest_weight
@@ -114,28 +120,50 @@ class TensorOp(LinearOp):
         )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x8, x_unit = self._input(x)
-        w8, w_unit = self._weight(weight)
-        dtype = accumulation_dtype(x.dtype)
+        out = self._multiply(_as_matrix(self._input(x)), _transposed(self._weight(weight)), x.dtype)
+        out = out.view(*x.shape[:-1], -1)
         # Not in place: selective recomputation keeps the product as it comes.
-        out = F.linear(x8.to(dtype), w8.to(dtype)) * (x_unit * w_unit)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+        return (out if bias is None else out + bias).to(x.dtype)
 
     def saved(self, x: Tensor) -> tuple[Tensor, ...]:
         return self._input(x)
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        g8, g_unit = self._grad(grad)
-        w8, w_unit = self._weight(weight)
-        dtype = accumulation_dtype(grad.dtype)
-        return (g8.to(dtype) @ w8.to(dtype)).mul_(g_unit * w_unit).to(grad.dtype)
+        rounded = _as_matrix(self._grad(grad))
+        product = self._multiply(rounded, self._weight(weight), grad.dtype)
+        return product.view(*grad.shape[:-1], -1).to(grad.dtype)
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        g8, g_unit = self._grad(grad)
-        x8, x_unit = saved
-        dtype = accumulation_dtype(grad.dtype)
-        product = g8.flatten(0, -2).to(dtype).T @ x8.flatten(0, -2).to(dtype)
-        return product.mul_(g_unit * x_unit).to(grad.dtype)
+        rounded = _transposed(_as_matrix(self._grad(grad)))
+        codes, unit = saved
+        inputs = _as_matrix(Rounded(codes, unit))
+        return self._multiply(rounded, inputs, grad.dtype).to(grad.dtype)
+
+    def _multiply(self, left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
+        """Multiplies [m, k] and [k, n]: -> `dtype` from the kernel, else the dtype of sums."""
+        sizes = (left.codes.shape[1], *right.codes.shape)
+        wide = accumulation_dtype(dtype)
+        if self.fp8_unit and wide == torch.float32 and not any(size % TILE for size in sizes):
+            return F.scaled_mm(
+                left.codes.contiguous(),
+                right.codes.T.contiguous().T,
+                left.unit,
+                F.ScalingType.TensorWise,
+                right.unit,
+                F.ScalingType.TensorWise,
+                output_dtype=dtype,
+            )
+        product = left.codes.to(wide) @ right.codes.to(wide)
+        return product * (left.unit * right.unit)
+
+
+def _as_matrix(rounded: Rounded) -> Rounded:
+    """[..., features] -> [tokens, features]"""
+    return Rounded(rounded.codes.flatten(0, -2), rounded.unit)
+
+
+def _transposed(rounded: Rounded) -> Rounded:
+    return Rounded(rounded.codes.T, rounded.unit)
 
 
 class BlockOp(LinearOp):

@@ -115,6 +115,7 @@ class _Rounding:
                 largest_input=self._over(*over_tokens, *(["tp"] if 1 in cut else [])),
                 largest_weight=self._over(*(["tp"] if cut else [])),
                 largest_grad=self._over(*over_tokens, *(["tp"] if 0 in cut else [])),
+                fp8_unit=self.plan.cluster.device == "cuda",
             )
         return self._with_shared_heads(op, info)
 
