@@ -48,14 +48,14 @@ def test_the_twin_rounds_to_the_nearest_number_of_the_format(name):
     assert torch.equal(plain_fp8.nearest(ties, name), cast)
 
 
-def test_fp64_is_rounded_once():
-    halfway = torch.tensor(
-        [1.0625], dtype=torch.float64
-    )  # between 1 and 1.125, goes to the even one
+def test_the_last_digits_of_fp64_decide_no_tie():
+    """Layouts sum in other orders, so they do not share these digits."""
+    halfway = torch.tensor([1.0625], dtype=torch.float64)  # between 1, the even one, and 1.125
     for x, rounded in (
-        (halfway, 1.0),
-        (halfway * (1 + 1e-12), 1.125),
-        (-halfway * (1 + 1e-12), -1.125),
+        (halfway * (1 + 1e-12), 1.0),
+        (halfway * (1 - 1e-12), 1.0),
+        (halfway * (1 + 1e-6), 1.125),
+        (-halfway * (1 + 1e-6), -1.125),
     ):
         assert to_float8(x, DTYPES["e4m3"]).double().item() == rounded
         assert plain_fp8.nearest(x, "e4m3").item() == rounded
@@ -250,3 +250,28 @@ def test_compilation_is_refused_where_it_is_asked_for_and_left_out_where_not():
         config, cluster=gpus, train=structs.replace(config.train, compile=None)
     )
     assert make_train(gpu_config).compile is False
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_fp8_units_multiplies_what_the_emulation_does(precision):
+    """torch has the kernel on CPUs, too."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, grad = (
+        torch.randn(shape, generator=generator).to(precision)
+        for shape in ((2, 32, 48), (64, 48), (2, 32, 64))
+    )
+    products = []
+    for fp8_unit in (False, True):
+        op = TensorOp(Shared(), fp8_unit=fp8_unit)
+        products.append(
+            (
+                op.forward(x, weight, None),
+                op.input_grad(grad, weight),
+                op.weight_grad(grad, op.saved(x)),
+            )
+        )
+    for emulated, multiplied in zip(*products, strict=True):
+        assert multiplied.dtype == precision and multiplied.shape == emulated.shape
+        torch.testing.assert_close(multiplied, emulated, rtol=1e-2, atol=1e-6)
+    odd = TensorOp(Shared(), fp8_unit=True).forward(x[..., :40], weight[:, :40], None)
+    assert odd.shape == (2, 32, 64), "sizes that the kernel does not take are emulated"

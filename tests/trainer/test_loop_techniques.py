@@ -62,7 +62,23 @@ def test_losses_are_those_of_one_process(cache, alone, tmp_path, name):
     assert list(workers.losses().values()) == pytest.approx(alone, rel=1e-4)
 
 
+#: DeepSeek-V3's block and its recipe, in small.
+DEEPSEEK = tiny_model(
+    vocab=257,
+    kv_heads=4,
+    mla=Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+    moe=Moe(experts=4, top_k=2, ffn_hidden=12, shared_ffn_hidden=24, first_dense_layers=1),
+    mtp=Mtp(depth=1, weight=0.3),
+)
 RESUMED = {
+    "zero1 deepseek in blocks of 8 bits": {
+        "model": DEEPSEEK,
+        "ep": 2,
+        "zero": 1,
+        "precision": "bf16",
+        "recompute": "selective",
+        "matmul": "fp8_block",
+    },
     "fp16 zero1": {"dp": 2, "zero": 1, "precision": "fp16"},
     "zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
     "zero2 ramp": {

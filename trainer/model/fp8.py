@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.compat import in_shape
+
 from .float8 import (
     E4M3,
     E5M2,
@@ -120,32 +122,29 @@ class TensorOp(LinearOp):
         )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = self._multiply(_as_matrix(self._input(x)), _transposed(self._weight(weight)), x.dtype)
-        out = out.view(*x.shape[:-1], -1)
+        out = self._multiply(self._input(x), _transposed(self._weight(weight)), x.dtype)
         # Not in place: selective recomputation keeps the product as it comes.
-        return (out if bias is None else out + bias).to(x.dtype)
+        return out if bias is None else out + bias
 
     def saved(self, x: Tensor) -> tuple[Tensor, ...]:
         return self._input(x)
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        rounded = _as_matrix(self._grad(grad))
-        product = self._multiply(rounded, self._weight(weight), grad.dtype)
-        return product.view(*grad.shape[:-1], -1).to(grad.dtype)
+        return self._multiply(self._grad(grad), self._weight(weight), grad.dtype)
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        rounded = _transposed(_as_matrix(self._grad(grad)))
         codes, unit = saved
+        outputs = _transposed(_as_matrix(self._grad(grad)))
         inputs = _as_matrix(Rounded(codes, unit))
-        return self._multiply(rounded, inputs, grad.dtype).to(grad.dtype)
+        return self._multiply(outputs, inputs, grad.dtype)
 
     def _multiply(self, left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
-        """Multiplies [m, k] and [k, n]: -> `dtype` from the kernel, else the dtype of sums."""
-        sizes = (left.codes.shape[1], *right.codes.shape)
+        """Multiplies [..., k] and [k, n]: -> [..., n] in `dtype`."""
+        sizes = (left.codes.shape[:-1].numel(), *right.codes.shape)
         wide = accumulation_dtype(dtype)
         if self.fp8_unit and wide == torch.float32 and not any(size % TILE for size in sizes):
-            return F.scaled_mm(
-                left.codes.contiguous(),
+            product = F.scaled_mm(
+                left.codes.flatten(0, -2).contiguous(),
                 right.codes.T.contiguous().T,
                 left.unit,
                 F.ScalingType.TensorWise,
@@ -153,8 +152,9 @@ class TensorOp(LinearOp):
                 F.ScalingType.TensorWise,
                 output_dtype=dtype,
             )
+            return in_shape(product, (*left.codes.shape[:-1], -1))
         product = left.codes.to(wide) @ right.codes.to(wide)
-        return product * (left.unit * right.unit)
+        return (product * (left.unit * right.unit)).to(dtype)
 
 
 def _as_matrix(rounded: Rounded) -> Rounded:

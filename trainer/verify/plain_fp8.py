@@ -23,8 +23,9 @@ SIDE = 128
 
 
 def nearest(x: Tensor, name: str) -> Tensor:
-    """Rounds to the nearest number of the format, ties to even; larger numbers become the
-    largest."""
+    """Rounds to the nearest number of the format, ties to even as fp32 sees them; larger numbers
+    become the largest."""
+    x = x.float().to(x.dtype)
     bits, lowest_exponent, highest = FORMATS[name]
     _, exponent = torch.frexp(x)  # x = mantissa * 2**exponent, 0.5 <= mantissa < 1
     step = torch.exp2((exponent - 1).clamp(min=lowest_exponent).to(x.dtype) - bits)
