@@ -58,6 +58,8 @@ class DeferredGradients:
         self.layers = [(size * deferred, size * grads) for deferred, grads in elements]
         logits = size * workload.vocabulary_rows
         self.head = logits + size * model.hidden
+        if model.head_transform:  # its input, and the gradient of its output
+            self.head += 2 * size * model.hidden / workload.sequence_shards
         # The gradient of the logits at the peak.
         self.logits = 0.0 if parallel.schedule in WHOLE_AT_PEAK else logits
 
