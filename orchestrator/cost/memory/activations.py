@@ -324,5 +324,6 @@ def loss_bytes(workload: Workload, kernels: Kernels) -> float:
     chunk = 4 * min(LOSS_CHUNK, logits)
     peak = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
     # A split backward keeps the gradient, which `DeferredGradients` counts.
-    keeps_gradient = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
+    splits = splits_backward(parallel) and not workload.model.tied_embeddings
+    keeps_gradient = splits and parallel.schedule not in WHOLE_AT_PEAK
     return max(0.0, peak - width * logits) if keeps_gradient else peak
