@@ -90,12 +90,16 @@ class Stage(nn.Module):
         self.token_loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if last:
             self.layers.update({name: PredictionBlock(model) for name in self.ahead})
-            if model.head_transform:
-                self.transform = Linear(model.hidden, model.hidden, bias=True)
-            self.norm = make_norm(model)
-            self.head = Linear(model.hidden, model.vocab, bias=bool(model.head_transform))
-            self.head.reused = bool(self.ahead)
-            self.tie()
+            self._make_head()
+
+    def _make_head(self) -> None:
+        model = self.model
+        if model.head_transform:
+            self.transform = Linear(model.hidden, model.hidden, bias=True)
+        self.norm = make_norm(model)
+        self.head = Linear(model.hidden, model.vocab, bias=bool(model.head_transform))
+        self.head.reused = bool(self.ahead)
+        self.tie()
 
     @property
     def blocks(self) -> dict[int, Block]:
@@ -146,12 +150,7 @@ class Stage(nn.Module):
         if self.embeds:
             self.before("embed")
         if self.first:
-            x = self.embed_out(self.embed(batch.tokens))
-            if self.learned_positions:
-                x = x + self.positions_out(self.embed_positions(batch.positions))
-            if self.norms_embedding:
-                x = self.embed_norm(x)
-            x = self.drop_embed(x, shard_index)
+            x = self._embedded(batch, shard_index)
         assert x is not None, "only the first stage starts from tokens"
         rope = None
         if self.model.position == "rope":
@@ -169,6 +168,14 @@ class Stage(nn.Module):
             loss = self._look_ahead(x, batch, token_index, rope, shard_index)
             x = self.terms.add(MTP, x, loss)
         return self._logits(x)
+
+    def _embedded(self, batch: Batch, shard_index: Tensor | None) -> Tensor:
+        x = self.embed_out(self.embed(batch.tokens))
+        if self.learned_positions:
+            x = x + self.positions_out(self.embed_positions(batch.positions))
+        if self.norms_embedding:
+            x = self.embed_norm(x)
+        return self.drop_embed(x, shard_index)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.head_in(x))

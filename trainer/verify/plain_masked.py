@@ -37,10 +37,10 @@ def plain_masked(
             if draw >= 0.15 and draw > min(draws.values()):
                 continue
             targets[row, position] = tokens[row, position]
-            way = _random(seed, "way", first + position) / 2**63
-            if way < 0.8:
+            outcome = _random(seed, "outcome", first + position) / 2**63
+            if outcome < 0.8:
                 inputs[row, position] = mask
-            elif way < 0.9:
+            elif outcome < 0.9:
                 inputs[row, position] = _random(seed, "token", first + position) % vocabulary
     return inputs, targets
 

@@ -70,12 +70,12 @@ def _masked(plan: Plan, batch: MicroBatch, indices: list[int], plain: bool) -> M
     """Returns the batch with hidden tokens as targets, in samples that had a target. The last id of
     the vocabulary is the mask, and the first one ends documents."""
     mask = plan.model.vocab - 1
-    words = {"seed": plan.job.data.seed, "mask": mask, "vocabulary": mask, "eod": 0}
+    settings = {"seed": plan.job.data.seed, "mask": mask, "vocabulary": mask, "eod": 0}
     if plain:
-        tokens, targets = plain_masked(batch.tokens, indices, **words)
+        tokens, targets = plain_masked(batch.tokens, indices, **settings)
         hidden = replace(batch, tokens=tokens, targets=targets)
     else:
-        hidden = MaskedTokens(**words)(batch, indices)
+        hidden = MaskedTokens(**settings)(batch, indices)
     is_empty = (batch.targets == IGNORED).all(dim=1, keepdim=True)
     return replace(hidden, targets=hidden.targets.masked_fill(is_empty, IGNORED))
 

@@ -45,10 +45,10 @@ class MaskedTokens:
         draws = _fractions(self._random(serial, "chosen")).masked_fill(ends, 1.0)
         least = draws == draws.amin(dim=1, keepdim=True)
         chosen = ((draws < CHOSEN) | least) & ~ends
-        ways = _fractions(self._random(serial, "way"))
+        outcomes = _fractions(self._random(serial, "outcome"))
         random = self._random(serial, "token").remainder(self.vocabulary)
-        hidden = random.where(ways < REPLACED, tokens)
-        hidden = hidden.masked_fill(ways < MASKED, self.mask)
+        hidden = random.where(outcomes < REPLACED, tokens)
+        hidden = hidden.masked_fill(outcomes < MASKED, self.mask)
         return replace(
             batch,
             tokens=hidden.where(chosen, tokens),
