@@ -142,7 +142,7 @@ class _AllGather(torch.autograd.Function):
                 all_k[:, :, keys],
                 all_v[:, :, keys],
                 scale,
-                causal=core.causal and last,
+                core.causal and last,
                 sight=sight,
             )
             if joined is not None:
