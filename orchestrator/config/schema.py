@@ -210,7 +210,8 @@ class ModelSpec(Frozen):
     norm: Literal["rms", "layer"]  # RMSNorm or LayerNorm.
     position: Literal["rope", "learned", "none"]  # How positions enter attention.
     mlp: Literal["gated", "plain"]  # gated: three matrices (SwiGLU); plain: two.
-    activation: Literal["silu", "gelu"]  # The function between the matrices.
+    #: The function between the matrices; gelu is the approximation by tanh, gelu_erf exact.
+    activation: Literal["silu", "gelu", "gelu_erf"]
     bias: bool  # Whether linear layers have a bias.
     tied_embeddings: bool  # Whether the output projection is the input embedding.
     source: Source  # Where the shapes come from.
@@ -225,8 +226,9 @@ class ModelSpec(Frozen):
     qk_norm: bool = False  # Whether queries and keys are normalised, per head.
     yarn: Yarn | None = None  # YaRN's stretched rotary positions. None: as they are.
     mtp: Mtp | None = None  # Prediction of further tokens; depth 0 means none.
-    block: Name | None = None  # Kind of the layers. None: pre_norm.
-    #: Parameters outside the decoder, such as BERT's pooler, which are counted and not trained.
+    block: Name | None = None  # Kind of the layers, pre_norm or post_norm. None: pre_norm.
+    head_transform: bool = False  # Whether a matrix and a norm precede the output projection.
+    #: Parameters outside the layers, such as BERT's pooler, which are counted and not trained.
     extra_params: dict[str, Natural] = {}
 
     def __post_init__(self) -> None:
@@ -344,6 +346,8 @@ class TrainSpec(Frozen):
     global_batch_samples: Count | None = None
     global_batch_tokens: Count | None = None  # Tokens per step over all replicas.
     seed: Natural = 1234  # The seed of weights and dropout.
+    #: What is predicted. None: the next token, or masked ones if the model is not causal.
+    objective: Literal["next_token", "masked"] | None = None
     precision: Precision = "bf16"  # The format that layers compute in.
     #: The fp8 or fp4 recipe of the layers' matrix products. "": they compute in `precision`.
     matmul: Matmul = ""
@@ -352,8 +356,7 @@ class TrainSpec(Frozen):
     recompute: Recompute | Literal["budget"] | None = None
     #: Memory for the activations of a rank. None: what the GPU's memory leaves.
     recompute_budget_gib: Quantity | None = None
-    #: Whether each tensor-parallel rank keeps only a share of the input of a recomputed layer
-    #: (ZeRO-R's Pa).
+    #: Whether tensor-parallel ranks share the input of a recomputed layer (ZeRO-R's Pa).
     partition_activations: bool = False
     #: Whether recompute=selective also recomputes latent attention's queries, keys and values.
     recompute_latents: bool = False
@@ -372,8 +375,7 @@ class TrainSpec(Frozen):
     batch_ramp: BatchRampSpec | None = None  # A batch that grows at the start. None: always full.
     #: The largest norm of the gradient. 0: gradients are not clipped.
     clip_grad_norm: NonNegative = 1.0
-    #: How many steps in a row may have a gradient that is inf or nan, which is not applied, before
-    #: the run stops.
+    #: How many steps in a row may have a gradient that is inf or nan, which is not applied.
     skip_non_finite_steps: Natural = 0
     log_every_steps: Count = 1  # Steps between two lines of loss in the logs.
     compile: bool | None = None  # Whether blocks are compiled, one by one. None: on GPUs only.

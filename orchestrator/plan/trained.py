@@ -10,7 +10,7 @@ from . import hierarchy
 from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
-from .layer import KINDS, PRE_NORM, layer_kind
+from .layer import KINDS, POST_NORM, PRE_NORM, layer_kind
 from .schedules import schedule_of
 from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
@@ -100,10 +100,24 @@ def _grad_dtype(case: Case) -> str | None:
     return f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
 
 
-def _causal(case: Case) -> str | None:
-    if case.model.causal:
-        return None
-    return f"model {case.model.name} is not causal: the trainer predicts the next token"
+def _objective(case: Case) -> str | None:
+    model = case.model
+    if not model.causal and not case.objective:
+        return (
+            f"model {model.name} is not causal: tokens would see the next one, which they predict;"
+            " legal: train.objective=masked"
+        )
+    if model.causal and case.objective:
+        return (
+            f"train.objective={case.objective} with the causal model {model.name}: masked tokens"
+            " are predicted from both sides; legal: next_token"
+        )
+    if model.mtp and (case.objective or model.head_transform):
+        return (
+            f"model {model.name} has model.mtp, whose modules predict further tokens than the next"
+            " one, without a transform; legal: model.mtp.depth=0"
+        )
+    return None
 
 
 def _layer_kind(case: Case) -> str | None:
@@ -113,7 +127,9 @@ def _layer_kind(case: Case) -> str | None:
         return None
     if kind not in KINDS:
         return f"{name} is not a kind of layer that this version knows; legal: {', '.join(KINDS)}"
-    if case.cp > 1:
+    if kind == POST_NORM and (case.model.moe or case.model.mla):
+        return f"{name} with experts or latent attention: legal in {PRE_NORM} layers only"
+    if kind != POST_NORM and case.cp > 1:
         return f"{name} with cp={case.cp}: the ranks attend as in {PRE_NORM} layers; legal: cp=1"
     if case.model.mtp:
         return f"{name} with model.mtp: modules that predict further tokens are {PRE_NORM} layers"
@@ -181,7 +197,7 @@ def _batch_ramp(case: Case) -> str | None:
 #: Models that the bundled trainer does not run in any layout, although another program might.
 MODELS: dict[str, Rule] = {
     "biases": _biases,
-    "causal": _causal,
+    "objective": _objective,
     "layer_kind": _layer_kind,
     "kv_groups": _kv_groups,
     "rotary": _rotary,
@@ -225,6 +241,7 @@ def case_of(plan: Plan) -> Case:
         replica_micro_batches=par.replica_micro_batches,
         batch_ramp=train.batch_ramp,
         seq_len=train.seq_len,
+        objective=train.objective,
         matmul=plan.job.matmul,
         optim_state=plan.job.optim.state or "",
         precision=train.precision,

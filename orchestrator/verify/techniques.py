@@ -150,6 +150,19 @@ _FP8 = (
     ),
 )
 
+#: BERT's model (arXiv 1810.04805), which predicts masked tokens.
+_BERT = {
+    "kv_heads": 4,
+    "norm": "layer",
+    "position": "learned",
+    "mlp": "plain",
+    "activation": "gelu_erf",
+    "bias": True,
+    "causal": False,
+    "block": "post_norm",
+    "head_transform": True,
+}
+
 #: Techniques of one axis exclude each other. ZeRO shards over cp if there is cp, else over its own
 #: dp.
 AXES: dict[str, tuple[Technique, ...]] = {
@@ -302,6 +315,11 @@ AXES: dict[str, tuple[Technique, ...]] = {
     ),
     "products": _FP8,
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
+    "objective": (
+        Technique("masked", {}, model=_BERT, pairs="deep"),
+        Technique("masked cp2 ring", {"cp": 2, "cp_method": "ring"}, model=_BERT, pairs="none"),
+        Technique("masked, norms first", {"tp": 2}, model={"causal": False}, pairs="none"),
+    ),
 }
 
 #: Pairs that the trainer refuses. Each is a cell with the reason; products avoid them.
@@ -309,6 +327,7 @@ REFUSED = {
     ("zero3", f"pp2 {schedule}") for schedule in ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
 }
 REFUSED |= {("zero2", "pp2 dualpipe")}
+REFUSED |= {("ep2", "masked"), ("ep2 deepseek", "masked"), ("mtp", "masked")}
 #: Hybrid groups do not fit the ranks with the same experts.
 REFUSED |= {("zero3 hybrid", "ep2"), ("zero3 hybrid", "ep2 deepseek")}
 REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}

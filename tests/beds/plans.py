@@ -177,6 +177,7 @@ def make_plan(
                 batch_ramp=batch_ramp,
                 partition_activations=partition_activations or UNSET,
                 deterministic=deterministic or UNSET,
+                objective=UNSET if model.causal else "masked",
                 offload=msgspec.convert(offload, doc.Offload) if offload else UNSET,
             ),
             optim=doc.Optim(

@@ -15,6 +15,8 @@ from orchestrator.plan.trained import NOT_RUN
 U = Exit.USAGE
 C = Exit.CONFIG
 S = Exit.SECURITY
+#: A model that the bundled trainer does not train on the next token.
+NOT_CAUSAL = "model=bert_large train.objective=next_token"
 
 WRONG_LINES = [
     # verbs and flags
@@ -131,25 +133,25 @@ WRONG_LINES = [
     ("plan data.tokenizer=${nothing}", U, "Interpolation key 'nothing' not found"),
     ("submit +cluster=local run.dir=~nobody-here/runs --dry-run", C, "is no user 'nobody-here'"),
     # what the bundled trainer does not run
-    ("submit +cluster=local model=bert_large parallel=tp2 run.allow_oom=true", C, NOT_RUN),
+    (f"submit +cluster=local {NOT_CAUSAL} parallel=tp2 run.allow_oom=true", C, NOT_RUN),
     (
-        "submit +cluster=local model=bert_large parallel=tp2,tp4 --multirun --dry-run",
+        f"submit +cluster=local {NOT_CAUSAL} parallel=tp2,tp4 --multirun --dry-run",
         C,
         f"parallel=tp2: {NOT_RUN}",
     ),
     (
-        "submit cluster=local parallel=auto model=bert_large",
+        f"submit cluster=local parallel=auto {NOT_CAUSAL}",
         C,
-        "is not causal: the trainer predicts the next token",
+        "is not causal: tokens would see the next one",
     ),
     (
-        "plan +cluster=h100x64 parallel=auto model=bert_large",
+        f"plan +cluster=h100x64 parallel=auto {NOT_CAUSAL}",
         C,
         "--any searches layouts for another program",
     ),
-    ("tune +cluster=h100x64 model=bert_large", C, "--any searches layouts for another program"),
+    (f"tune +cluster=h100x64 {NOT_CAUSAL}", C, "--any searches layouts for another program"),
     (
-        "whatif +cluster=h100x64 parallel=auto model=bert_large",
+        f"whatif +cluster=h100x64 parallel=auto {NOT_CAUSAL}",
         C,
         "--any searches layouts for another program",
     ),
@@ -173,8 +175,8 @@ def test_wrong_command_line(capsys, line, code, message):
 @pytest.mark.parametrize(
     "line",
     [
-        "plan +cluster=local model=bert_large parallel=tp2",
-        "submit --dry-run +cluster=local model=bert_large parallel=tp2 -- python x.py",
+        f"plan +cluster=local {NOT_CAUSAL} parallel=tp2",
+        f"submit --dry-run +cluster=local {NOT_CAUSAL} parallel=tp2 -- python x.py",
         "submit --dry-run +cluster=h100x64 model=mixtral_8x7b parallel=auto -- python x.py",
         "plan --any +cluster=h100x64 model=mixtral_8x7b parallel=auto",
         "tune --any +cluster=h100x64 model=mixtral_8x7b",

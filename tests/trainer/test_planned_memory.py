@@ -22,6 +22,7 @@ from orchestrator.plan.document import Memory
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.model import Mla, Moe
 from tests.beds.plans import make_plan, tiny_model
+from tests.trainer import samples
 from tests.trainer.pairs import launches
 from tests.trainer.samples import engine_of
 from tests.trainer.together import run_together, told
@@ -48,6 +49,7 @@ GPT = LLAMA | {
     "bias": True,
 }
 GPT |= {"tied_embeddings": True, "max_seq_len": 128}
+BERT = GPT | samples.BERT
 PIPE = {"pp": 2, "micro_batches": 4}
 DROPS = LLAMA | {"dropout": 0.1}
 PACKED = {"isolate_documents": True}
@@ -65,6 +67,7 @@ QUICK = {
     "norms of heads": {"model": LLAMA | {"qk_norm": True}},
     "dropout": {"model": DROPS},
     "packed documents": PACKED,
+    "BERT": {"model": BERT},
     "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
     "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
     "dp2 zero3 bf16, on the host": {"dp": 2, "zero": 3, "precision": "bf16", "offload": HOST},
@@ -105,6 +108,24 @@ MORE = {
     "dp2 zero3, on the host": {"dp": 2, "zero": 3, "offload": HOST},
     "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
     "GPT, tied, pp2": PIPE | {"model": GPT},
+    "BERT, dropout": {"model": BERT | {"dropout": 0.1}},
+    "BERT, selective": {"model": BERT, "recompute": "selective"},
+    "BERT, full": {"model": BERT, "recompute": "full"},
+    "BERT, tp2": {"model": BERT, "tp": 2},
+    "BERT, tp2 without sp, selective": {
+        "model": BERT,
+        "tp": 2,
+        "sp": False,
+        "recompute": "selective",
+    },
+    "BERT, tp2 selective": {"model": BERT, "tp": 2, "recompute": "selective"},
+    "BERT, cp2": {"model": BERT, "cp": 2},
+    "BERT, cp2 all-gather": {"model": BERT, "cp": 2, "cp_method": "allgather"},
+    "BERT, pp2": PIPE | {"model": BERT},
+    "BERT, pp2 zb_h1": PIPE | {"model": BERT, "schedule": "zb_h1"},
+    "GPT, tied, pp2 zb_h1": PIPE | {"model": GPT, "schedule": "zb_h1"},
+    "BERT, pp2 zb_h1 full": PIPE | {"model": BERT, "schedule": "zb_h1", "recompute": "full"},
+    "BERT, dp2 zero3": {"model": BERT, "dp": 2, "zero": 3},
     "dropout, bf16": {"model": DROPS, "precision": "bf16"},
     "dropout, selective": {"model": DROPS, "recompute": "selective"},
     "dropout, full": {"model": DROPS, "recompute": "full"},
