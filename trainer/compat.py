@@ -75,12 +75,6 @@ def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[
 #     one call for many tensors: one kernel per tensor would cost 10 us each
 
 
-def in_shape(result: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns a new result in another shape. Unlike that of `view` it may be modified in place,
-    outside of the autograd operation that computed it."""
-    return torch.ops.aten._unsafe_view(result, shape)
-
-
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies each tensor by a 0-d `factor` of the same dtype and device."""
     torch._foreach_mul_(tensors, factor)

@@ -103,13 +103,38 @@ def _fp8(name: str, matmul: str = "fp8_tensor", **parallel: Any) -> Technique:
 _AHEAD = {**DEEPSEEK, "mtp": Mtp(depth=1, weight=0.3)}
 _DEEPSEEK_LAYOUTS: dict[str, dict[str, Any]] = {
     "": {},
-    "tp2 sp selective": {"tp": 2, "sp": True, "recompute": "selective"},
+    "tp2 sp selective": {
+        "tp": 2,
+        "sp": True,
+        "recompute": "selective",
+    },
     "tp2": {"tp": 2, "sp": False},
-    "ep2 tp2 sp": {"ep": 2, "tp": 2, "sp": True},
-    "tp2 etp1 ep2": {"tp": 2, "etp": 1, "sp": True},
-    "ep2 cp2 zigzag full": {"ep": 2, "cp": 2, "cp_method": "zigzag", "recompute": "full"},
-    "ep2 pp2 dualpipe": {"ep": 2, "pp": 2, "schedule": "dualpipe"},
-    "ep2 dp2 zero2": {"ep": 2, "dp": 2, "zero": 2},
+    "ep2 tp2 sp": {
+        "ep": 2,
+        "tp": 2,
+        "sp": True,
+    },
+    "tp2 etp1 ep2": {
+        "tp": 2,
+        "etp": 1,
+        "sp": True,
+    },
+    "ep2 cp2 zigzag full": {
+        "ep": 2,
+        "cp": 2,
+        "cp_method": "zigzag",
+        "recompute": "full",
+    },
+    "ep2 pp2 dualpipe": {
+        "ep": 2,
+        "pp": 2,
+        "schedule": "dualpipe",
+    },
+    "ep2 dp2 zero2": {
+        "ep": 2,
+        "dp": 2,
+        "zero": 2,
+    },
 }
 #: A model in which the slices of two ranks have whole blocks of 128.
 _BLOCKS = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 256}
@@ -142,7 +167,14 @@ _FP8 = (
     _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=_BLOCKS),
     _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=_BLOCKS),
     _fp8("tp2, blocks cut", "fp8_block", tp=2),
-    _fp8("tp2 sp cp2 zigzag, blocks cut", "fp8_block", tp=2, sp=True, cp=2, cp_method="zigzag"),
+    _fp8(
+        "tp2 sp cp2 zigzag, blocks cut",
+        "fp8_block",
+        tp=2,
+        sp=True,
+        cp=2,
+        cp_method="zigzag",
+    ),
     *(
         _fp8(f"{name} deepseek, mtp".strip(), matmul, model=_AHEAD, **parallel)
         for matmul in ("fp8_tensor", "fp8_block")

@@ -63,10 +63,10 @@ class Blocks(NamedTuple):
     total: int  # blocks of the whole tensor
 
     @classmethod
-    def at(cls, positions: Tensor, size: int, whole: int) -> Blocks:
-        """The blocks of `size` elements of those at `positions` among the `whole` dimension's."""
+    def at(cls, positions: Tensor, size: int, length: int) -> Blocks:
+        """The blocks of `size` elements of those at `positions` in a dimension of `length`."""
         numbers, of_elements = (positions // size).unique(return_inverse=True)
-        return cls(of_elements, numbers, -(-whole // size))
+        return cls(of_elements, numbers, -(-length // size))
 
 
 class Dimension:
@@ -90,11 +90,11 @@ class Stack(Dimension):
         self.dimension = dimension
 
     def blocks(self, elements: int, size: int) -> Blocks:
-        one = self.dimension.blocks(elements // self.count, size)
-        each = torch.arange(self.count)[:, None]
-        of_elements = one.of_elements + each * len(one.numbers)
-        numbers = one.numbers + each * one.total
-        return Blocks(of_elements.flatten(), numbers.flatten(), self.count * one.total)
+        first = self.dimension.blocks(elements // self.count, size)
+        indices = torch.arange(self.count)[:, None]
+        of_elements = first.of_elements + indices * len(first.numbers)
+        numbers = first.numbers + indices * first.total
+        return Blocks(of_elements.flatten(), numbers.flatten(), self.count * first.total)
 
     def largest(self, size: int) -> Largest | None:
         return self.dimension.largest(size)
@@ -131,10 +131,10 @@ class Grid:
         for dimension, size in zip(self.dimensions, self.sizes, strict=True):
             over_ranks = dimension.largest(size)
             if over_ranks is not None:
-                places = (rows.numbers[:, None], columns.numbers)
-                whole = largest.new_zeros(rows.total, columns.total)
-                whole[places] = largest
-                largest = over_ranks(whole)[places]
+                numbers = (rows.numbers[:, None], columns.numbers)
+                table = largest.new_zeros(rows.total, columns.total)
+                table[numbers] = largest
+                largest = over_ranks(table)[numbers]
         codes, _ = round_to(x, _spread(largest, rows, columns), dtype)
         wide = largest.to(accumulation_dtype(x.dtype))
         return Rounded(codes, wide.clamp(min=LEAST) / torch.finfo(dtype).max)

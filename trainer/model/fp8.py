@@ -24,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.compat import in_shape
-
 from .float8 import (
     E4M3,
     E5M2,
@@ -40,8 +38,8 @@ from .float8 import (
 from .linear import LinearOp
 
 BLOCK = 128  # elements
-#: The sizes of a product that the kernel of fp8 units multiplies are multiples of it.
-TILE = 16
+#: The kernel of fp8 units multiplies matrices whose sizes are multiples of so many elements.
+MULTIPLE = 16
 
 
 Value = TypeVar("Value", Rounded, Tensor)
@@ -138,23 +136,24 @@ class TensorOp(LinearOp):
         inputs = _as_matrix(Rounded(codes, unit))
         return self._multiply(outputs, inputs, grad.dtype)
 
-    def _multiply(self, left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
+    def _multiply(self, row_factor: Rounded, column_factor: Rounded, dtype: torch.dtype) -> Tensor:
         """Multiplies [..., k] and [k, n]: -> [..., n] in `dtype`."""
-        sizes = (left.codes.shape[:-1].numel(), *right.codes.shape)
+        sizes = (row_factor.codes.shape[:-1].numel(), *column_factor.codes.shape)
         wide = accumulation_dtype(dtype)
-        if self.fp8_unit and wide == torch.float32 and not any(size % TILE for size in sizes):
+        if self.fp8_unit and wide == torch.float32 and not any(size % MULTIPLE for size in sizes):
             product = F.scaled_mm(
-                left.codes.flatten(0, -2).contiguous(),
-                right.codes.T.contiguous().T,
-                left.unit,
-                F.ScalingType.TensorWise,
-                right.unit,
-                F.ScalingType.TensorWise,
+                row_factor.codes.flatten(0, -2).contiguous(),
+                column_factor.codes.T.contiguous().T,
+                scale_a=row_factor.unit,
+                scale_recipe_a=F.ScalingType.TensorWise,
+                scale_b=column_factor.unit,
+                scale_recipe_b=F.ScalingType.TensorWise,
                 output_dtype=dtype,
             )
-            return in_shape(product, (*left.codes.shape[:-1], -1))
-        product = left.codes.to(wide) @ right.codes.to(wide)
-        return (product * (left.unit * right.unit)).to(dtype)
+            # What `view` returns may not be modified in place outside of this operation.
+            return torch.ops.aten._unsafe_view(product, (*row_factor.codes.shape[:-1], -1))
+        product = row_factor.codes.to(wide) @ column_factor.codes.to(wide)
+        return (product * (row_factor.unit * column_factor.unit)).to(dtype)
 
 
 def _as_matrix(rounded: Rounded) -> Rounded:
@@ -237,10 +236,10 @@ class SharedHeadsOp(LinearOp):
         return self.op.saved(x)
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return self.op.input_grad(self._whole(grad), weight) / self.ranks
+        return self.op.input_grad(self._summed(grad), weight) / self.ranks
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
-        return self.op.weight_grad(self._whole(grad), saved) / self.ranks
+        return self.op.weight_grad(self._summed(grad), saved) / self.ranks
 
-    def _whole(self, grad: Tensor) -> Tensor:
+    def _summed(self, grad: Tensor) -> Tensor:
         return self.totals.get(grad, None, lambda: self.total(grad))

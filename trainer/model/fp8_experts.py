@@ -23,7 +23,7 @@ from .fp8 import BLOCK, Shared
 
 class ExpertOp:
     """The product of rows, expert after expert, and the experts' matrices. `inputs` and `outputs`
-    are the dimensions of their features; `whole` is (inputs, outputs) of the whole matrices, of
+    are the dimensions of their features; `sizes` is (inputs, outputs) of the whole matrices, of
     which tensor-parallel ranks may hold slices."""
 
     def __init__(
@@ -31,12 +31,12 @@ class ExpertOp:
         shared: Shared,
         matmul: str,
         experts: int,
-        whole: tuple[int, int],
+        sizes: tuple[int, int],
         inputs: Dimension = UNCUT,
         outputs: Dimension = UNCUT,
     ):
         in_blocks = matmul == "fp8_block"
-        input_size, output_size = (BLOCK, BLOCK) if in_blocks else whole
+        input_size, output_size = (BLOCK, BLOCK) if in_blocks else sizes
         self.shared = shared
         self.grad_code = E4M3 if in_blocks else E5M2
         self.inputs = Grid(1, input_size, column_dimension=inputs)

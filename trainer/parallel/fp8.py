@@ -48,16 +48,22 @@ class _Over:
 
 
 class _Features(Dimension):
-    """Features [start, stop) of `whole`, of which each rank of a group holds equally many."""
+    """Features [start, stop) of `length`, of which each rank of a group holds equally many."""
 
-    def __init__(self, start: int, stop: int, whole: int, over: Largest):
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        length: int,
+        over: Largest,
+    ):
         self.start = start
         self.stop = stop
-        self.whole = whole
+        self.length = length
         self.over = over
 
     def blocks(self, elements: int, size: int) -> Blocks:
-        return Blocks.at(torch.arange(self.start, self.stop), size, self.whole)
+        return Blocks.at(torch.arange(self.start, self.stop), size, self.length)
 
     def largest(self, size: int) -> Largest | None:
         return self.over if (self.stop - self.start) % size else None
@@ -67,7 +73,13 @@ class _Tokens(Dimension):
     """This rank's tokens of every sequence of a micro-batch: those at `positions`, in runs whose
     lengths are multiples of `run`."""
 
-    def __init__(self, positions: list[int], run: int, seq_len: int, over: Largest):
+    def __init__(
+        self,
+        positions: list[int],
+        run: int,
+        seq_len: int,
+        over: Largest,
+    ):
         self.positions = torch.tensor(positions)
         self.run = run
         self.seq_len = seq_len
@@ -100,24 +112,28 @@ class _Rounding:
         cut = {shard.dim for shard in info.shards}
         by_tp = self.mesh.size("tp") > 1
         shards_tokens = by_tp and not cut and self.plan.parallel.sp
-        op: LinearOp
         if self.plan.job.matmul == "fp8_block":
-            op = BlockOp(
-                self.shared,
-                tokens=self._tokens(shards_tokens),
-                inputs=self._features(info, 1, "tp"),
-                outputs=self._features(info, 0, "tp"),
-            )
-        else:
-            over_tokens = ("cp", "tp") if shards_tokens else ("cp",)
-            op = TensorOp(
-                self.shared,
-                largest_input=self._over(*over_tokens, *(["tp"] if 1 in cut else [])),
-                largest_weight=self._over(*(["tp"] if cut else [])),
-                largest_grad=self._over(*over_tokens, *(["tp"] if 0 in cut else [])),
-                fp8_unit=self.plan.cluster.device == "cuda",
-            )
+            return self._with_shared_heads(self._block_op(info, shards_tokens), info)
+        over_tokens = ("cp", "tp") if shards_tokens else ("cp",)
+        over_weight = ("tp",) if cut else ()
+        over_inputs = self._over(*over_tokens, *(over_weight if 1 in cut else ()))
+        over_outputs = self._over(*over_tokens, *(over_weight if 0 in cut else ()))
+        op = TensorOp(
+            self.shared,
+            largest_input=over_inputs,
+            largest_weight=self._over(*over_weight),
+            largest_grad=over_outputs,
+            fp8_unit=self.plan.cluster.device == "cuda",
+        )
         return self._with_shared_heads(op, info)
+
+    def _block_op(self, info: ParamInfo, shards_tokens: bool) -> BlockOp:
+        return BlockOp(
+            self.shared,
+            tokens=self._tokens(shards_tokens),
+            inputs=self._features(info, 1, "tp"),
+            outputs=self._features(info, 0, "tp"),
+        )
 
     def expert_op(self, info: ParamInfo) -> ExpertOp:
         """Returns the op of experts with these weights, [experts, outputs, inputs]."""
@@ -140,8 +156,12 @@ class _Rounding:
     def _features(self, info: ParamInfo, dim: int, group: str) -> Dimension:
         for shard in info.shards:
             if shard.dim == dim:
-                whole = info.global_shape[dim]
-                return _Features(shard.start, shard.stop, whole, self._over(group))
+                return _Features(
+                    shard.start,
+                    shard.stop,
+                    info.global_shape[dim],
+                    self._over(group),
+                )
         return UNCUT
 
     def _tokens(self, by_tp: bool) -> Dimension:

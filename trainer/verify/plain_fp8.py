@@ -67,7 +67,11 @@ def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
                 module.forward = _ExpertByExpert(module, matmul)  # type: ignore[method-assign]
             if isinstance(module, Linear):
                 module.run = lambda linear, x: _Rounded.apply(
-                    x, linear.weight, linear.bias, matmul, micro_batch_size
+                    x,
+                    linear.weight,
+                    linear.bias,
+                    matmul,
+                    micro_batch_size,
                 )
 
 
@@ -138,7 +142,11 @@ class _ExpertByExpert:
         return torch.cat(outputs)
 
     def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return _RoundedRows.apply(rows, weight, self.matmul == "fp8_block")
+        return _RoundedRows.apply(
+            rows,
+            weight,
+            self.matmul == "fp8_block",
+        )
 
 
 class _RoundedRows(torch.autograd.Function):
