@@ -94,10 +94,12 @@ def _optim_state(case: Case) -> str | None:
 
 
 def _grad_dtype(case: Case) -> str | None:
-    legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
-    if legal:
+    wide = case.precision in ("fp32", "fp64")
+    legal = (case.precision,) if wide else ("fp32", "bf16")
+    if case.grad_dtype in legal:
         return None
-    return f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
+    name = f"train.grad_dtype={case.grad_dtype} with {case.precision}"
+    return f"{name}: legal is {' or '.join(legal)}"
 
 
 def _objective(case: Case) -> str | None:

@@ -87,7 +87,8 @@ UNTRAINED = {
         {"ep": 2, "zero": 1, "zero_group": 1},
         "ep=2 does not divide zero_group=1",
     ),
-    "causal": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
+    "objective": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
+    "objective ": (shapes.tiny(), {"objective": "masked"}, "predicted from both sides"),
     "kv_groups": (
         structs.replace(shapes.tiny(), kv_heads=3),
         {},
@@ -140,7 +141,12 @@ UNTRAINED = {
         {"seq_len": 2},
         "model.mtp.depth=2: a sequence of 2 tokens has no target",
     ),
-    "matmul     ": (shapes.tiny(), {"matmul": "fp8_tensor"}, "an emulation on CPUs"),
+    "matmul     ": (shapes.tiny(), {"matmul": "fp8_block"}, "the trainer has blocks on CPUs only"),
+    "matmul ": (
+        shapes.mixtral_8x7b(),
+        {"matmul": "fp8_tensor"},
+        "experts have 8 bits on CPUs only",
+    ),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
 }
 
@@ -159,7 +165,13 @@ def test_every_rule_of_the_trainer_is_tested():
 
 
 def test_fp64_is_for_weights_and_gradients_or_for_neither():
-    for precision, grads in (("fp64", "fp32"), ("fp32", "fp64"), ("fp64", "bf16")):
+    for precision, grads in (
+        ("fp64", "fp32"),
+        ("fp32", "fp64"),
+        ("fp64", "bf16"),
+        ("fp32", "bf16"),
+        ("fp16", "fp16"),
+    ):
         name, problem = broken(
             case(shapes.tiny(), seq_len=128, precision=precision, grad_dtype=grads), TRAINER
         )
@@ -255,7 +267,9 @@ def test_suggestions_are_legal_and_plan(degrees):
         }
         | {"cp_method": st.sampled_from([None, "ulysses", "ring"])}
     ),
-    st.sampled_from([shapes.tiny(), shapes.gpt2(), shapes.mixtral_8x7b(), UNTRAINED["causal"][0]]),
+    st.sampled_from(
+        [shapes.tiny(), shapes.gpt2(), shapes.mixtral_8x7b(), UNTRAINED["objective"][0]]
+    ),
     st.sampled_from([None, BatchRampSpec(start_samples=4, over_samples=64)]),
     st.sampled_from([16, 18]),
 )

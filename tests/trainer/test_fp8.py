@@ -16,8 +16,8 @@ from orchestrator.planner.job import make_train
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer import samples
 from tests.trainer.together import assert_equal, run_together, told, world
-from trainer.model.float8 import Grid, round_to, to_float8
-from trainer.model.fp8 import BLOCK, BlockOp, Shared, TensorOp
+from trainer.model.fp8.linears import BLOCK, BlockOp, Shared, TensorOp
+from trainer.model.fp8.rounding import Grid, round_to, to_float8
 from trainer.parallel import fp8
 from trainer.precision import FP64
 from trainer.verify import oracle, plain_fp8

@@ -37,9 +37,3 @@ def test_every_cell_is_equal_or_refused_for_a_reason():
         refused = {technique_name for pair in matrix.REFUSED for technique_name in pair}
         techniques = {technique.split(" hybrid")[0] for technique in row[0].split(" + ")}
         assert verdict == "equal" or techniques & refused, row
-
-
-def test_what_is_refused_alone_is():
-    assert {
-        row[0] for row in rows() if row[-1] != "equal" and row[0] in REFUSED_ALONE
-    } == REFUSED_ALONE

@@ -23,7 +23,7 @@ from orchestrator.plan.expert_capacity import expert_capacity
 
 from .balance import batch_balance, sequence_balance, z_sum
 from .capacity import first_choices
-from .fp8_experts import ExpertOp
+from .fp8.experts import ExpertOp
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated

@@ -21,9 +21,9 @@ from orchestrator.plan import Plan
 from trainer.comm.collectives import CommCounter, all_reduce
 from trainer.comm.mesh import Mesh
 from trainer.model.experts import Experts, GroupedLinear
-from trainer.model.float8 import UNCUT, Blocks, Dimension, Largest
-from trainer.model.fp8 import BlockOp, Shared, SharedHeadsOp, TensorOp
-from trainer.model.fp8_experts import ExpertOp
+from trainer.model.fp8.experts import ExpertOp
+from trainer.model.fp8.linears import BlockOp, Shared, SharedHeadsOp, TensorOp
+from trainer.model.fp8.rounding import UNCUT, Blocks, Dimension, Largest
 from trainer.model.linear import Linear, LinearOp
 from trainer.model.stage import Stage
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .float8 import E4M3, E5M2, UNCUT, Dimension, Grid, Rounded, Stack, accumulation_dtype
-from .fp8 import BLOCK, Shared
+from .linears import BLOCK, Shared
+from .rounding import E4M3, E5M2, UNCUT, Dimension, Grid, Rounded, Stack, accumulation_dtype
 
 
 class ExpertOp:

@@ -10,7 +10,7 @@ order of its sums. All three products, the forward one and both gradients, have 
                  128 x 128 of a weight; all in e4m3 (DeepSeek-V3, arXiv 2412.19437, section 3.3)
 
 A tensor is that of one process: inputs and gradients of a whole micro-batch, the whole weight.
-Where ranks hold slices, `Largest` finds the largest values over all of them. `fp8_experts` has the
+Where ranks hold slices, `Largest` finds the largest values over all of them. `experts` has the
 products of experts.
 """
 
@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .float8 import (
+from ..linear import LinearOp
+from .rounding import (
     E4M3,
     E5M2,
     UNCUT,
@@ -35,7 +36,6 @@ from .float8 import (
     accumulation_dtype,
     round_to,
 )
-from .linear import LinearOp
 
 BLOCK = 128  # elements
 #: The kernel of fp8 units multiplies matrices whose sizes are multiples of so many elements.
