@@ -67,15 +67,15 @@ SETTINGS = {
     },
 }
 SETTINGS = {what: one | {"experts": EXPERTS, "top_k": TOP_K} for what, one in SETTINGS.items()}
-WAYS = {"beside": Move.beside}
+WAYS = {"beside": Move.overlap}
 PAIRS = ("as one", "alone")
 
 
 def _after(
     self: Move, meanwhile: Meanwhile, *sent: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """`Move.beside` without overlap, forward or backward."""
-    under_way = dispatch._UnderWay()
+    """`Move.overlap` without overlap, forward or backward."""
+    under_way = dispatch._Transfers()
     arrived = dispatch._Arrived.apply(
         dispatch._Started.apply(self, under_way, *sent), self, under_way
     )
@@ -112,7 +112,7 @@ def on_rank(rank: int, network: Network, rounds: int) -> dict[str, dict[str, lis
     }
     for index in range(WARM_UP + rounds):
         for way in WAYS if index % 2 == 0 else reversed(WAYS):
-            Move.beside = WAYS[way]  # type: ignore[method-assign]
+            Move.overlap = WAYS[way]  # type: ignore[method-assign]
             mixture.zero_grad()
             x.grad = None
             dist.barrier()

@@ -29,78 +29,26 @@ from orchestrator.plan.document import (
     Yarn,
 )
 
-from .node_range import RANGE, RULE
-
-# ---------------------------------------------------------------------------------- kinds of values
-
-#: What a name may be: it becomes a label, a file name and a part of metrics.
-NAME_RULE = "1 to 63 of A-Z a-z 0-9 . _ -, starting and ending with a letter or digit"
-Name = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z", description=NAME_RULE)
-]
-#: A run's name is the stem of Kubernetes objects, whose names (DNS-1123 labels) hold 63 characters
-#: with our suffixes.
-RUN_NAME_RULE = (
-    "1 to 40 of a-z 0-9 -, starting and ending with a letter or digit (a DNS-1123 label with room"
-    " for suffixes)"
+from .values import (
+    Beta,
+    Count,
+    Degree,
+    EnvName,
+    EnvPattern,
+    Extension,
+    Name,
+    Natural,
+    NodeRange,
+    NonNegative,
+    Path,
+    Positive,
+    Quantity,
+    Ratio,
+    RunName,
+    Source,
+    Text,
+    WorkerCause,
 )
-RunName = Annotated[
-    str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z", description=RUN_NAME_RULE)
-]
-Source = Annotated[
-    str, Meta(min_length=1, max_length=1000, description="where the numbers beside it come from")
-]
-Path = Annotated[
-    str, Meta(min_length=1, max_length=4096, description="a path of 1 to 4096 printable characters")
-]
-Text = Annotated[str, Meta(max_length=1000, description="at most 1000 printable characters")]
-
-Extension = Annotated[
-    str, Meta(pattern=r"^\.[A-Za-z0-9]{1,16}\Z", description="a dot and 1 to 16 letters or digits")
-]
-
-#: Elastic: the job may run on any legal number of nodes in the range.
-NodeRange = Annotated[
-    str,
-    Meta(
-        pattern=rf"^{RANGE.pattern}\Z",
-        description=RULE,
-    ),
-]
-
-EnvName = Annotated[
-    str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")
-]
-
-EnvPattern = Annotated[
-    str,
-    Meta(
-        pattern=r"^[A-Za-z_*][A-Za-z0-9_*]{0,127}\Z",
-        description="a name of A-Z a-z 0-9 _, * for any of these",
-    ),
-]
-
-#: Faults of workers, as `orchestrator.run.state` tells them.
-WorkerCause = Literal[
-    "worker_exit",
-    "worker_frozen",
-    "worker_spinning",
-    "worker_stuck",
-    "collective_hung",
-    "non_finite",
-    "disk_full",
-    "straggler",
-]
-
-_MANY = 2**53  # every integer up to here is exact in JSON and in a float
-Count = Annotated[int, Meta(ge=1, le=_MANY)]
-Natural = Annotated[int, Meta(ge=0, le=_MANY)]
-Degree = Annotated[int, Meta(ge=1, le=2**20)]
-Positive = Annotated[float, Meta(gt=0)]
-Quantity = Annotated[float, Meta(ge=1e-6, le=1e9)]  # In GiB, MiB, GB/s, Gbit/s or TFLOP/s.
-NonNegative = Annotated[float, Meta(ge=0)]
-Ratio = Annotated[float, Meta(ge=0, le=1)]
-Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 # ---------------------------------------------------------------------------------------- cluster
 
@@ -210,7 +158,8 @@ class ModelSpec(Frozen):
     norm: Literal["rms", "layer"]  # RMSNorm or LayerNorm.
     position: Literal["rope", "learned", "none"]  # How positions enter attention.
     mlp: Literal["gated", "plain"]  # gated: three matrices (SwiGLU); plain: two.
-    activation: Literal["silu", "gelu"]  # The function between the matrices.
+    #: The function between the matrices; gelu is the approximation by tanh, gelu_erf exact.
+    activation: Literal["silu", "gelu", "gelu_erf"]
     bias: bool  # Whether linear layers have a bias.
     tied_embeddings: bool  # Whether the output projection is the input embedding.
     source: Source  # Where the shapes come from.
@@ -225,8 +174,9 @@ class ModelSpec(Frozen):
     qk_norm: bool = False  # Whether queries and keys are normalised, per head.
     yarn: Yarn | None = None  # YaRN's stretched rotary positions. None: as they are.
     mtp: Mtp | None = None  # Prediction of further tokens; depth 0 means none.
-    block: Name | None = None  # Kind of the layers. None: pre_norm.
-    #: Parameters outside the decoder, such as BERT's pooler, which are counted and not trained.
+    block: Name | None = None  # Kind of the layers, pre_norm or post_norm. None: pre_norm.
+    head_transform: bool = False  # Whether a matrix and a norm precede the output projection.
+    #: Parameters outside the layers, such as BERT's pooler, which are counted and not trained.
     extra_params: dict[str, Natural] = {}
 
     def __post_init__(self) -> None:
@@ -344,6 +294,8 @@ class TrainSpec(Frozen):
     global_batch_samples: Count | None = None
     global_batch_tokens: Count | None = None  # Tokens per step over all replicas.
     seed: Natural = 1234  # The seed of weights and dropout.
+    #: What is predicted. None: the next token, or masked ones if the model is not causal.
+    objective: Literal["next_token", "masked"] | None = None
     precision: Precision = "bf16"  # The format that layers compute in.
     #: The fp8 or fp4 recipe of the layers' matrix products. "": they compute in `precision`.
     matmul: Matmul = ""
@@ -374,8 +326,7 @@ class TrainSpec(Frozen):
     batch_ramp: BatchRampSpec | None = None  # A batch that grows at the start. None: always full.
     #: The largest norm of the gradient. 0: gradients are not clipped.
     clip_grad_norm: NonNegative = 1.0
-    #: How many steps in a row may have a gradient that is inf or nan, which is not applied, before
-    #: the run stops.
+    #: How many steps in a row may have a gradient that is inf or nan, which is not applied.
     skip_non_finite_steps: Natural = 0
     log_every_steps: Count = 1  # Steps between two lines of loss in the logs.
     compile: bool | None = None  # Whether blocks are compiled, one by one. None: on GPUs only.

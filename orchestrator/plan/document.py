@@ -39,6 +39,8 @@ Matmul = Literal["", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 AllToAll = Literal["direct", "hierarchical"]
 CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
+#: What a model learns to predict, if not the next token; masked: tokens that it does not see.
+Objective = Literal["masked"]
 
 
 # ----------------------------------------------------------------------------------------------
@@ -264,6 +266,7 @@ class Train(Frozen):
     offload: Offload | UnsetType = UNSET
     #: true: GPUs use kernels and orders of sums that give the same bits in every run
     deterministic: bool | UnsetType = UNSET
+    objective: Objective | UnsetType = UNSET  # UNSET: the next token
 
 
 class Optim(Frozen):

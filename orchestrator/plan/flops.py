@@ -66,6 +66,12 @@ def block_weights(model: Model) -> int:
     return model.layers * attention_weights(model) + mlps
 
 
+def head_weights(model: Model) -> int:
+    """The number of weights that multiply one token behind the last layer."""
+    transform = model.hidden**2 if model.head_transform else 0
+    return model.vocab * model.hidden + transform
+
+
 def attention_core_flops(model: Model, seq_len: int) -> float:
     """Forward FLOPs per token of all layers' attention cores, in sequences of `seq_len`."""
     # Scores multiply the features of keys, and weights those of values.
@@ -92,7 +98,7 @@ def prediction_weights(model: Model) -> int:
 
 def model_flops_per_token(model: Model, seq_len: int) -> float:
     """Forward and backward FLOPs that one trained token needs: `6 * N + 3 * attention core`."""
-    weights = block_weights(model) + model.vocab * model.hidden
+    weights = block_weights(model) + head_weights(model)
     ahead = prediction_blocks(model)
     weights += ahead * (
         attention_weights(model) + mlp_weights(model, model.layers - 1) + prediction_weights(model)

@@ -26,9 +26,9 @@ Kind = Literal["product", "router", "norm", "bias", "core", "activation"]
 #: What ranks of tensor parallelism divide of an operation: its outputs, its inputs, nothing.
 Cut = Literal["column", "row", "whole"]
 
-#: What wrote a tensor. residual: the sum with which a half begins; output: the sum of a half's last
-#: product, which tensor parallelism completes; scores: attention, of each query with each key;
-#: copy: a rearrangement.
+#: What wrote a tensor. residual: the state with which a half or its norm begins; output: the sum of
+#: a half's last product, which tensor parallelism completes; scores: attention, of each query with
+#: each key; copy: a rearrangement.
 Writer = Literal["residual", "norm", "product", "core", "scores", "activation", "output", "copy"]
 
 #: What a rank of tensor parallelism keeps of a tensor. sequence: its shard of the sequence;
@@ -209,10 +209,32 @@ def pre_norm(shape: LayerShape) -> tuple[Operation, ...]:
     )
 
 
+def post_norm(shape: LayerShape) -> Iterator[Operation]:
+    """Attention and MLP with a norm each behind the sum of their output and their input (Vaswani et
+    al. 2017, arXiv 1706.03762; BERT, arXiv 1810.04805)."""
+    halves: dict[str, Half] = {"norm1": "attention", "norm2": "mlp"}
+    inputs = {"norm1": "input", "norm2": "norm1"}  # what a half reads in place of its norm
+    for norm, half in halves.items():
+        for operation in pre_norm(shape):
+            if operation.half == half and operation.name != norm:
+                saves = (
+                    saved._replace(tensor=inputs[norm], writer="residual")
+                    if saved.tensor == norm
+                    else saved
+                    for saved in operation.saves
+                )
+                yield operation._replace(saves=tuple(saves))
+        yield hidden_norm(shape, norm, half)
+
+
 #: The kind of layers of a model that names none.
 PRE_NORM = "pre_norm"
+POST_NORM = "post_norm"
 #: The kinds of layers that a model can name (`model.block`).
-KINDS: dict[str, Callable[[LayerShape], Iterable[Operation]]] = {PRE_NORM: pre_norm}
+KINDS: dict[str, Callable[[LayerShape], Iterable[Operation]]] = {
+    PRE_NORM: pre_norm,
+    POST_NORM: post_norm,
+}
 
 
 def layer_kind(model: Model) -> str:

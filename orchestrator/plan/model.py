@@ -89,7 +89,7 @@ class Model(Frozen):
     position: Literal["rope", "learned", "none"]
     rope_theta: float
     mlp: Literal["gated", "plain"]
-    activation: Literal["silu", "gelu"]
+    activation: Literal["silu", "gelu", "gelu_erf"]
     bias: bool
     tied_embeddings: bool
     causal: bool
@@ -108,3 +108,5 @@ class Model(Frozen):
     mtp: Mtp | UnsetType = UNSET
     #: kind of the layers, of `orchestrator.plan.layer.KINDS`; UNSET: "pre_norm"
     block: str | UnsetType = UNSET
+    #: a matrix, the activation and a norm before the output projection, which has a bias (BERT)
+    head_transform: bool | UnsetType = UNSET

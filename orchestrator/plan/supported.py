@@ -13,7 +13,17 @@ from collections.abc import Callable, Mapping
 from msgspec import UNSET, Struct, UnsetType
 
 from .batch import divisors, nearest_divisors, share
-from .document import TABLE, AllToAll, BatchRamp, Cluster, CpMethod, Matmul, Model, Precision
+from .document import (
+    TABLE,
+    AllToAll,
+    BatchRamp,
+    Cluster,
+    CpMethod,
+    Matmul,
+    Model,
+    Objective,
+    Precision,
+)
 from .domains import domains_of
 from .expert_mesh import axes, expert_mesh, folds_cp, in_words
 
@@ -52,6 +62,7 @@ class Case(Struct, frozen=True, kw_only=True):
     replica_micro_batches: list[int] = []  # those numbers, if a plan has them
     batch_ramp: BatchRamp | None = None
     seq_len: int
+    objective: Objective | UnsetType = UNSET
     matmul: Matmul = ""
     optim_state: str = ""  # the same as `Optim.state`
     comm_buffer_bytes: int = 0  # 0: unbounded

@@ -10,10 +10,10 @@ from . import hierarchy
 from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
-from .layer import KINDS, PRE_NORM, layer_kind
+from .layer import KINDS, POST_NORM, PRE_NORM, layer_kind
 from .offload import comm_buffer_of
 from .schedules import schedule_of
-from .supported import BALANCED, FIXED_BATCH, LAYOUT, Case, Rule, broken
+from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
 
@@ -44,47 +44,22 @@ def _biases(case: Case) -> str | None:
     return None
 
 
-#: Recipes of scaling that the trainer runs, and the side of the blocks of "fp8_block".
+#: Recipes of scaling that the trainer runs.
 FP8 = ("fp8_tensor", "fp8_block")
-BLOCK = 128
 
 
 def _matmul(case: Case) -> str | None:
     name = f"train.matmul={case.matmul}"
-    model = case.model
-    tp = case.tp
     if not case.matmul:
         return None
     if case.matmul not in FP8:
         return f"{name}: the trainer does not run it yet; legal: {', '.join(FP8)}"
-    if case.cluster.device == "cuda":
-        return f"{name}: the trainer's products in 8 bits are an emulation on CPUs, not yet a GPU's"
-    wide = {"experts": model.moe, "latent attention": model.mla, "prediction modules": model.mtp}
-    if missing := next((module for module, is_present in wide.items() if is_present), None):
-        return f"{name}: model {model.name} has {missing}, not in 8 bits yet"
+    if case.cluster.device == "cuda" and case.matmul == "fp8_block":
+        return f"{name}: the trainer has blocks on CPUs only, as an emulation; legal: fp8_tensor"
+    if case.cluster.device == "cuda" and case.model.moe:
+        return f"{name}: the trainer's experts have 8 bits on CPUs only, as an emulation"
     if case.precision == "fp16":
         return f"{name} with train.precision=fp16: bf16, fp32 or fp64"
-    if tp > model.kv_heads:
-        return (
-            f"{name} with tp={tp}: ranks share {model.kv_heads} kv_heads, and would round parts of"
-            " a gradient's sum"
-        )
-    if case.matmul == "fp8_tensor":
-        return None
-    heads = {"heads": model.heads, "kv_heads": model.kv_heads}
-    sizes = {f"model.{key} * head_dim": count * model.head_dim for key, count in heads.items()}
-    for key, size in (sizes | {"model.ffn_hidden": model.ffn_hidden}).items():
-        if tp > 1 and size % (tp * BLOCK):
-            return (
-                f"{name} with tp={tp}: {key}={size} must be a multiple of {tp * BLOCK}, or ranks"
-                " cut blocks"
-            )
-    piece = case.cp * (2 if case.cp_method in BALANCED else 1)
-    if case.cp > 1 and case.seq_len % (piece * BLOCK):
-        return (
-            f"{name} with cp={case.cp} {case.cp_method}: train.seq_len={case.seq_len} must be a"
-            f" multiple of {piece * BLOCK}, or ranks cut blocks"
-        )
     return None
 
 
@@ -145,16 +120,32 @@ def _comm_buffer(case: Case) -> str | None:
 
 
 def _grad_dtype(case: Case) -> str | None:
-    legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
-    if legal:
+    wide = case.precision in ("fp32", "fp64")
+    legal = (case.precision,) if wide else ("fp32", "bf16")
+    if case.grad_dtype in legal:
         return None
-    return f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
+    name = f"train.grad_dtype={case.grad_dtype} with {case.precision}"
+    return f"{name}: legal is {' or '.join(legal)}"
 
 
-def _causal(case: Case) -> str | None:
-    if case.model.causal:
-        return None
-    return f"model {case.model.name} is not causal: the trainer predicts the next token"
+def _objective(case: Case) -> str | None:
+    model = case.model
+    if not model.causal and not case.objective:
+        return (
+            f"model {model.name} is not causal: tokens would see the next one, which they predict;"
+            " legal: train.objective=masked"
+        )
+    if model.causal and case.objective:
+        return (
+            f"train.objective={case.objective} with the causal model {model.name}: masked tokens"
+            " are predicted from both sides; legal: next_token"
+        )
+    if model.mtp and (case.objective or model.head_transform):
+        return (
+            f"model {model.name} has model.mtp, whose modules predict further tokens than the next"
+            " one, without a transform; legal: model.mtp.depth=0"
+        )
+    return None
 
 
 def _layer_kind(case: Case) -> str | None:
@@ -164,7 +155,9 @@ def _layer_kind(case: Case) -> str | None:
         return None
     if kind not in KINDS:
         return f"{name} is not a kind of layer that this version knows; legal: {', '.join(KINDS)}"
-    if case.cp > 1:
+    if kind == POST_NORM and (case.model.moe or case.model.mla):
+        return f"{name} with experts or latent attention: legal in {PRE_NORM} layers only"
+    if kind != POST_NORM and case.cp > 1:
         return f"{name} with cp={case.cp}: the ranks attend as in {PRE_NORM} layers; legal: cp=1"
     if case.model.mtp:
         return f"{name} with model.mtp: modules that predict further tokens are {PRE_NORM} layers"
@@ -232,7 +225,7 @@ def _batch_ramp(case: Case) -> str | None:
 #: Models that the bundled trainer does not run in any layout, although another program might.
 MODELS: dict[str, Rule] = {
     "biases": _biases,
-    "causal": _causal,
+    "objective": _objective,
     "layer_kind": _layer_kind,
     "kv_groups": _kv_groups,
     "rotary": _rotary,
@@ -277,6 +270,7 @@ def case_of(plan: Plan) -> Case:
         replica_micro_batches=par.replica_micro_batches,
         batch_ramp=train.batch_ramp,
         seq_len=train.seq_len,
+        objective=train.objective,
         matmul=plan.job.matmul,
         optim_state=plan.job.optim.state or "",
         comm_buffer_bytes=comm_buffer_of(train) or 0,

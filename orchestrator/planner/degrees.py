@@ -23,7 +23,7 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
 from orchestrator.plan.supported import Case
 
-from .job import comm_buffer_bytes, make_ramp
+from .job import comm_buffer_bytes, make_ramp, objective_of
 
 MIB = 1 << 20
 
@@ -78,6 +78,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         global_batch_samples=samples,
         batch_ramp=make_ramp(train),
         seq_len=train.seq_len,
+        objective=objective_of(config),
         matmul=train.matmul,
         optim_state=_narrow_state(config.optim),
         comm_buffer_bytes=comm_buffer_bytes(train) or 0,
@@ -107,6 +108,7 @@ def unit_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         global_batch_samples=global_batch(config),
         batch_ramp=make_ramp(train),
         seq_len=train.seq_len,
+        objective=objective_of(config),
         matmul=train.matmul,
         optim_state=_narrow_state(config.optim),
         comm_buffer_bytes=comm_buffer_bytes(train) or 0,

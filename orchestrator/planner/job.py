@@ -98,6 +98,7 @@ def make_train(config: Config) -> doc.Train:
         "offload",
         "recompute_latents",
         "deterministic",
+        "objective",
     }
     copied_keys = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train)
@@ -119,6 +120,7 @@ def make_train(config: Config) -> doc.Train:
         recompute_latents=train.recompute_latents or UNSET,
         deterministic=train.deterministic or UNSET,
         offload=make_offload(config),
+        objective=objective_of(config),
     )
 
 
@@ -152,6 +154,13 @@ def _check_comm_buffer(config: Config) -> None:
             " optim.kind=adamw or sgd",
             Exit.CONFIG,
         )
+
+
+def objective_of(config: Config) -> doc.Objective | UnsetType:
+    """Returns what the model learns to predict; UNSET: the next token."""
+    if config.train.objective is None:
+        return UNSET if config.model.causal else "masked"
+    return UNSET if config.train.objective == "next_token" else config.train.objective
 
 
 def make_offload(config: Config) -> doc.Offload | UnsetType:

@@ -244,10 +244,12 @@ def _batch_micro_batches(
 
 def _small_cluster(config: Config, small_degrees: scale.Degrees) -> ClusterSpec:
     """Returns a cluster with a GPU for each rank: one node, or two for hierarchical all-to-alls,
-    whose arithmetic depends on NVLink domains."""
+    whose arithmetic depends on NVLink domains. Products in 8 bits are those of a CPU, which has all
+    of them."""
     ranks = scale.ranks(small_degrees)
     by_domain = config.parallel.expert_all_to_all == "hierarchical" and ranks % 2 == 0
-    return few_nodes(config.cluster, ranks, 2 if by_domain else 1)
+    cluster = few_nodes(config.cluster, ranks, 2 if by_domain else 1)
+    return structs.replace(cluster, device="cpu") if config.train.matmul else cluster
 
 
 def _judged_train(train: TrainSpec, keys: set[str]) -> TrainSpec:

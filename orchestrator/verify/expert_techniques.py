@@ -31,6 +31,7 @@ def _folded(name: str, model: dict[str, Any] = MIXTURE, **parallel: Any) -> Tech
 
 
 _EVERY_AXIS: dict[str, Any] = {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "etp": 1, "fold_cp": True}
+_FIVE: dict[str, Any] = {"tp": 2, "cp": 2, "ep": 2, "pp": 2, "dp": 2}
 _VIRTUAL: dict[str, Any] = {"vpp": 2, "schedule": "interleaved"}
 #: Experts on their own mesh, folded over tp and cp.
 FOLDED = (
@@ -68,8 +69,23 @@ FOLDED = (
     ),
 )
 
-#: All five axes at once on sixteen processes, with expert parallelism on its own axis or folded.
+#: All five axes at once: on sixteen processes, with expert parallelism on its own axis or folded,
+#: and on thirty-two, where each is an axis of its own.
 FIVE_AXES = (
+    _folded("tp2 cp2 ep2 pp2 dp2, 1f1b, zero1", **_FIVE, schedule="1f1b", zero=1),
+    _folded(
+        "tp2 cp2 ep2 pp2 dp2 deepseek, zb_h1, zero2",
+        DEEPSEEK,
+        **_FIVE,
+        schedule="zb_h1",
+        zero=2,
+    ),
+    _folded(
+        "tp2 cp2 ep2 pp2 dp2 deepseek, dualpipe",
+        DEEPSEEK,
+        **_FIVE,
+        schedule="dualpipe",
+    ),
     _folded("tp2 cp2 ep2 pp2, 1f1b, zero1", tp=2, cp=2, ep=2, pp=2, schedule="1f1b", zero=1),
     _folded(
         "tp2 cp2 ep2 pp2 deepseek, zb_h1, zero2",

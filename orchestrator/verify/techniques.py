@@ -103,6 +103,43 @@ def _fp8(name: str, matmul: str = "fp8_tensor", **parallel: Any) -> Technique:
     )
 
 
+#: DeepSeek-V3's block, whose model predicts one more token.
+_AHEAD = {**DEEPSEEK, "mtp": Mtp(depth=1, weight=0.3)}
+_DEEPSEEK_LAYOUTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "tp2 sp selective": {
+        "tp": 2,
+        "sp": True,
+        "recompute": "selective",
+    },
+    "tp2": {"tp": 2, "sp": False},
+    "ep2 tp2 sp": {
+        "ep": 2,
+        "tp": 2,
+        "sp": True,
+    },
+    "tp2 etp1 ep2": {
+        "tp": 2,
+        "etp": 1,
+        "sp": True,
+    },
+    "ep2 cp2 zigzag full": {
+        "ep": 2,
+        "cp": 2,
+        "cp_method": "zigzag",
+        "recompute": "full",
+    },
+    "ep2 pp2 dualpipe": {
+        "ep": 2,
+        "pp": 2,
+        "schedule": "dualpipe",
+    },
+    "ep2 dp2 zero2": {
+        "ep": 2,
+        "dp": 2,
+        "zero": 2,
+    },
+}
 #: A model in which the slices of two ranks have whole blocks of 128.
 _BLOCKS = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 256}
 _FP8 = (
@@ -134,8 +171,33 @@ _FP8 = (
     _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=_BLOCKS),
     _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=_BLOCKS),
     _fp8("tp2, blocks cut", "fp8_block", tp=2),
-    _fp8("cp2 zigzag, blocks cut", "fp8_block", cp=2, cp_method="zigzag"),
+    _fp8(
+        "tp2 sp cp2 zigzag, blocks cut",
+        "fp8_block",
+        tp=2,
+        sp=True,
+        cp=2,
+        cp_method="zigzag",
+    ),
+    *(
+        _fp8(f"{name} deepseek, mtp".strip(), matmul, model=_AHEAD, **parallel)
+        for matmul in ("fp8_tensor", "fp8_block")
+        for name, parallel in _DEEPSEEK_LAYOUTS.items()
+    ),
 )
+
+#: BERT's model (arXiv 1810.04805), which predicts masked tokens.
+_BERT = {
+    "kv_heads": 4,
+    "norm": "layer",
+    "position": "learned",
+    "mlp": "plain",
+    "activation": "gelu_erf",
+    "bias": True,
+    "causal": False,
+    "block": "post_norm",
+    "head_transform": True,
+}
 
 #: Techniques of one axis exclude each other. ZeRO shards over cp if there is cp, else over its own
 #: dp.
@@ -326,6 +388,11 @@ AXES: dict[str, tuple[Technique, ...]] = {
     ),
     "products": _FP8,
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
+    "objective": (
+        Technique("masked", {}, model=_BERT, pairs="deep"),
+        Technique("masked cp2 ring", {"cp": 2, "cp_method": "ring"}, model=_BERT, pairs="none"),
+        Technique("masked, norms first", {"tp": 2}, model={"causal": False}, pairs="none"),
+    ),
 }
 
 #: Pairs that the trainer refuses. Each is a cell with the reason; products avoid them.
@@ -333,6 +400,7 @@ REFUSED = {
     ("zero3", f"pp2 {schedule}") for schedule in ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
 }
 REFUSED |= {("zero2", "pp2 dualpipe")}
+REFUSED |= {("ep2", "masked"), ("ep2 deepseek", "masked"), ("mtp", "masked")}
 #: Hybrid groups do not fit the ranks with the same experts.
 REFUSED |= {("zero3 hybrid", "ep2"), ("zero3 hybrid", "ep2 deepseek")}
 REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}

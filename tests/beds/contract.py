@@ -43,7 +43,7 @@ def refusals(orch: Callable[..., Any], overrides: Sequence[str]) -> None:
     folder."""
     for arguments, code, reason in (
         (["backend.options.nonsense=1"], Exit.CONFIG, "backend.options.nonsense is not an option"),
-        (["model=bert_large"], Exit.CONFIG, "is not causal"),
+        (["model=tiny_bert", "train.objective=next_token"], Exit.CONFIG, "is not causal"),
         (["--run-id", "Refused"], Exit.USAGE, "run id"),
     ):
         completed = orch("submit", *overrides, *arguments, code=code)

@@ -181,6 +181,7 @@ def make_plan(
                 contiguous_activations=contiguous_activations or UNSET,
                 comm_buffer_bytes=comm_buffer_bytes or UNSET,
                 deterministic=deterministic or UNSET,
+                objective=UNSET if model.causal else "masked",
                 offload=msgspec.convert(offload, doc.Offload) if offload else UNSET,
             ),
             optim=doc.Optim(

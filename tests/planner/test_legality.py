@@ -87,7 +87,8 @@ UNTRAINED = {
         {"ep": 2, "zero": 1, "zero_group": 1},
         "ep=2 does not divide zero_group=1",
     ),
-    "causal": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
+    "objective": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
+    "objective ": (shapes.tiny(), {"objective": "masked"}, "predicted from both sides"),
     "kv_groups": (
         structs.replace(shapes.tiny(), kv_heads=3),
         {},
@@ -129,35 +130,10 @@ UNTRAINED = {
         {"matmul": "mxfp8"},
         "train.matmul=mxfp8: the trainer does not run it yet; legal: fp8_t",
     ),
-    "matmul ": (
-        shapes.tiny(),
-        {"matmul": "fp8_block", "tp": 2, **CPU},
-        "with tp=2: model.heads * head_dim=",
-    ),
-    "matmul      ": (
-        shapes.tiny(),
-        {"matmul": "fp8_tensor", "tp": 4, **CPU},
-        "ranks share 2 kv_heads",
-    ),
-    "matmul  ": (
-        shapes.tiny(),
-        {"matmul": "fp8_block", "cp": 2, **CPU},
-        "cp=2 zigzag: train.seq_len=128 must be a",
-    ),
     "matmul   ": (
         shapes.tiny(),
         {"matmul": "fp8_tensor", "precision": "fp16", **CPU},
         "bf16, fp32 or fp64",
-    ),
-    "matmul    ": (
-        shapes.mixtral_8x7b(),
-        {"matmul": "fp8_tensor", **CPU},
-        "has experts, not in 8 bits yet",
-    ),
-    "matmul       ": (
-        PREDICTS,
-        {"matmul": "fp8_tensor", **CPU},
-        "has prediction modules, not in 8 bits yet",
     ),
     "optim_state": (ODD, {"optim_state": "8bit"}, "optim.state=8bit: model.ffn_hidden=100 must be"),
     "predictions": (
@@ -165,7 +141,12 @@ UNTRAINED = {
         {"seq_len": 2},
         "model.mtp.depth=2: a sequence of 2 tokens has no target",
     ),
-    "matmul     ": (shapes.tiny(), {"matmul": "fp8_tensor"}, "an emulation on CPUs"),
+    "matmul     ": (shapes.tiny(), {"matmul": "fp8_block"}, "the trainer has blocks on CPUs only"),
+    "matmul ": (
+        shapes.mixtral_8x7b(),
+        {"matmul": "fp8_tensor"},
+        "experts have 8 bits on CPUs only",
+    ),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
 }
 
@@ -184,7 +165,13 @@ def test_every_rule_of_the_trainer_is_tested():
 
 
 def test_fp64_is_for_weights_and_gradients_or_for_neither():
-    for precision, grads in (("fp64", "fp32"), ("fp32", "fp64"), ("fp64", "bf16")):
+    for precision, grads in (
+        ("fp64", "fp32"),
+        ("fp32", "fp64"),
+        ("fp64", "bf16"),
+        ("fp32", "bf16"),
+        ("fp16", "fp16"),
+    ):
         name, problem = broken(
             case(shapes.tiny(), seq_len=128, precision=precision, grad_dtype=grads), TRAINER
         )
@@ -280,7 +267,9 @@ def test_suggestions_are_legal_and_plan(degrees):
         }
         | {"cp_method": st.sampled_from([None, "ulysses", "ring"])}
     ),
-    st.sampled_from([shapes.tiny(), shapes.gpt2(), shapes.mixtral_8x7b(), UNTRAINED["causal"][0]]),
+    st.sampled_from(
+        [shapes.tiny(), shapes.gpt2(), shapes.mixtral_8x7b(), UNTRAINED["objective"][0]]
+    ),
     st.sampled_from([None, BatchRampSpec(start_samples=4, over_samples=64)]),
     st.sampled_from([16, 18]),
 )

@@ -38,7 +38,8 @@ def train(
     twin = adamw.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
     outcomes = []
     for step in range(1, steps + 1):
-        batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
+        indices = list(range((step - 1) * size, step * size))
+        batch = micro_batch(plan, indices, packed, empty, plain=True)
         leaves = {
             name: weight.clone().requires_grad_()
             for name, weight in weight_history[max(0, step - 1 - late)].items()

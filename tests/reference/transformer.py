@@ -56,7 +56,7 @@ def attention(x, w, name, model, positions, documents, drop, cap=None):
     allowed = torch.ones(b, s, s, dtype=torch.bool)
     for i in range(s):
         for j in range(s):
-            if j > i:
+            if j > i and model.causal:
                 allowed[:, i, j] = False
             elif documents is not None:
                 allowed[:, i, j] = documents[:, i] == documents[:, j]
@@ -95,6 +95,8 @@ def output(x, w, name, matrix):
 def act(x, model):
     if model.activation == "silu":
         return x / (1 + torch.exp(-x))
+    if model.activation == "gelu_erf":
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -125,12 +127,21 @@ def block(x, w, name, layer, model, positions, documents, drop, terms):
     return x + dropped(half, f"{name}.drop_mlp", model, drop)
 
 
+def post_norm(x, w, name, layer, model, positions, documents, drop, terms):
+    """BERT's block: each sum is normed (arXiv 1810.04805; Vaswani et al. 2017, section 3.1)."""
+    half = attention(x, w, f"{name}.attn", model, positions, documents, drop)
+    x = norm(x + dropped(half, f"{name}.drop_attn", model, drop), w, f"{name}.norm1", model)
+    half = mlp(x, w, f"{name}.mlp", model)
+    return norm(x + dropped(half, f"{name}.drop_mlp", model, drop), w, f"{name}.norm2", model)
+
+
 #: The kinds of layers, as in `trainer.model.block.BLOCKS`.
-KINDS = {"pre_norm": block}
+KINDS = {"pre_norm": block, "post_norm": post_norm}
 
 
 def scores(state, w, model):
-    return state @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
+    logits = state @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
+    return logits + w["head.bias"] if "head.bias" in w else logits
 
 
 def logits(w, model, tokens, positions, documents=None, drop=None, terms=None):
@@ -145,10 +156,14 @@ def states(w, model, tokens, positions, documents=None, drop=None, terms=None):
     x = w["embed.weight"][tokens]
     if model.position == "learned":
         x = x + w["embed_positions.weight"][positions]
+    if "embed_norm.weight" in w:
+        x = norm(x, w, "embed_norm", model)
     x = dropped(x, "drop_embed", model, drop)
     for i in range(model.layers):
         layer = KINDS[model.block or "pre_norm"]
         x = layer(x, w, f"layers.{i}", i, model, positions, documents, drop, terms)
+    if "transform.weight" in w:
+        x = act(project(x, w, "transform"), model)
     return norm(x, w, "norm", model)
 
 

@@ -18,6 +18,18 @@ from trainer.precision import Recipe, recipe
 
 LLAMA = {"norm": "rms", "position": "rope", "mlp": "gated", "activation": "silu", "bias": False}
 GPT = {"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True}
+BERT = {
+    "norm": "layer",
+    "norm_eps": 1e-12,
+    "position": "learned",
+    "mlp": "plain",
+    "activation": "gelu_erf",
+    "bias": True,
+    "tied_embeddings": True,
+    "causal": False,
+    "block": "post_norm",
+    "head_transform": True,
+}
 MHA = {"kv_heads": 4}
 GQA = {"kv_heads": 2}
 MQA = {"kv_heads": 1}

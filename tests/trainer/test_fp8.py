@@ -10,21 +10,14 @@ from msgspec import structs
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
 from orchestrator.plan import seal
+from orchestrator.plan.model import Mla, Moe, Mtp
 from orchestrator.plan.parity import LIMITS, Cell
 from orchestrator.planner.job import make_train
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer import samples
 from tests.trainer.together import assert_equal, run_together, told, world
-from trainer.model.fp8 import (
-    BLOCK,
-    BlockOp,
-    Shared,
-    TensorOp,
-    from_blocks,
-    in_blocks,
-    round_to,
-    to_float8,
-)
+from trainer.model.fp8.linears import BLOCK, BlockOp, Shared, TensorOp
+from trainer.model.fp8.rounding import Grid, round_to, to_float8
 from trainer.parallel import fp8
 from trainer.precision import FP64
 from trainer.verify import oracle, plain_fp8
@@ -55,14 +48,14 @@ def test_the_twin_rounds_to_the_nearest_number_of_the_format(name):
     assert torch.equal(plain_fp8.nearest(ties, name), cast)
 
 
-def test_fp64_is_rounded_once():
-    halfway = torch.tensor(
-        [1.0625], dtype=torch.float64
-    )  # between 1 and 1.125, goes to the even one
+def test_the_last_digits_of_fp64_decide_no_tie():
+    """Layouts sum in other orders, so they do not share these digits."""
+    halfway = torch.tensor([1.0625], dtype=torch.float64)  # between 1, the even one, and 1.125
     for x, rounded in (
-        (halfway, 1.0),
-        (halfway * (1 + 1e-12), 1.125),
-        (-halfway * (1 + 1e-12), -1.125),
+        (halfway * (1 + 1e-12), 1.0),
+        (halfway * (1 - 1e-12), 1.0),
+        (halfway * (1 + 1e-6), 1.125),
+        (-halfway * (1 + 1e-6), -1.125),
     ):
         assert to_float8(x, DTYPES["e4m3"]).double().item() == rounded
         assert plain_fp8.nearest(x, "e4m3").item() == rounded
@@ -97,12 +90,11 @@ def test_blocks_have_a_scale_each(rows, columns, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).double() * torch.logspace(
         -3, 3, shape[1]
     )
-    blocks = in_blocks(x, rows, columns)
+    grid = Grid(rows, columns)
+    blocks = grid.round(x)
     assert blocks.unit.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
     expected = plain_fp8.by_blocks(x, rows, columns)
-    assert torch.allclose(
-        from_blocks(blocks, rows, columns, torch.float64), expected, rtol=1e-12, atol=0
-    )
+    assert torch.allclose(grid.values(blocks, torch.float64), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("make", [TensorOp, BlockOp])
@@ -116,17 +108,22 @@ def test_linears_that_share_an_input_keep_one_copy(make):
 
 
 #: Blocks of 128 lie inside of the slices of two ranks, in two pieces of the sequence each.
-WIDE = {
-    "layers": 2,
-    "max_seq_len": 512,
-    "hidden": 256,
-    "heads": 4,
-    "kv_heads": 4,
-    "head_dim": 64,
-    "ffn_hidden": 256,
-}
+WIDE = tiny_model(
+    layers=2, max_seq_len=512, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn_hidden=256
+)
 SMALL = tiny_model()
 GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
+LATENTS = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
+LATENT = tiny_model(kv_heads=4, mla=LATENTS)
+MIXTURE = tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=12, balance_loss=0.1))
+PLAIN_MIXTURE = tiny_model(mlp="plain", moe=Moe(experts=5, top_k=2, ffn_hidden=12))
+#: A dense layer, experts with a shared one, latent attention, two further predictions.
+DEEPSEEK = tiny_model(
+    kv_heads=4,
+    mla=LATENTS,
+    moe=Moe(experts=4, top_k=2, ffn_hidden=12, shared_ffn_hidden=24, first_dense_layers=1),
+    mtp=Mtp(depth=2, weight=0.4),
+)
 CASES = {
     "one process": dict(),
     "biases, tied": dict(model=GPT),
@@ -139,35 +136,43 @@ CASES = {
     "pp2 1f1b": dict(pp=2),
     "pp2 zb_h1": dict(pp=2, schedule="zb_h1"),
     "pp2 dualpipev": dict(pp=2, vpp=2, schedule="dualpipev", micro_batches=4),
-}
-TENSOR_CASES = CASES | {
     "tp2": dict(tp=2, sp=False, model=GPT),
     "tp2 sp": dict(tp=2, micro_batch_size=2),
     "tp2 sp selective recompute": dict(tp=2, recompute="selective"),
     "tp2 pp2 zb_h1": dict(tp=2, pp=2, schedule="zb_h1"),
-    "cp2 zigzag": dict(cp=2, cp_method="zigzag"),
+    "tp4, shared key-value heads": dict(tp=4),
+    "tp4 without sp, shared key-value heads": dict(tp=4, sp=False, recompute="full"),
+    "cp2 zigzag": dict(cp=2, cp_method="zigzag", micro_batch_size=2),
     "cp2 ulysses": dict(cp=2, cp_method="ulysses"),
     "tp2 cp2": dict(tp=2, cp=2),
+    "latents": dict(model=LATENT),
+    "latents, tp2 cp2 selective": dict(model=LATENT, tp=2, cp=2, recompute="selective"),
+    "latents, tp2 without sp": dict(model=LATENT, tp=2, sp=False),
+    "plain experts": dict(model=PLAIN_MIXTURE),
+    "experts, tp2": dict(model=MIXTURE, tp=2),
+    "experts, tp2 without sp": dict(model=MIXTURE, tp=2, sp=False),
+    "experts, ep2 tp2 full recompute": dict(model=MIXTURE, ep=2, tp=2, recompute="full"),
+    "experts, ep2 cp2": dict(model=MIXTURE, ep=2, cp=2),
+    "experts, tp2 etp1": dict(model=MIXTURE, tp=2, etp=1),
+    "deepseek": dict(model=DEEPSEEK),
+    "deepseek, ep2 pp2 dualpipe": dict(
+        model=DEEPSEEK, ep=2, pp=2, schedule="dualpipe", micro_batches=4
+    ),
+    "deepseek, ep2 dp2 zero2": dict(model=DEEPSEEK, ep=2, dp=2, zero=2),
 }
+#: What differs for blocks: with the rest of the layouts they have no more to do.
+IN_BLOCKS = CASES.keys() - {"pp2 1f1b", "dp2 zero1", "pp2 dualpipev", "plain experts"}
 WIDE_CASES = {
-    "tp2 sp": dict(tp=2),
-    "cp2 zigzag": dict(cp=2, cp_method="zigzag"),
-    "tp2 cp2 ring": dict(tp=2, cp=2, cp_method="ring", recompute="full"),
+    "tp2 sp": dict(tp=2, model=WIDE),
+    "cp2 zigzag": dict(cp=2, cp_method="zigzag", model=WIDE),
+    "tp2 cp2 ring": dict(tp=2, cp=2, cp_method="ring", recompute="full", model=WIDE),
 }
-ALL = {("fp8_tensor", name): case for name, case in TENSOR_CASES.items()}
-ALL |= {
-    ("fp8_block", name): case
-    for name, case in CASES.items()
-    if name not in ("pp2 1f1b", "dp2 zero1")
-}
-ALL |= {
-    ("fp8_block", f"wide {name}"): {**case, "model": tiny_model(**WIDE)}
-    for name, case in WIDE_CASES.items()
-}
+ALL = {("fp8_tensor", name): case for name, case in CASES.items()}
+ALL |= {("fp8_block", name): CASES[name] for name in IN_BLOCKS}
 
 
 def plan_of(matmul, case):
-    train = {"seq_len": 512} if case.get("model", SMALL).hidden == 256 else {}
+    train = {"seq_len": 512} if case.get("model") is WIDE else {}
     plan = make_plan(**({"model": SMALL} | case | train))
     return seal(structs.replace(plan, job=structs.replace(plan.job, matmul=matmul)))
 
@@ -191,13 +196,41 @@ def test_every_layout_rounds_as_one_process_does(ranks):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_scales_of_slices_alone_are_noticed(axis, monkeypatch):
+@pytest.mark.parametrize(
+    ("matmul", "name"),
+    [
+        ("fp8_tensor", "tp2 sp"),
+        ("fp8_tensor", "cp2 zigzag"),
+        ("fp8_tensor", "experts, tp2"),
+        ("fp8_block", "tp2 sp"),
+        ("fp8_block", "cp2 zigzag"),
+    ],
+)
+def test_scales_of_slices_alone_are_noticed(matmul, name, monkeypatch):
     """A largest value that each rank takes for itself."""
     monkeypatch.setattr(fp8._Over, "__call__", lambda self, largest: largest)
-    plan = plan_of("fp8_tensor", {axis: 2})
-    answers = run_together(run_rank, 2, {axis: (plan, FP64, oracle.train(plan, 1))})[axis]
+    plan = plan_of(matmul, CASES[name])
+    answers = run_together(run_rank, 2, {name: (plan, FP64, oracle.train(plan, 1))})[name]
     assert max(worst["norm"] for worst in answers) > 1e-6
+
+
+def _no_message(self, largest):
+    raise AssertionError("slices of whole blocks need no other rank's numbers")
+
+
+@pytest.mark.process
+def test_slices_of_whole_blocks_send_no_scales(monkeypatch):
+    monkeypatch.setattr(fp8._Over, "__call__", _no_message)
+    for ranks in (2, 4):
+        plans = {
+            name: plan_of("fp8_block", case)
+            for name, case in WIDE_CASES.items()
+            if world(case) == ranks
+        }
+        tasks = {name: (plan, FP64, oracle.train(plan, STEPS)) for name, plan in plans.items()}
+        for case, answers in run_together(run_rank, ranks, tasks).items():
+            with told(case):
+                assert_equal(answers, LIMITS["fp64"])
 
 
 def test_what_rounds_to_8_bits_is_not_compared_in_fp32():
@@ -217,3 +250,28 @@ def test_compilation_is_refused_where_it_is_asked_for_and_left_out_where_not():
         config, cluster=gpus, train=structs.replace(config.train, compile=None)
     )
     assert make_train(gpu_config).compile is False
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_fp8_units_multiplies_what_the_emulation_does(precision):
+    """torch has the kernel on CPUs, too."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, grad = (
+        torch.randn(shape, generator=generator).to(precision)
+        for shape in ((2, 32, 48), (64, 48), (2, 32, 64))
+    )
+    products = []
+    for fp8_unit in (False, True):
+        op = TensorOp(Shared(), fp8_unit=fp8_unit)
+        products.append(
+            (
+                op.forward(x, weight, None),
+                op.input_grad(grad, weight),
+                op.weight_grad(grad, op.saved(x)),
+            )
+        )
+    for emulated, multiplied in zip(*products, strict=True):
+        assert multiplied.dtype == precision and multiplied.shape == emulated.shape
+        torch.testing.assert_close(multiplied, emulated, rtol=1e-2, atol=1e-6)
+    odd = TensorOp(Shared(), fp8_unit=True).forward(x[..., :40], weight[:, :40], None)
+    assert odd.shape == (2, 32, 64), "sizes that the kernel does not take are emulated"

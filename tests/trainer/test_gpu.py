@@ -42,6 +42,9 @@ QUICK |= {
     "tied pp4": {"pp": 4, "micro_batches": 8, "model": planned.GPT},
     "pp2": PIPE,
     "tp2 in pieces": {"tp": 2, "tp_pieces": 4},
+    "8 bits": {"matmul": "fp8_tensor"},
+    "8 bits, latents, tp2 pp2 zb_h1": PIPE
+    | {"matmul": "fp8_tensor", "model": planned.LATENT, "tp": 2, "schedule": "zb_h1"},
     "activations on the host": {"recompute": "full", "offload": {"activations": "host"}},
 }
 MORE = {

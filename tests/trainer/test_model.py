@@ -8,7 +8,7 @@ from msgspec import structs
 
 from orchestrator.plan.document import Mla, Moe, Yarn
 from tests.reference import transformer as twin
-from tests.trainer.samples import GPT, GQA, LLAMA, MHA, MQA, batch, small
+from tests.trainer.samples import BERT, GPT, GQA, LLAMA, MHA, MQA, batch, small
 from trainer.model.attention import SDPA
 from trainer.model.init import ROWS, fill, init_stage
 from trainer.model.linear import Linear, LinearOp
@@ -77,6 +77,8 @@ KINDS = {
         )
     },
     "latent-without-query-rank": LLAMA | {"mla": structs.replace(LATENT, q_lora_rank=0)},
+    "bert": BERT | MHA,
+    "encoder with norms before its halves": GPT | GQA | {"causal": False},
     "rms-plain-silu": {"norm": "rms", "mlp": "plain", "activation": "silu"},
 }
 

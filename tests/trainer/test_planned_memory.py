@@ -9,22 +9,27 @@ table of docs/accuracy.md.
 from __future__ import annotations
 
 from statistics import mean
+from typing import NamedTuple
 
 import pytest
 from msgspec import UNSET, structs
 
 from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.memory.kept_tensors import copies_per_token
 from orchestrator.cost.workload import Workload
 from orchestrator.plan import Plan, seal
+from orchestrator.plan.document import Memory
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.model import Mla, Moe
 from tests.beds.plans import make_plan, tiny_model
+from tests.trainer import samples
 from tests.trainer.pairs import launches
 from tests.trainer.samples import engine_of
 from tests.trainer.together import run_together, told
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
+from trainer.model.experts import Experts
 from trainer.verify.samples import micro_batch
 
 LLAMA = {
@@ -44,6 +49,7 @@ GPT = LLAMA | {
     "bias": True,
 }
 GPT |= {"tied_embeddings": True, "max_seq_len": 128}
+BERT = GPT | samples.BERT
 PIPE = {"pp": 2, "micro_batches": 4}
 DROPS = LLAMA | {"dropout": 0.1}
 PACKED = {"isolate_documents": True}
@@ -61,6 +67,7 @@ QUICK = {
     "norms of heads": {"model": LLAMA | {"qk_norm": True}},
     "dropout": {"model": DROPS},
     "packed documents": PACKED,
+    "BERT": {"model": BERT},
     "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
     "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
     "dp2 zero3 bf16, on the host": {"dp": 2, "zero": 3, "precision": "bf16", "offload": HOST},
@@ -101,6 +108,24 @@ MORE = {
     "dp2 zero3, on the host": {"dp": 2, "zero": 3, "offload": HOST},
     "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
     "GPT, tied, pp2": PIPE | {"model": GPT},
+    "BERT, dropout": {"model": BERT | {"dropout": 0.1}},
+    "BERT, selective": {"model": BERT, "recompute": "selective"},
+    "BERT, full": {"model": BERT, "recompute": "full"},
+    "BERT, tp2": {"model": BERT, "tp": 2},
+    "BERT, tp2 without sp, selective": {
+        "model": BERT,
+        "tp": 2,
+        "sp": False,
+        "recompute": "selective",
+    },
+    "BERT, tp2 selective": {"model": BERT, "tp": 2, "recompute": "selective"},
+    "BERT, cp2": {"model": BERT, "cp": 2},
+    "BERT, cp2 all-gather": {"model": BERT, "cp": 2, "cp_method": "allgather"},
+    "BERT, pp2": PIPE | {"model": BERT},
+    "BERT, pp2 zb_h1": PIPE | {"model": BERT, "schedule": "zb_h1"},
+    "GPT, tied, pp2 zb_h1": PIPE | {"model": GPT, "schedule": "zb_h1"},
+    "BERT, pp2 zb_h1 full": PIPE | {"model": BERT, "schedule": "zb_h1", "recompute": "full"},
+    "BERT, dp2 zero3": {"model": BERT, "dp": 2, "zero": 3},
     "dropout, bf16": {"model": DROPS, "precision": "bf16"},
     "dropout, selective": {"model": DROPS, "recompute": "selective"},
     "dropout, full": {"model": DROPS, "recompute": "full"},
@@ -113,6 +138,7 @@ MORE = {
     "packed documents, cp2 ulysses": PACKED | {"cp": 2, "cp_method": "ulysses"},
     "packed documents, dropout, two samples": PACKED | {"model": DROPS, "micro_batch_size": 2},
     "dropout, two samples": {"model": DROPS, "micro_batch_size": 2},
+    "8 bits, full": {"matmul": "fp8_tensor", "recompute": "full"},
 }
 _LATENT = Mla(
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
@@ -130,7 +156,10 @@ SHARED = LLAMA | {
 DEEPSEEK = LATENT | {"moe": SHARED["moe"]}
 AGAIN = {"recompute": "selective"}
 BY_DOMAIN = {"nodes": 2, "expert_all_to_all": "hierarchical"}
-#: Layers of latent attention and of experts, which the twin of a rank does not have yet.
+FULL = {"recompute": "full"}
+FP8 = {"matmul": "fp8_tensor"}
+IN_BLOCKS = {"matmul": "fp8_block"}
+#: Layers of latent attention and of experts.
 SPECIAL = {
     "latents": {"model": LATENT},
     "latents, selective": {"model": LATENT} | AGAIN,
@@ -169,6 +198,21 @@ MORE_SPECIAL = {
     "deepseek, tp2 etp1": {"model": DEEPSEEK, "tp": 2, "etp": 1},
     "deepseek, pp2": PIPE | {"model": DEEPSEEK},
     "deepseek, pp2 zb_h1": PIPE | {"model": DEEPSEEK, "schedule": "zb_h1"},
+    "experts, ep2 selective": {"model": MIXTURE, "ep": 2} | AGAIN,
+    "experts, ep4 selective": {"model": MIXTURE, "ep": 4} | AGAIN,
+    "experts, ep4 full": {"model": MIXTURE, "ep": 4} | FULL,
+    "experts, ep2 tp2 selective": {"model": MIXTURE, "ep": 2, "tp": 2} | AGAIN,
+    "experts, tp4 selective": {"model": MIXTURE, "tp": 4} | AGAIN,
+    "experts, tp4 full": {"model": MIXTURE, "tp": 4} | FULL,
+    "experts, tp2 etp1": {"model": MIXTURE, "tp": 2, "etp": 1},
+    "experts, tp2 etp1 selective": {"model": MIXTURE, "tp": 2, "etp": 1} | AGAIN,
+    "experts, tp2 etp1 full": {"model": MIXTURE, "tp": 2, "etp": 1} | FULL,
+    "experts, tp4 etp1": {"model": MIXTURE, "tp": 4, "etp": 1},
+    "latents, tp2, 8 bits": FP8 | {"model": LATENT, "tp": 2},
+    "experts, ep2, 8 bits": FP8 | {"model": MIXTURE, "ep": 2},
+    "many choices, full, 8 bits": FP8 | {"model": MANY} | FULL,
+    "deepseek, full, 8 bits in blocks": IN_BLOCKS | {"model": DEEPSEEK} | FULL,
+    "deepseek ep2, 8 bits in blocks": IN_BLOCKS | {"model": DEEPSEEK, "ep": 2},
 }
 STATES = ("params", "grads", "optimizer", "host")
 
@@ -188,6 +232,7 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
     which an exchange of tokens makes likely. Gradients that wait with their matrix's input for a
     later W are kept for backward as well."""
     engine = engine_of(plan, rank)
+    routed_rows = count_routed_rows(engine)
     step_memory = StepMemory.of_engine(engine)
     peaks = list[int]()
     batches = [
@@ -202,9 +247,20 @@ def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
     held["activations"] = min(peaks[1:])
     return {
         "held": held,
+        "rows": max(routed_rows, default=0),
         "pp": engine.mesh.coord.pp,
         "padding": _padding(engine) if plan.parallel.zero < 3 else 0,
     }
+
+
+def count_routed_rows(engine: Engine) -> list[int]:
+    """Returns a list that gets the rows of every layer's experts at each of their forwards."""
+    routed_rows = list[int]()
+    for stage in engine.part.stages:
+        for module in stage.modules():
+            if isinstance(module, Experts):
+                module.register_forward_pre_hook(lambda _, args: routed_rows.append(len(args[0])))
+    return routed_rows
 
 
 def _padding(engine: Engine) -> int:
@@ -213,7 +269,14 @@ def _padding(engine: Engine) -> int:
     return total - sum(param.numel() for _, param, _ in engine.part.parameters())
 
 
-Row = tuple[dict[str, int], dict[str, int], int]
+class Row(NamedTuple):
+    """What a pipeline stage was planned and measured to hold, in bytes."""
+
+    planned: dict[str, int]
+    held: dict[str, int]  # activations: the mean of ranks with different experts
+    padding: int  # elements
+    #: Activations of the fullest rank, planned for the fullest layer of experts, and measured.
+    fullest: tuple[int, int]
 
 
 def measure(layouts: dict[str, dict]) -> dict[str, list[Row]]:
@@ -225,27 +288,40 @@ def measure(layouts: dict[str, dict]) -> dict[str, list[Row]]:
 
 
 def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
-    """A row a pipeline stage: planned, measured on its fullest rank, elements of padding.
-    Activations where ranks have different experts are a mean: a plan's experts are chosen equally
-    often, those of a test are not."""
-    accounts = memory.memory_by_pp_rank(
-        Workload.of_plan(plan), plan.cluster, matmul=plan.job.matmul
-    )
+    """A row a pipeline stage, measured on its fullest rank. Activations where ranks have different
+    experts are a mean: a plan's experts are chosen equally often, those of a test are not."""
     result = []
-    for stage, account in enumerate(accounts):
+    worst = accounts(with_load(plan, max(record["rows"] for record in ranks)))
+    for stage, account in enumerate(accounts(plan)):
         stage_ranks = [record for record in ranks if record["pp"] == stage]
         held = {
             name: max(record["held"][name] for record in stage_ranks)
             for name in (*STATES, "activations")
         }
+        fullest = (worst[stage].activations, held["activations"])
         if expert_mesh(plan.parallel).ep > 1:
             held["activations"] = round(
                 mean(record["held"]["activations"] for record in stage_ranks)
             )
-        result.append(
-            ({name: getattr(account, name) for name in held}, held, stage_ranks[0]["padding"])
-        )
+        planned = {name: getattr(account, name) for name in held}
+        result.append(Row(planned, held, stage_ranks[0]["padding"], fullest))
     return result
+
+
+def accounts(plan: Plan) -> list[Memory]:
+    return memory.memory_by_pp_rank(Workload.of_plan(plan), plan.cluster, matmul=plan.job.matmul)
+
+
+def with_load(plan: Plan, routed_rows: int) -> Plan:
+    """The plan for a layer of experts in which the fullest rank computes so many rows."""
+    if expert_mesh(plan.parallel).ep == 1 or plan.model.moe is None:
+        return plan
+    workload = Workload.of_plan(plan)
+    mean_rows = copies_per_token(workload, plan.model.moe) * workload.tokens
+    factor = max(1.0, routed_rows / mean_rows)
+    return seal(
+        structs.replace(plan, parallel=structs.replace(plan.parallel, expert_imbalance=factor))
+    )
 
 
 LAYOUTS = QUICK | MORE | SPECIAL | MORE_SPECIAL
@@ -260,7 +336,7 @@ def test_planned_is_measured(layouts):
 def assert_planned_is_measured(layouts: dict[str, dict]) -> None:
     """Checks layouts on equally many ranks."""
     for name, stage_rows in measure(layouts).items():
-        for planned, held, padding in stage_rows:
+        for planned, held, padding, (planned_worst, worst) in stage_rows:
             with told(name):
                 # fp32: the only padded cases
                 padded = {
@@ -273,6 +349,7 @@ def assert_planned_is_measured(layouts: dict[str, dict]) -> None:
                     category: held[category] - planned[category] for category in STATES
                 } == padded
                 assert planned["activations"] == pytest.approx(held["activations"], rel=0.05)
+                assert worst <= 1.05 * planned_worst
 
 
 def main() -> None:
@@ -280,7 +357,7 @@ def main() -> None:
         f"{'layout':<40}{'stage':>6}{'states':>12}{'planned':>12}{'activations':>13}{'planned':>12}"
     )
     for name, layout in LAYOUTS.items():
-        for stage, (planned, held, padding) in enumerate(measure({name: layout})[name]):
+        for stage, (planned, held, padding, _) in enumerate(measure({name: layout})[name]):
             states = sum(held[category] for category in STATES) - 16 * padding
             off = planned["activations"] / held["activations"] - 1
             equal = (

@@ -8,12 +8,6 @@ from pathlib import Path
 from orchestrator.verify import matrix
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
-#: Techniques that are refused alone: 8-bit products whose rounding depends on the layout.
-REFUSED_ALONE = {
-    "fp8_tensor tp4, shared key-value heads",
-    "fp8_block tp2, blocks cut",
-    "fp8_block cp2 zigzag, blocks cut",
-}
 
 
 def rows() -> list[list[str]]:
@@ -42,10 +36,4 @@ def test_every_cell_is_equal_or_refused_for_a_reason():
         assert verdict == "equal" or verdict.startswith("refused: "), row
         refused = {technique_name for pair in matrix.REFUSED for technique_name in pair}
         techniques = {technique.split(" hybrid")[0] for technique in row[0].split(" + ")}
-        assert verdict == "equal" or row[0] in REFUSED_ALONE or techniques & refused, row
-
-
-def test_what_is_refused_alone_is():
-    assert {
-        row[0] for row in rows() if row[-1] != "equal" and row[0] in REFUSED_ALONE
-    } == REFUSED_ALONE
+        assert verdict == "equal" or techniques & refused, row

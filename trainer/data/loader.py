@@ -3,6 +3,7 @@ current one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,10 +14,15 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from trainer.data.batch import MicroBatch, from_windows, with_serials
 from trainer.data.fingerprint import fingerprint
+from trainer.data.objectives.masked import masked_tokens
 from trainer.data.order import SampleOrder, micro_batches_at, samples_at, samples_of_step
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
 from trainer.model.dropout import draws
+
+#: (a batch that predicts the next token, its samples' numbers in the run's data order) -> the batch
+#: with the inputs and targets of an objective
+Objective = Callable[[MicroBatch, Sequence[int]], MicroBatch]
 
 
 class Loader:
@@ -33,8 +39,8 @@ class Loader:
         """`pin_memory` puts batches into page-locked memory, from which copies to a CUDA device
         overlap with computation.
 
-        Raises DataError if the corpus is shorter than one sample or its tokenizer has more ids than
-        the model's embedding has rows.
+        Raises DataError if the corpus is shorter than one sample, its tokenizer has more ids than
+        the model's embedding has rows, or it lacks a token that the objective needs.
         """
         index = store.index
         self.seq_len = plan.job.train.seq_len
@@ -55,6 +61,9 @@ class Loader:
         self.ramp = plan.job.train.batch_ramp
         self.numbers_tokens = draws(plan.model) or plan.job.record_choices
         self.eod = index.eod if plan.job.data.isolate_documents else None
+        self.objective: Objective | None = None  # None: the next token
+        if plan.job.train.objective == "masked":
+            self.objective = masked_tokens(plan, index.vocab_size, index.eod)
         self.order = SampleOrder(store.samples(self.seq_len), plan.job.data.seed)
         self._pin = pin_memory
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
@@ -86,6 +95,7 @@ class Loader:
         windows = [self.store.window(self.order(index), self.seq_len) for index in indices]
         batch = from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
         batch = replace(batch, fingerprint=fingerprint(indices, windows))
+        batch = batch if self.objective is None else self.objective(batch, indices)
         batch = with_serials(batch, indices) if self.numbers_tokens else batch
         return batch.pinned() if self._pin else batch
 

@@ -25,13 +25,18 @@ END_TOKENS = (
 )
 
 
+#: Names under which published tokenizers keep the token that hides another one.
+MASK_TOKENS = ("[MASK]", "<mask>", "<|mask|>")
+
+
 class Tokenizer(Protocol):
     """Encodes documents. Ids are below `vocab_size`; `eod` ends a document, and no text encodes to
-    it."""
+    it, nor to `mask`."""
 
     identity: str  # equal for equal behaviour: part of the cache key
     vocab_size: int
     eod: int
+    mask: int | None  # hides a token (`trainer.data.objectives.masked`); None: there is none
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns one array of ids (any unsigned dtype) for each UTF-8 text."""
@@ -39,11 +44,13 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Encodes each byte as a token, and the end of a document as 256."""
+    """Encodes each byte as a token, and the end of a document as 256. The mask, 257, is not part of
+    the vocabulary: only models that predict masked tokens have an embedding for it."""
 
     identity = "bytes/1"
     vocab_size = 257
     eod = 256
+    mask: int | None = 257
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document, dtype=np.uint8) for document in texts]
@@ -85,6 +92,8 @@ class FileTokenizer:
             raise DataError(
                 f"{path} has no end-of-document token; known names: {', '.join(END_TOKENS)}"
             )
+        masks = (self._backend.token_to_id(name) for name in MASK_TOKENS)
+        self.mask = next((number for number in masks if number is not None), None)
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = f"tokenizers/1 {hashlib.sha256(raw).hexdigest()}"
 

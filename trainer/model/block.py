@@ -1,4 +1,4 @@
-"""One pre-norm decoder block.
+"""One block of the decoder or encoder.
 
 Attention and MLP are each a region between two modules that are identities here: `attn_in` and
 `attn_out`, `mlp_in` and `mlp_out`. Tensor parallelism replaces them: the first module makes the
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
-from orchestrator.plan.layer import PRE_NORM, layer_kind, layer_moe
+from orchestrator.plan.layer import POST_NORM, PRE_NORM, layer_kind, layer_moe
 
 from .attention import Attention
 from .documents import Documents
@@ -27,8 +27,8 @@ from .rope import Rope
 
 
 class Block(nn.Module):
-    """[b, s, hidden] -> [b, s, hidden]; the input and output may be sequence shards, attention sees
-    whole sequences."""
+    """[b, s, hidden] -> [b, s, hidden], with a norm before each half; the input and output may be
+    sequence shards, attention sees whole sequences."""
 
     def __init__(self, model: Model, layer: int):
         """`layer`: the block's number in the model, since the first layers of a mixture of experts
@@ -80,10 +80,48 @@ class Block(nn.Module):
         return self.attn(self.attn_in(self.norm1(x)), token_index, documents, rope)
 
     def feed_forward(self, x: Tensor, shard_index: Tensor | None = None) -> Tensor:
-        x = self.mlp_in(self.norm2(x))
+        return self._mlp(self.norm2(x), shard_index)
+
+    def _mlp(self, x: Tensor, shard_index: Tensor | None) -> Tensor:
+        x = self.mlp_in(x)
         if isinstance(self.mlp, MLP):
             return self.mlp(x)
         return self.mlp(x, shard_index)
+
+
+class PostNormBlock(Block):
+    """A block with a norm behind the sum of each half and its input."""
+
+    def forward(
+        self,
+        x: Tensor,
+        token_index: Tensor | None = None,
+        documents: Documents | None = None,
+        rope: Rope | None = None,
+        shard_index: Tensor | None = None,
+    ) -> Tensor:
+        x = self.norm1(
+            x
+            + self.drop_attn(
+                self.attention_output(self.attend(x, token_index, documents, rope)),
+                shard_index,
+            )
+        )
+        return self.norm2(
+            x
+            + self.drop_mlp(
+                self.mlp_output(self.feed_forward(x, shard_index)),
+                shard_index,
+            )
+        )
+
+    def attend(
+        self, x: Tensor, token_index: Tensor | None, documents: Documents | None, rope: Rope | None
+    ) -> Tensor:
+        return self.attn(self.attn_in(x), token_index, documents, rope)
+
+    def feed_forward(self, x: Tensor, shard_index: Tensor | None = None) -> Tensor:
+        return self._mlp(x, shard_index)
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,9 +130,9 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 #: The module of each kind of layer in `orchestrator.plan.layer.KINDS`; it gets the model and the
 #: layer's number.
-BLOCKS: dict[str, Callable[[Model, int], Block]] = {PRE_NORM: Block}
+BLOCKS: dict[str, Callable[[Model, int], Block]] = {PRE_NORM: Block, POST_NORM: PostNormBlock}
 
 
 def make_block(model: Model, layer: int) -> Block:
-    """Returns decoder layer `layer` (0-based) of a model."""
+    """Returns layer `layer` (0-based) of a model."""
     return BLOCKS[layer_kind(model)](model, layer)

@@ -11,7 +11,7 @@ where they are narrower).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from orchestrator.plan.expert_capacity import expert_capacity
 
 from .balance import batch_balance, sequence_balance, z_sum
 from .capacity import first_choices
+from .fp8.experts import ExpertOp
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
@@ -55,15 +56,23 @@ Z = "router_z"
 
 
 class GroupedLinear(nn.Module):
-    """x [n, in] in segments that end at `ends` int32 [experts] -> [n, out]: each segment times its
-    own matrix [out, in], all in one kernel of a GPU."""
+    """x [n, in] in one segment per expert -> [n, out]: each segment times its own matrix [out, in].
+    `op` computes it from the segments' sizes; without one it is a kernel of a GPU, which reads
+    where they end."""
 
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.op: ExpertOp | None = None
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
+    def segments(self, counts: Tensor) -> Tensor | list[int]:
+        """`counts` int64 [experts] -> the `segments` of `forward`."""
+        return counts.cumsum(0).to(torch.int32) if self.op is None else read_counts(counts)
+
+    def forward(self, x: Tensor, segments: Any) -> Tensor:
+        if self.op is not None:
+            return self.op(x, self.weight, segments)
+        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=segments)
 
 
 class Experts(nn.Module):
@@ -93,7 +102,7 @@ class Experts(nn.Module):
         return on_device and x.dtype == torch.bfloat16 and fits
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        if not self._fits_kernel(x):
+        if self.up.op is None and not self._fits_kernel(x):
             return segmented(
                 x,
                 weights,
@@ -103,13 +112,13 @@ class Experts(nn.Module):
                 down=self.down.weight,
                 activation=self.activation,
             )
-        ends = counts.cumsum(0).to(torch.int32)
-        up = self.up(x, ends)
+        segments = self.up.segments(counts)
+        up = self.up(x, segments)
         if self.gate is None:
             inner = ACTIVATIONS[self.activation](up)
         else:
-            inner = gated(self.gate(x, ends), up, self.activation)
-        return self.down((inner * weights[:, None]).to(x.dtype), ends)
+            inner = gated(self.gate(x, segments), up, self.activation)
+        return self.down((inner * weights[:, None]).to(x.dtype), segments)
 
 
 class MixtureOfExperts(nn.Module):

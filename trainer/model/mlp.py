@@ -14,15 +14,18 @@ from orchestrator.plan.document import Model
 
 from .linear import Linear, apply_linears
 
-#: gelu in GPT-2's form, the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
+#: gelu in GPT-2's form, the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415), and
+#: exactly, with the error function, as in BERT.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": partial(F.gelu, approximate="tanh"),
+    "gelu_erf": F.gelu,
 }
 #: (gradient of the output, input, grad_input=the tensor to write) -> gradient of the input
 GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "silu": torch.ops.aten.silu_backward.grad_input,
     "gelu": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    "gelu_erf": torch.ops.aten.gelu_backward.grad_input,
 }
 
 

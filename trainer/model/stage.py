@@ -1,4 +1,4 @@
-"""Consecutive layers of the decoder, which one pipeline stage computes. With all layers a stage is
+"""Consecutive layers of the model, which one pipeline stage computes. With all layers a stage is
 the whole model."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Protocol, cast
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
+from orchestrator.plan.layer import POST_NORM, layer_kind
 
 from .block import Block, make_block
 from .documents import Documents
@@ -16,6 +17,7 @@ from .dropout import Dropout, draws
 from .experts import term_names as expert_terms
 from .linear import Embedding, Linear, identities
 from .loss import LossTerms, cross_entropy_sum
+from .mlp import ACTIVATIONS
 from .norm import make_norm
 from .prediction import MTP, PredictionBlock, numbers, prediction_loss
 from .rope import Rope, rope_tables
@@ -52,7 +54,7 @@ class Batch(Protocol):
 
 class Stage(nn.Module):
     """The blocks `layers` of the model, with the embedding if `first`, and with the final norm and
-    head if `last`.
+    head if `last`. Blocks with norms behind their halves read normed embeddings.
 
     Parameters have global names (`layers.17.attn.wq.weight`), so a name means the same tensor on
     every layout. With tied embeddings the head's weight is `embed.weight`. A last stage that is not
@@ -77,6 +79,9 @@ class Stage(nn.Module):
         self.learned_positions = first and model.position == "learned"
         if self.learned_positions:
             self.embed_positions = Embedding(model.max_seq_len, model.hidden)
+        self.norms_embedding = first and layer_kind(model) == POST_NORM
+        if self.norms_embedding:
+            self.embed_norm = make_norm(model)
         self.embed_out, self.positions_out, self.head_in, self.rows = identities(4)
         self.before: Callable[[str], object] = nothing
         self.drop_embed = Dropout(model.dropout, model.hidden)
@@ -85,10 +90,16 @@ class Stage(nn.Module):
         self.token_loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if last:
             self.layers.update({name: PredictionBlock(model) for name in self.ahead})
-            self.norm = make_norm(model)
-            self.head = Linear(model.hidden, model.vocab)
-            self.head.reused = bool(self.ahead)
-            self.tie()
+            self._make_head()
+
+    def _make_head(self) -> None:
+        model = self.model
+        if model.head_transform:
+            self.transform = Linear(model.hidden, model.hidden, bias=True)
+        self.norm = make_norm(model)
+        self.head = Linear(model.hidden, model.vocab, bias=bool(model.head_transform))
+        self.head.reused = bool(self.ahead)
+        self.tie()
 
     @property
     def blocks(self) -> dict[int, Block]:
@@ -99,17 +110,30 @@ class Stage(nn.Module):
     def parts(self) -> dict[str, list[nn.Module]]:
         """Returns the modules whose weights each part of a forward reads, in the order in which the
         parts compute."""
-        embeddings: list[nn.Module] = [self.embed] if self.embeds else []
-        if self.learned_positions:
-            embeddings.append(self.embed_positions)
         blocks: dict[str, list[nn.Module]] = {name: [block] for name, block in self.layers.items()}
         ahead = {name: blocks.pop(name) for name in self.ahead}
         return {
-            "embed": embeddings,
+            "embed": self.embeddings,
             **blocks,
-            "head": [self.norm, self.head] if self.last else [],
+            "head": self.head_modules,
             **ahead,
         }
+
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        """The modules with weights that compute before the blocks."""
+        modules: list[nn.Module] = [self.embed] if self.embeds else []
+        if self.learned_positions:
+            modules.append(self.embed_positions)
+        return [*modules, self.embed_norm] if self.norms_embedding else modules
+
+    @property
+    def head_modules(self) -> list[nn.Module]:
+        """The modules with weights that compute after the blocks."""
+        if not self.last:
+            return []
+        transform = [self.transform] if self.model.head_transform else []
+        return [*transform, self.norm, self.head]
 
     def tie(self) -> None:
         """Makes head and embedding one parameter, after the embedding's weight was replaced."""
@@ -126,10 +150,7 @@ class Stage(nn.Module):
         if self.embeds:
             self.before("embed")
         if self.first:
-            x = self.embed_out(self.embed(batch.tokens))
-            if self.learned_positions:
-                x = x + self.positions_out(self.embed_positions(batch.positions))
-            x = self.drop_embed(x, shard_index)
+            x = self._embedded(batch, shard_index)
         assert x is not None, "only the first stage starts from tokens"
         rope = None
         if self.model.position == "rope":
@@ -140,11 +161,21 @@ class Stage(nn.Module):
         if not self.last:
             return x
         self.before("head")
+        if self.model.head_transform:
+            x = ACTIVATIONS[self.model.activation](self.transform(x))
         x = self.norm(x)
         if self.ahead and self.terms is not None:
             loss = self._look_ahead(x, batch, token_index, rope, shard_index)
             x = self.terms.add(MTP, x, loss)
         return self._logits(x)
+
+    def _embedded(self, batch: Batch, shard_index: Tensor | None) -> Tensor:
+        x = self.embed_out(self.embed(batch.tokens))
+        if self.learned_positions:
+            x = x + self.positions_out(self.embed_positions(batch.positions))
+        if self.norms_embedding:
+            x = self.embed_norm(x)
+        return self.drop_embed(x, shard_index)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.head_in(x))

@@ -19,7 +19,6 @@ from torch import Tensor
 from trainer.comm.collectives import CommCounter
 from trainer.errors import LayoutError
 from trainer.parallel.params import ParamInfo, StateKind
-from trainer.parallel.tensor import VOCABULARY
 
 from .owners import Cut
 
@@ -101,10 +100,10 @@ class Rules:
         return self.state == "bf16" or (self.state == "8bit" and len(info.global_shape) > 1)
 
     def owns(self, info: ParamInfo) -> bool:
-        """Whether the matrix rule updates a parameter: it updates matrices except embeddings,
-        positions and the head. Raises LayoutError for a matrix that cannot be gathered."""
-        outside = info.name.endswith((*VOCABULARY, "embed_positions.weight"))
-        if self.matrices is None or len(info.global_shape) != 2 or outside:
+        """Whether the matrix rule updates a parameter: it updates the matrices of layers. Raises
+        LayoutError for a matrix that cannot be gathered."""
+        inside = info.name.startswith("layers.")
+        if self.matrices is None or len(info.global_shape) != 2 or not inside:
             return False
         padded = any(cut.stop - cut.start != cut.padded for cut in info.shards)
         if padded or [cut.axis for cut in info.shards] not in ([], ["tp"]):

@@ -126,7 +126,7 @@ def build(
         infos = builder.shard_parameters(stage)
         builder.allocate_slices(stage, infos)
         builder.add_tensor_parallel_communication(stage, infos)
-        builder.round_products_to_8_bits(stage)
+        builder.round_products_to_8_bits(stage, infos)
         builder.spread_experts(stage)
         builder.shard_attention(stage)
         builder.recompute_and_compile(stage)
@@ -196,9 +196,15 @@ class _Builder:
                 self.counter,
             )
 
-    def round_products_to_8_bits(self, stage: Stage) -> None:
+    def round_products_to_8_bits(self, stage: Stage, infos: ParamTable) -> None:
         if self.plan.job.matmul:
-            apply_fp8(stage, self.plan, self.mesh, self.counter)
+            apply_fp8(
+                stage,
+                self.plan,
+                self.mesh,
+                self.counter,
+                infos,
+            )
 
     def spread_experts(self, stage: Stage) -> None:
         """Spreads experts over ranks, and observes what their routers choose."""

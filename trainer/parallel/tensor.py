@@ -41,7 +41,7 @@ COLUMN = (
 )
 KEY_VALUE = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
 ROW = ("attn.wo.weight", "mlp.down.weight", "mlp.shared.down.weight")
-VOCABULARY = ("embed.weight", "head.weight")
+VOCABULARY = ("embed.weight", "head.weight", "head.bias")
 #: Parameters of experts, [experts, out, in], whose outputs or inputs are cut.
 EXPERT_COLUMN = ("mlp.experts.gate.weight", "mlp.experts.up.weight")
 EXPERT_ROW = ("mlp.experts.down.weight",)

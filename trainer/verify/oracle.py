@@ -165,6 +165,7 @@ def _step_batch(plan: Plan, step: int, packed: bool, empty: bool) -> MicroBatch:
         list(range((step - 1) * size, step * size)),
         packed,
         empty,
+        plain=True,
     )
     return token_by_token(batch, plan.model.mtp.depth) if plan.model.mtp else batch
 

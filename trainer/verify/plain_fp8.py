@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan.document import Matmul
+from trainer.model.experts import Experts
 from trainer.model.linear import Linear
+from trainer.model.mlp import ACTIVATIONS
 from trainer.model.stage import Stage
 
 FORMATS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
@@ -21,8 +23,9 @@ SIDE = 128
 
 
 def nearest(x: Tensor, name: str) -> Tensor:
-    """Rounds to the nearest number of the format, ties to even; larger numbers become the
-    largest."""
+    """Rounds to the nearest number of the format, ties to even as fp32 sees them; larger numbers
+    become the largest."""
+    x = x.float().to(x.dtype)
     bits, lowest_exponent, highest = FORMATS[name]
     _, exponent = torch.frexp(x)  # x = mantissa * 2**exponent, 0.5 <= mantissa < 1
     step = torch.exp2((exponent - 1).clamp(min=lowest_exponent).to(x.dtype) - bits)
@@ -60,9 +63,15 @@ def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
     """Rounds the products of every block's linears; the gradient passes the rounding unchanged."""
     for block in stage.blocks.values():
         for module in block.modules():
+            if isinstance(module, Experts):
+                module.forward = _ExpertByExpert(module, matmul)  # type: ignore[method-assign]
             if isinstance(module, Linear):
                 module.run = lambda linear, x: _Rounded.apply(
-                    x, linear.weight, linear.bias, matmul, micro_batch_size
+                    x,
+                    linear.weight,
+                    linear.bias,
+                    matmul,
+                    micro_batch_size,
                 )
 
 
@@ -106,3 +115,60 @@ class _Rounded(torch.autograd.Function):
             weight_grad += along.T @ rounded_inputs
         bias_grad = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return torch.cat(input_grads), weight_grad, bias_grad, None, None
+
+
+class _ExpertByExpert:
+    """Replaces the forward of experts: one expert after the other, each row scaled for itself."""
+
+    def __init__(self, experts: Experts, matmul: Matmul):
+        self.experts = experts
+        self.matmul = matmul
+
+    def __call__(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        experts = self.experts
+        act = ACTIVATIONS[experts.activation]
+        outputs = []
+        start = 0
+        for expert, count in enumerate(counts.tolist()):
+            rows = x[start : start + count]
+            up = self._product(rows, experts.up.weight[expert])
+            if experts.gate is None:
+                inner = act(up)
+            else:
+                inner = act(self._product(rows, experts.gate.weight[expert])) * up
+            weighted = inner * weights[start : start + count, None]
+            outputs.append(self._product(weighted, experts.down.weight[expert]))
+            start += count
+        return torch.cat(outputs)
+
+    def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return _RoundedRows.apply(
+            rows,
+            weight,
+            self.matmul == "fp8_block",
+        )
+
+
+class _RoundedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, block: bool) -> Tensor:
+        rounded = by_rows(rows, "e4m3", block)
+        weight = by_blocks(weight, SIDE, SIDE) if block else scaled(weight, "e4m3")
+        ctx.save_for_backward(rounded, weight)
+        ctx.block = block
+        return rounded @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight = ctx.saved_tensors
+        rounded = by_rows(grad, "e4m3" if ctx.block else "e5m2", ctx.block)
+        return rounded @ weight, rounded.T @ rows, None
+
+
+def by_rows(rows: Tensor, name: str, block: bool) -> Tensor:
+    """Rounds each row with a scale of its own, or with one for each block of it."""
+    if len(rows) == 0:
+        return rows
+    if block:
+        return by_blocks(rows, 1, SIDE)
+    return torch.stack([scaled(row, name) for row in rows])

@@ -3,7 +3,8 @@
 Samples are difficult: they have different shares of masked targets, so that valid tokens differ
 between ranks and micro-batches; packed samples hold three documents of varying lengths. Every
 sample has a target, unless `empty` asks for micro-batches without one: a third of them, never the
-same in two steps, so that every position in a step has weight in one of them.
+same in two steps, so that every position in a step has weight in one of them. With
+train.objective=masked the targets are tokens that it hides.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from torch import Tensor
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from trainer.data.batch import IGNORED, MicroBatch, with_serials
+from trainer.data.objectives.masked import MaskedTokens
 from trainer.data.order import micro_batches_at, samples_at, samples_of_step
 from trainer.model.documents import Documents
+
+from .plain_masked import plain_masked
 
 
 def sample(plan: Plan, index: int, empty: bool = False) -> tuple[Tensor, Tensor]:
@@ -48,13 +52,38 @@ def micro_batch(
     indices: list[int],
     packed: bool = False,
     empty: bool = False,
+    plain: bool = False,
 ) -> MicroBatch:
-    """Returns the samples at these indices as one batch."""
+    """Returns the samples at these indices as one batch. `plain`: tokens are hidden by the oracle,
+    not by the trainer."""
     samples = (sample(plan, index, empty) for index in indices)
     tokens, targets = (torch.stack(column) for column in zip(*samples, strict=True))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-    if not packed:
-        return with_serials(MicroBatch(tokens, targets, positions, None), indices)
+    batch = MicroBatch(tokens, targets, positions, None)
+    if plan.job.train.objective:
+        batch = _masked(plan, batch, indices, plain)
+    batch = with_serials(batch, indices)
+    return _packed(batch, indices) if packed else batch
+
+
+def _masked(plan: Plan, batch: MicroBatch, indices: list[int], plain: bool) -> MicroBatch:
+    """Returns the batch with hidden tokens as targets, in samples that had a target. The last id of
+    the vocabulary is the mask, and the first one ends documents."""
+    mask = plan.model.vocab - 1
+    settings = {"seed": plan.job.data.seed, "mask": mask, "vocabulary": mask, "eod": 0}
+    if plain:
+        tokens, targets = plain_masked(batch.tokens, indices, **settings)
+        hidden = replace(batch, tokens=tokens, targets=targets)
+    else:
+        hidden = MaskedTokens(**settings)(batch, indices)
+    is_empty = (batch.targets == IGNORED).all(dim=1, keepdim=True)
+    return replace(hidden, targets=hidden.targets.masked_fill(is_empty, IGNORED))
+
+
+def _packed(batch: MicroBatch, indices: list[int]) -> MicroBatch:
+    """Returns the batch with three documents in each sample."""
+    tokens = batch.tokens
+    positions = batch.positions
     length = tokens.shape[1]
     inner = length - 1
     cuts_of_rows = [sorted((1 + index % inner, 1 + 5 * index % inner)) for index in indices]
@@ -65,10 +94,7 @@ def micro_batch(
         0,
         cuts.gather(1, (documents - 1).clamp(min=0)),
     )
-    return with_serials(
-        MicroBatch(tokens, targets, positions - starts, Documents.of(documents)),
-        indices,
-    )
+    return replace(batch, positions=positions - starts, documents=Documents.of(documents))
 
 
 def token_by_token(batch: MicroBatch, depth: int) -> MicroBatch:

@@ -11,6 +11,9 @@ from orchestrator.plan.flops import model_flops_per_token
 
 from .rows import Plans, Row, Section
 
+#: Runs whose software nobody has planned, so that no limit is set: hand-fused kernels.
+OTHER_SOFTWARE = ("bert_large_44min",)
+
 
 def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
     rows = []
@@ -30,7 +33,7 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
                 experiment.step_s,
                 "s",
                 "a step",
-                within=0.10,
+                within=None if name in OTHER_SOFTWARE else 0.10,
                 sd=sd,
             )
         )
@@ -54,10 +57,10 @@ def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
         "Steps as printed, or as they follow from the printed FLOP/s. MFU is ours alone: by this"
         " project's count (causal attention once, recomputation not counted), which is not the one"
         " of those who published theirs.",
-        "ZeRO's software is a family that no measured run was fitted to; Llama 3's has a factor of"
-        " 1.02 from its run on 8,192 GPUs, which is not above. DeepSeek-V3 routes a token to at"
-        " most four nodes, sends it in 8 bits and predicts one more token, none of which is"
-        " modelled.",
+        "BERT's run had hand-fused kernels, and logits of masked tokens alone. ZeRO's software is a"
+        " family that no measured run was fitted to; Llama 3's has a factor of 1.02 from its run on"
+        " 8,192 GPUs, which is not above. DeepSeek-V3 routes a token to at most four nodes, sends"
+        " it in 8 bits and predicts one more token, none of which is modelled.",
     )
     yield _flops(plans)
 

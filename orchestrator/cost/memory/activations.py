@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from orchestrator.cost.model.layers import layer_groups, sample_layers
+from orchestrator.cost.model.layers import embedding_norm_params, layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
 from orchestrator.cost.time.pipeline import in_flight
 from orchestrator.cost.workload import Workload
@@ -271,17 +271,21 @@ def stage_bytes(workload: Workload, kernels: Kernels) -> tuple[float, float]:
 
 
 def embedding_bytes(workload: Workload, kernels: Kernels) -> float:
-    """Returns the bytes of the mask with which the trainer drops elements of the embeddings."""
-    if not workload.model.dropout or not kernels.trainer:
+    """Returns the bytes of what the trainer keeps of the embeddings: the mask with which it drops
+    elements, and the input of their norm."""
+    model = workload.model
+    if not kernels.trainer:
         return 0.0
-    return workload.tokens * workload.model.hidden / workload.sequence_shards
+    width = bool(model.dropout) + workload.width * bool(embedding_norm_params(model))
+    return width * workload.tokens * model.hidden / workload.sequence_shards
 
 
 def head_bytes(workload: Workload, kernels: Kernels) -> float:
     """Returns the bytes that the last stage keeps outside its layers.
 
-    These are the inputs of the final norm and the output projection, and the logits. Further
-    predictions keep the same, and the inputs of their two norms and of their projection.
+    These are the inputs of the transform and its activation, if there is one, of the final norm and
+    the output projection, and the logits. Further predictions keep the same, and the inputs of
+    their two norms and of their projection.
     """
     model = workload.model
     width = workload.width
@@ -291,6 +295,8 @@ def head_bytes(workload: Workload, kernels: Kernels) -> float:
     hidden = (
         model.hidden * width * (1 / rows + 1 / gathered)
     )  # inputs of norm and output projection
+    if model.head_transform:
+        hidden += 2 * model.hidden * width / rows
     per_loss = hidden + width * workload.vocabulary_rows
     ahead = prediction_blocks(model)
     return tokens * (per_loss + ahead * (per_loss + 3 * model.hidden * width / rows))
@@ -321,5 +327,6 @@ def loss_bytes(workload: Workload, kernels: Kernels) -> float:
     chunk = 4 * min(LOSS_CHUNK, logits)
     peak = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
     # A split backward keeps the gradient, which `DeferredGradients` counts.
-    keeps_gradient = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
+    splits = splits_backward(parallel) and not workload.model.tied_embeddings
+    keeps_gradient = splits and parallel.schedule not in WHOLE_AT_PEAK
     return max(0.0, peak - width * logits) if keeps_gradient else peak

@@ -56,8 +56,11 @@ class DeferredGradients:
             for layer in sample_layers(model)
         )
         self.layers = [(size * deferred, size * grads) for deferred, grads in elements]
-        logits = size * workload.vocabulary_rows
-        self.head = logits + size * model.hidden
+        defers_head = not model.tied_embeddings  # a token table has a whole backward
+        logits = size * workload.vocabulary_rows * defers_head
+        self.head = logits + size * model.hidden * defers_head
+        if model.head_transform:  # its input, and the gradient of its output
+            self.head += 2 * size * model.hidden / workload.sequence_shards
         # The gradient of the logits at the peak.
         self.logits = 0.0 if parallel.schedule in WHOLE_AT_PEAK else logits
 

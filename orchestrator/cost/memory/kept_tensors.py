@@ -28,6 +28,10 @@ from .kernels import Kernels
 KeptWriter = Writer | Literal["routing", "statistics", "mask"]
 
 
+#: Bytes of a scale.
+_SCALE = 4
+
+
 class KeptTensor(NamedTuple):
     """A tensor of one layer, on one rank."""
 
@@ -57,7 +61,7 @@ def _kept_by(
     """Yields the tensors that an operation keeps."""
     half = operation.half
     if operation.routed:
-        yield from _routed(operation, workload, layer)
+        yield from _routed(operation, workload, layer, kernels)
         return
     if operation.kind == "router":
         yield from _router_input(operation, workload)
@@ -166,6 +170,8 @@ def product_input(
     tensor = kept_tensor(half, saved, workload, kernels)
     if saved.writer == "norm" and kernels.compiled and workload.parallel.tp == 1:
         return  # the norm is computed again
+    if saved.writer == "copy" and kernels.product_width:
+        return  # attention's narrow output is all that is kept of it
     if saved.writer == "copy":  # of attention's output
         tensor = tensor._replace(size=tensor.size * output_copies(workload))
     is_narrow = saved.writer in ("norm", "activation")
@@ -197,14 +203,22 @@ def _router_input(operation: Operation, workload: Workload) -> Iterator[KeptTens
     yield KeptTensor(operation.half, name, saved.writer, size)
 
 
-def _routed(operation: Operation, workload: Workload, layer: int) -> Iterator[KeptTensor]:
-    """Yields what experts keep of the copies of tokens that are routed to a rank."""
+def _routed(
+    operation: Operation, workload: Workload, layer: int, kernels: Kernels
+) -> Iterator[KeptTensor]:
+    """Yields what experts keep of the copies of tokens that are routed to a rank.
+
+    Inputs of products are narrow if products are, with a scale per row at least.
+    """
     moe = layer_moe(workload.model, layer)
     assert moe is not None, "routed operations belong to a mixture of experts"
     copies = copies_per_token(workload, moe) * fullest(workload.parallel)
     for saved in operation.saves:
         ranks = tensor_ranks(workload.parallel) if saved.spread == "columns" else 1
-        size = copies * saved.features / ranks * workload.width
+        features = saved.features / ranks
+        size = copies * features * workload.width
+        if operation.kind == "product" and kernels.product_width:
+            size = copies * (features * kernels.product_width + _SCALE)
         yield KeptTensor(operation.half, saved.tensor, saved.writer, size)
 
 

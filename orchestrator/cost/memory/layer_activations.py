@@ -32,7 +32,7 @@ def layer_tensors(workload: Workload, layer: int, kernels: Kernels) -> list[Kept
     if model.mla is not None and not kernels.trainer:
         tensors += other_software.latent_attention(workload, model.mla, kernels)
     if moe is not None and kernels.trainer:
-        tensors += routed_experts.routing(workload, moe, kernels.trainer)
+        tensors += routed_experts.routing(workload, moe, kernels)
     elif moe is not None:
         tensors += other_software.experts(workload, moe, kernels)
     if model.dropout or kernels.dropout:
@@ -124,11 +124,24 @@ def _full(
             if tensor.name.startswith("mlp.shared")
             or (tensor.name == "norm2" and moe.shared_ffn_hidden)
         )
-        results = routed_experts.results_of_experts(workload, moe, kept_later)
+        results = routed_experts.results_of_experts(workload, moe, kept_later, kernels)
         everything += workload.tokens * results
+    elif kernels.trainer and kernels.product_width:
+        everything += workload.tokens * _wide_inputs(workload, tensors, kernels.product_width)
     is_shared = kernels.shared_inputs and not parallel.sp
     stored = boundary / parallel.tp if is_shared else boundary
     return ActivationBytes(stored, everything - stored)
+
+
+def _wide_inputs(workload: Workload, tensors: Sequence[KeptTensor], narrow: float) -> float:
+    """Returns the bytes per token of a recomputed MLP's inputs of products, beyond what it keeps.
+
+    Products in 8 bits keep them narrow, but the MLP is computed from wide ones.
+    """
+    wide = workload.width / narrow
+    norm = sum(tensor.size * wide for tensor in tensors if tensor.name == "norm2")
+    last = sum(tensor.size for tensor in tensors if tensor.name == "mlp.activation")
+    return norm + last * (wide - 1)
 
 
 def _selective(

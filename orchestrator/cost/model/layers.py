@@ -21,7 +21,9 @@ from orchestrator.plan import flops
 from orchestrator.plan.document import Model, Moe, Train
 from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.layer import (
+    POST_NORM,
     LayerShape,
+    layer_kind,
     layer_moe,
     layer_operations,
     layer_shape,
@@ -43,6 +45,7 @@ def resolve(spec: ModelSpec) -> Model:
         "yarn": spec.yarn or UNSET,
         "mtp": spec.mtp if spec.mtp and spec.mtp.depth else UNSET,
         "block": spec.block or UNSET,
+        "head_transform": spec.head_transform or UNSET,
     }
     model = Model(**shape)
     return structs.replace(model, parameters=parameter_count(model))
@@ -152,24 +155,45 @@ def expert_params(model: Model) -> int:
 
 
 def embedding_params(model: Model) -> tuple[int, int]:
-    """Returns the parameters of (token table, position table).
+    """Returns the parameters of (token table, position table with the norm of embeddings).
 
-    The token table is divided by tp along the vocabulary, the position table is replicated.
+    The token table is divided by tp along the vocabulary, the others are replicated.
     """
-    return (
-        model.vocab * model.hidden,
-        model.max_seq_len * model.hidden if model.position == "learned" else 0,
-    )
+    positions = model.max_seq_len * model.hidden if model.position == "learned" else 0
+    return model.vocab * model.hidden, positions + embedding_norm_params(model)
+
+
+def embedding_norm_params(model: Model) -> int:
+    """Returns the parameters of the norm of embeddings, which blocks without a first norm need."""
+    return norm_params(model) if layer_kind(model) == POST_NORM else 0
+
+
+def whole_head_params(model: Model) -> int:
+    """Returns the parameters behind the last layer that are whole on every rank.
+
+    These are the last norm and, before it, the transform.
+    """
+    transform = model.hidden * (model.hidden + 1) if model.head_transform else 0
+    return norm_params(model) + transform
+
+
+def head_params(model: Model, tp: int) -> int:
+    """Returns the parameters behind the last layer on one of `tp` ranks, without the table.
+
+    The bias of the vocabulary is cut like the table.
+    """
+    bias = -(-model.vocab // tp) if model.head_transform else 0
+    return whole_head_params(model) + bias
 
 
 def params_outside_layers(model: Model, tp: int) -> int:
     """Returns the parameters outside the layers, on a rank that holds the whole model.
 
-    These are the tables, padded for tp, and the last norm.
+    These are the tables, padded for tp, and what is behind the last layer.
     """
     table = -(-model.vocab // tp) * model.hidden
     positions = embedding_params(model)[1]
-    return table * (1 if model.tied_embeddings else 2) + positions + norm_params(model)
+    return table * (1 if model.tied_embeddings else 2) + positions + head_params(model, tp)
 
 
 def prediction_params(model: Model) -> int:
@@ -198,7 +222,8 @@ def parameter_count(model: Model | ModelSpec) -> int:
     )
     if ahead := prediction_blocks(model):
         layers += ahead * (layer_params(model, model.layers - 1).total + prediction_params(model))
-    return table + positions + layers + norm_params(model) + head + sum(model.extra_params.values())
+    outside = positions + head_params(model, 1) + sum(model.extra_params.values())
+    return table + layers + head + outside
 
 
 # ------------------------------------------------------------------------------------------ FLOPs
@@ -229,8 +254,9 @@ def layer_flops(model: Model, layer: int, seq_len: int) -> LayerFlops:
 
 
 def head_flops(model: Model) -> float:
-    """Returns the forward FLOPs per token of the output projection, tied or not."""
-    return 2.0 * model.hidden * model.vocab
+    """Returns the forward FLOPs per token behind the last layer: the transform, and the output
+    projection, tied or not."""
+    return 2.0 * flops.head_weights(model)
 
 
 def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tuple[int, str, int]]:

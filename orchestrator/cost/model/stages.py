@@ -16,8 +16,10 @@ from orchestrator.plan.supported import WHOLE_BACKWARD
 from .layers import (
     dense_and_moe,
     dense_on_rank,
+    embedding_norm_params,
     embedding_params,
     head_flops,
+    head_params,
     layer_flops,
     layer_params,
     norm_params,
@@ -153,7 +155,11 @@ def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int
         total += sum(
             layer_count * vectors for layer_count, vectors in zip(numbers, kinds, strict=True)
         )
-        total += (1 + 3 * ahead) * norm_params(model) * (stage == last)
+        if stage == 0:
+            total += embedding_norm_params(model)
+        if stage == last:
+            matrix = model.hidden**2 if model.head_transform else 0
+            total += head_params(model, parallel.tp) - matrix + 3 * ahead * norm_params(model)
     return total
 
 
@@ -188,7 +194,7 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     stages[0][0] += table + positions
     last = len(stages) - 1
     ahead = prediction_blocks(model)
-    stages[-1][0] += norm_params(model) + ahead * prediction_params(model)
+    stages[-1][0] += head_params(model, parallel.tp) + ahead * prediction_params(model)
     stages[-1][0] += 0 if model.tied_embeddings else table
     # a rank with both ends holds one table
     shared = table if embeds_at_both_ends(model) and last else 0

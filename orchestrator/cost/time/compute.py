@@ -17,7 +17,6 @@ from typing import NamedTuple
 from orchestrator.cost.dual import Number
 from orchestrator.cost.model.layers import (
     dense_on_rank,
-    head_flops,
     layer_params,
     sample_layers,
 )
@@ -367,15 +366,15 @@ def overlap_seconds(
 def _head_seconds(workload: Workload, rate: Rates) -> Number:
     """Returns the forward seconds of the output projection."""
     model = workload.model
-    parallel = workload.parallel
     tokens = workload.tokens
-    return head_flops(model) * tokens / parallel.tp * rate.gemm16_s * rate.head
+    projection = 2.0 * model.hidden * model.vocab
+    return projection * tokens / workload.parallel.tp * rate.gemm16_s * rate.head
 
 
 def loss_seconds(workload: Workload, rate: Rates) -> tuple[Number, Number]:
     """Returns the (forward, backward) seconds of output projection and loss for one micro-batch.
 
-    They include the work of further predictions outside their blocks.
+    They include the transform, and the work of further predictions outside their blocks.
     """
     model = workload.model
     parallel = workload.parallel
@@ -383,10 +382,12 @@ def loss_seconds(workload: Workload, rate: Rates) -> tuple[Number, Number]:
     ahead = flops.prediction_blocks(model)
     loss = (1 + ahead) * tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
     head = (1 + ahead) * _head_seconds(workload, rate)
-    # The projection is whole on every tensor-parallel rank.
+    # These matrices are whole on every tensor-parallel rank.
+    own_tokens = tokens / workload.sequence_shards
     if ahead:
-        own_tokens = tokens / workload.sequence_shards
         head += ahead * own_tokens * 4 * model.hidden**2 * rate.gemm16_s
+    if model.head_transform:
+        head += own_tokens * 2 * model.hidden**2 * rate.gemm16_s
     return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
 
 

@@ -19,10 +19,10 @@ from orchestrator.cost.dual import value_of
 from orchestrator.cost.model.layers import (
     dense_and_moe,
     layer_params,
-    norm_params,
     params_outside_layers,
     prediction_params,
     sample_layers,
+    whole_head_params,
 )
 from orchestrator.cost.model.stages import held_layers, rank_parameters, rank_stages
 from orchestrator.cost.workload import Workload
@@ -282,7 +282,7 @@ def _partial_gradients(
     if parallel.sp:
         for layer, count in zip(sample_layers(model), (dense, moe), strict=True):
             numbers += count * layer_params(model, layer).replicated if layer is not None else 0
-        numbers += norm_params(model) * last
+        numbers += whole_head_params(model) * last
         sums.append(TensorOperation("all_reduce", "", numbers * width / shards, 1.0, tp))
     if model.mla is None and tp > model.kv_heads:
         head = (dense + moe) * 2 * model.head_dim * (model.hidden + model.bias)

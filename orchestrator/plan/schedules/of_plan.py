@@ -7,6 +7,7 @@ from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.flops import (
     attention_core_flops,
     attention_weights,
+    head_weights,
     mlp_weights,
     prediction_blocks,
     prediction_weights,
@@ -79,7 +80,7 @@ def costs_of(plan: Plan) -> Costs:
     ahead = prediction_blocks(model)
     forward[-1] += ahead * layers[-1]
     recomputed = [cost if train.recompute == "full" else 0.0 for cost in forward]
-    forward[-1] += 2.0 * model.vocab * model.hidden + ahead * 2.0 * prediction_weights(model)
+    forward[-1] += 2.0 * head_weights(model) + ahead * 2.0 * prediction_weights(model)
     inputs = tuple(cost + repeated for cost, repeated in zip(forward, recomputed, strict=True))
     together = None
     if runs_pairs(plan.parallel):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from orchestrator.cost.model.layers import (
     dense_on_rank,
     embedding_params,
+    head_params,
     layer_params,
-    norm_params,
     sample_layers,
 )
 from orchestrator.plan.document import Model
@@ -45,11 +45,11 @@ def shard_params(model: Model, tp: int, experts: tuple[int, int]) -> ShardParams
     )
     routed = 0 if moe is None else layer_params(model, moe).experts // prod(experts)
     table = -(-model.vocab // tp) * model.hidden
-    norm = norm_params(model)
+    head = head_params(model, tp)
     return ShardParams(
         dense=(dense_params, moe_params),
         experts=routed,
         first=table + embedding_params(model)[1],
-        last=norm + table,
-        single_last=norm + (0 if model.tied_embeddings else table),
+        last=head + table,
+        single_last=head + (0 if model.tied_embeddings else table),
     )

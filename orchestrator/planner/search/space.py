@@ -32,7 +32,7 @@ from orchestrator.planner.degrees import unit_case
 from .layout import CP_METHODS, RECOMPUTE_MODES, Fold, Layout, Mesh, Variant
 
 #: Rules that depend on the variant of a mesh.
-VARIANT_RULES = ("sequence", "ulysses", "matmul")
+VARIANT_RULES = ("sequence", "ulysses")
 #: Rules that only a complete layout can break.
 LAYOUT_RULES = ("virtual_stages", "zero_group", "schedule", "sharding", *VARIANT_RULES)
 #: Rules about tp alone, checked once per tp.

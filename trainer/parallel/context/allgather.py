@@ -30,12 +30,15 @@ class AllGatherAttention:
         index: int,
         counter: CommCounter,
         drop: AttentionDropout | None = None,
+        *,
+        causal: bool = True,
     ):
         self.group = group
         self.size = size
         self.index = index
         self.counter = counter
         self.drop = drop
+        self.causal = causal
 
     def __call__(
         self,
@@ -88,13 +91,18 @@ class AllGatherAttention:
         all_labels: Tensor | None,
         documents: Documents | None,
     ) -> Iterator[tuple[slice, slice, bool, block.Sight]]:
-        """Yields the blocks of each chunk, all keys before it and then its own causal square:
-        (local queries, keys, whether on the diagonal, visibility)."""
+        """Yields the blocks of each chunk: (local queries, keys, whether it is the chunk's last
+        block, visibility). With causality they are all keys before it and then its own square,
+        which is causal; else all keys."""
         begin = 0
-        for chunk in chunks("allgather", q.shape[2] * self.size, self.size, self.index):
+        length = q.shape[2] * self.size
+        for chunk in chunks("allgather", length, self.size, self.index):
             rows = slice(begin, begin + len(chunk))
             begin += len(chunk)
-            for keys, diagonal in ((range(chunk.start), False), (chunk, True)):
+            blocks = [(range(length), True)]
+            if self.causal:
+                blocks = [(range(chunk.start), False), (chunk, True)]
+            for keys, last in blocks:
                 columns = slice(keys.start, keys.stop)
                 sight = block.Sight()
                 if labels is not None and all_labels is not None:
@@ -107,7 +115,7 @@ class AllGatherAttention:
                 elif documents is not None:
                     sight = block.inside(documents, (chunk,), (keys,))
                 if len(keys) and not sight.nothing:
-                    yield rows, columns, diagonal, sight
+                    yield rows, columns, last, sight
 
 
 class _AllGather(torch.autograd.Function):
@@ -128,13 +136,13 @@ class _AllGather(torch.autograd.Function):
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_labels = None if labels is None else core.gather(labels, 2)
         joined = None
-        for rows, keys, causal, sight in core.blocks(q, labels, all_labels, documents):
+        for rows, keys, last, sight in core.blocks(q, labels, all_labels, documents):
             partial = block.forward(
                 q[:, :, rows],
                 all_k[:, :, keys],
                 all_v[:, :, keys],
                 scale,
-                causal,
+                core.causal and last,
                 sight=sight,
             )
             if joined is not None:
@@ -143,8 +151,8 @@ class _AllGather(torch.autograd.Function):
                     joined[1].to(dtype),
                     *partial,
                 )
-            joined = None if causal else partial
-            if causal:  # the diagonal is a chunk's last block
+            joined = None if last else partial
+            if last:
                 out[:, :, rows], lse[:, :, rows] = partial
         out = out.to(q.dtype)
         inputs = q, k, v, labels
@@ -165,7 +173,7 @@ class _AllGather(torch.autograd.Function):
         all_labels = None if labels is None else core.gather(labels, 2)
         dq = torch.zeros_like(q, dtype=dtype)
         dkv = torch.zeros(2, *all_k.shape, dtype=dtype, device=q.device)
-        for rows, keys, causal, sight in core.blocks(q, labels, all_labels, ctx.documents):
+        for rows, keys, last, sight in core.blocks(q, labels, all_labels, ctx.documents):
             block_grads = block.backward(
                 grad[:, :, rows],
                 q[:, :, rows],
@@ -174,7 +182,7 @@ class _AllGather(torch.autograd.Function):
                 out[:, :, rows],
                 lse=lse[:, :, rows].contiguous(),
                 scale=ctx.scale,
-                causal=causal,
+                causal=core.causal and last,
                 sight=sight,
             )
             dq[:, :, rows] += block_grads[0]

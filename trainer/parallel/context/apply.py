@@ -26,7 +26,13 @@ def apply_context_parallel(
 ) -> None:
     """Gives every block of a stage the attention core of `method` (a `CpMethod`)."""
     for block in stage.blocks.values():
-        block.attn.core = attention_core(method, mesh, counter, block.attn.drop)
+        block.attn.core = attention_core(
+            method,
+            mesh,
+            counter,
+            block.attn.drop,
+            causal=stage.model.causal,
+        )
 
 
 def attention_core(
@@ -34,15 +40,17 @@ def attention_core(
     mesh: Mesh,
     counter: CommCounter,
     drop: AttentionDropout | None = None,
+    *,
+    causal: bool = True,
 ) -> Core:
     """Returns the attention core of `method` for this rank."""
     group = mesh.required_group("cp")
     size = mesh.size("cp")
     index = mesh.index("cp")
     if method == "allgather":
-        return AllGatherAttention(group, size, index, counter, drop)
+        return AllGatherAttention(group, size, index, counter, drop, causal=causal)
     if method == "ulysses":
-        return UlyssesAttention(SDPA(True, drop), group, size, counter)
+        return UlyssesAttention(SDPA(causal, drop), group, size, counter)
     return RingAttention(
         method,
         group,
@@ -50,6 +58,7 @@ def attention_core(
         index,
         counter=counter,
         drop=drop,
+        causal=causal,
     )
 
 

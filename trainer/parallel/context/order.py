@@ -67,6 +67,8 @@ class Visible:
 
 
 ALL = slice(None)
+#: Without causality every query sees every key.
+EVERYTHING = Visible(ALL, ALL, causal=False)
 
 
 def visible(method: str, local_len: int, index: int, source: int) -> Visible | None:

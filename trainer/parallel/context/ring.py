@@ -18,7 +18,7 @@ from trainer.comm.collectives import CommCounter, start_rotate
 from trainer.model.documents import Documents
 from trainer.model.dropout import AttentionDropout
 from trainer.parallel.context import block
-from trainer.parallel.context.order import ALL, Visible, chunks, part, visible
+from trainer.parallel.context.order import ALL, EVERYTHING, Visible, chunks, part, visible
 
 
 class RingAttention:
@@ -36,6 +36,8 @@ class RingAttention:
         index: int,
         counter: CommCounter,
         drop: AttentionDropout | None = None,
+        *,
+        causal: bool = True,
     ):
         self.method = method
         self.group = group
@@ -43,6 +45,7 @@ class RingAttention:
         self.index = index
         self.counter = counter
         self.drop = drop
+        self.causal = causal
 
     def __call__(
         self,
@@ -91,7 +94,7 @@ class RingAttention:
         """Returns the queries that see keys in `step`, these keys, and their visibility."""
         local = q.shape[-2]
         source = (self.index - step) % self.size
-        pairs = visible(self.method, local, self.index, source)
+        pairs = visible(self.method, local, self.index, source) if self.causal else EVERYTHING
         if pairs is None:
             return None, block.Sight()
         if labels is not None:

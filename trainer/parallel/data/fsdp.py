@@ -394,9 +394,7 @@ def _ends(stage: Stage) -> tuple[list[nn.Module], list[nn.Module]]:
     predictions use."""
     if stage.ahead or (stage.last and stage.model.tied_embeddings):
         return [], []
-    first: list[nn.Module] = [stage.embed] if stage.first else []
-    first += [stage.embed_positions] if stage.learned_positions else []
-    return first, [stage.norm, stage.head] if stage.last else []
+    return stage.embeddings, stage.head_modules
 
 
 def _device_mesh(mesh: Mesh, groups: GradGroups, device: torch.device) -> DeviceMesh:

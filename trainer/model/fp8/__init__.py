@@ -1,0 +1,1 @@
+"""Products in 8 bits: rounding, the ops of linears, and those of experts."""
