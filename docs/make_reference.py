@@ -37,6 +37,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics(),
         "events.md": events(),
         "files.md": files(),
+        "refusals.md": refusals(),
     }
 
 
@@ -139,6 +140,30 @@ def configuration() -> str:
     for name in ("Mla", "Yarn", "Mtp"):
         parts += _section(prefixes[name], *fields("orchestrator.plan.model", name))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def refusals() -> str:
+    """Every rule that a layout or a model may break, and why it is there."""
+    from orchestrator.plan.supported import LAYOUT
+    from orchestrator.plan.trained import TRAINER
+
+    parts = [NOTE, "# Refusals", "", _REFUSALS, ""]
+    kinds = {"Of every program's layout": LAYOUT, "Of the bundled trainer": TRAINER}
+    for title, rules in kinds.items():
+        parts += [f"## {title}", "", "| rule | meaning |", "|---|---|"]
+        for name, rule in rules.items():
+            about = " ".join((inspect.getdoc(rule) or "").split())
+            parts.append(f"| `{name}` | {_text(about)} |")
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+_REFUSALS = textwrap.fill(
+    "What `orch` refuses has one line with the numbers, the rule that they break, and the nearest"
+    " legal layout. These are all rules and their reasons. A program of your own (`orch submit ..."
+    " -- python train.py`) has to keep the first table's only.",
+    120,
+)
 
 
 def _with_changes(changed: list[Field]) -> tuple[str, list[Field]]:

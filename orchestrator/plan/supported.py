@@ -164,12 +164,15 @@ def _gpus(case: Case) -> str | None:
 
 
 def _heads(case: Case) -> str | None:
+    """A tensor-parallel rank computes whole attention heads, as many as every other rank."""
     if case.model.heads % case.tp:
         return f"tp={case.tp} does not divide {case.model.heads} attention heads"
     return None
 
 
 def _kv_heads(case: Case) -> str | None:
+    """A tensor-parallel rank has whole key-value heads, or shares one with ranks that have no
+    other."""
     kv = case.model.kv_heads
     if case.model.mla is None and kv % case.tp and case.tp % kv:
         return f"tp={case.tp} neither divides {kv} key-value heads nor is a multiple of them"
@@ -177,6 +180,8 @@ def _kv_heads(case: Case) -> str | None:
 
 
 def _ffn(case: Case) -> str | None:
+    """Tensor-parallel ranks hold equal slices of every feed-forward matrix, those of experts
+    too."""
     moe = case.model.moe
     widths = [("ffn_hidden", case.model.ffn_hidden)]
     widths += (
@@ -200,6 +205,7 @@ def _layers(case: Case) -> str | None:
 
 
 def _virtual_stages(case: Case) -> str | None:
+    """Virtual stages are turns that a rank of a pipeline takes, so they need a pipeline."""
     if case.vpp > 1 and case.pp == 1:
         return f"vpp={case.vpp} needs a pipeline (pp of 2 or more)"
     return None
@@ -291,6 +297,8 @@ def _ulysses(case: Case) -> str | None:
 
 
 def _zero_group(case: Case) -> str | None:
+    """Hybrid sharding divides the ranks that hold the same weights (dp x cp x ep) into groups of
+    equal size, and needs something to shard."""
     return zero_group(case.zero, case.zero_group, case.dp * case.cp * case.ep)
 
 
@@ -311,6 +319,9 @@ def zero_group(zero: int, group: int, ranks: int) -> str | None:
 
 
 def _sharding(case: Case) -> str | None:
+    """ZeRO-3 gathers weights by torch's fully_shard, which does not know a backward in two parts.
+    From ZeRO-2 on gradients leave in the order in which backward completes them, and two model
+    copies on one pipeline (dualpipe) complete them in different orders."""
     from .schedules import copies
 
     return sharding(
@@ -338,6 +349,7 @@ def sharding(zero: int, pp: int, schedule: str, copies: int) -> str | None:
 
 
 def _positions(case: Case) -> str | None:
+    """Learned positions are a table, which has no rows for a longer sequence."""
     if case.model.position == "learned" and case.seq_len > case.model.max_seq_len:
         return (
             f"train.seq_len={case.seq_len}, {case.model.name} has {case.model.max_seq_len} learned"
@@ -347,6 +359,8 @@ def _positions(case: Case) -> str | None:
 
 
 def _batch(case: Case) -> str | None:
+    """Every replica takes equally many whole micro-batches, unless `parallel.uneven` allows one
+    more; replicas that exchange tokens of experts take equally many in any case."""
     samples = case.samples_at_once
     if (
         case.uneven
@@ -390,6 +404,7 @@ def _unequal(case: Case) -> str | None:
 
 
 def _schedule(case: Case) -> str | None:
+    """A schedule is an order of actions for certain numbers of stages and micro-batches."""
     from .schedules import illegal, read_rows
 
     if case.schedule_name != TABLE:

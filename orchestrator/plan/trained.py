@@ -19,6 +19,8 @@ NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every
 
 
 def _expert_parallel(case: Case) -> str | None:
+    """The ranks that hold the same experts shard them among themselves: a group of ZeRO has whole
+    sets of experts, and ZeRO-3 needs two holders of each."""
     return expert_sharding(case.zero, spread(case), case.zero_group, expert_mesh(case).edp)
 
 
@@ -35,6 +37,7 @@ def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None
 
 
 def _biases(case: Case) -> str | None:
+    """Experts and latent attention have no biases in the models that the trainer implements."""
     if not case.model.bias:
         return None
     if case.model.moe:
@@ -49,6 +52,8 @@ FP8 = ("fp8_tensor", "fp8_block")
 
 
 def _matmul(case: Case) -> str | None:
+    """Products in 8 bits have a kernel on GPUs with one scale per tensor, and not for experts; with
+    fp16's loss scaling they have not been compared with one process."""
     name = f"train.matmul={case.matmul}"
     if not case.matmul:
         return None
@@ -70,6 +75,7 @@ STATE_BLOCK = 64
 
 
 def _optim_state(case: Case) -> str | None:
+    """A block of 64 elements in 8 bits has one scale, so no rank may hold a part of it."""
     if case.optim_state != "8bit":
         return None
     model = case.model
@@ -102,6 +108,8 @@ BUCKET_ALIGN = 64
 
 
 def _comm_buffer(case: Case) -> str | None:
+    """ZeRO-3 gathers whole layers, which no bound on buckets limits, and a bucket holds at least
+    one aligned shard for every replica."""
     if not case.comm_buffer_bytes:
         return None
     key = f"train.comm_buffer_mib={case.comm_buffer_bytes / MIB:g}"
@@ -120,6 +128,8 @@ def _comm_buffer(case: Case) -> str | None:
 
 
 def _grad_dtype(case: Case) -> str | None:
+    """Gradients narrower than fp32 weights lose digits and save nothing, and fp16 overflows in
+    sums; fp64 is for weights and gradients together."""
     wide = case.precision in ("fp32", "fp64")
     legal = (case.precision,) if wide else ("fp32", "bf16")
     if case.grad_dtype in legal:
@@ -129,6 +139,8 @@ def _grad_dtype(case: Case) -> str | None:
 
 
 def _objective(case: Case) -> str | None:
+    """The next token is predicted from tokens before it, masked tokens from both sides; modules
+    that predict further tokens follow the next one."""
     model = case.model
     if not model.causal and not case.objective:
         return (
@@ -149,6 +161,8 @@ def _objective(case: Case) -> str | None:
 
 
 def _layer_kind(case: Case) -> str | None:
+    """The trainer implements the kinds of layers that `plan.layer.KINDS` lists, of which only pre-
+    norm layers have every technique."""
     kind = layer_kind(case.model)
     name = f"model.block={kind}"
     if kind == PRE_NORM:
@@ -167,12 +181,15 @@ def _layer_kind(case: Case) -> str | None:
 
 
 def _kv_groups(case: Case) -> str | None:
+    """Queries share key-value heads in groups of equal size."""
     heads = case.model.heads
     kv = case.model.kv_heads
     return f"model.kv_heads={kv} must divide model.heads={heads}" if heads % kv else None
 
 
 def _rotary(case: Case) -> str | None:
+    """Latent attention has rotary positions, which turn pairs of features; YaRN's factor of
+    attention scores is known for latent attention alone."""
     model = case.model
     if model.mla is not None and model.position != "rope":
         return (
@@ -195,6 +212,7 @@ def _rotary(case: Case) -> str | None:
 
 
 def _predictions(case: Case) -> str | None:
+    """A module that predicts so many tokens further needs targets within the sequence."""
     mtp = case.model.mtp
     if not mtp or mtp.depth < case.seq_len:
         return None
@@ -205,6 +223,7 @@ def _predictions(case: Case) -> str | None:
 
 
 def _batch_ramp(case: Case) -> str | None:
+    """A growing batch changes the number of micro-batches, from at least one per replica on."""
     ramp = case.batch_ramp
     unit = case.samples_at_once
     if ramp is None:
