@@ -17,16 +17,15 @@ import os
 import statistics
 import tempfile
 
+from benchmarks.experts_learn import ALONE, CPU, ended
 from benchmarks.vs_torch.harness import ROOT, conditions
 from orchestrator import api as orch
 
 RESULT = ROOT / "benchmarks" / "results" / "low_precision_learn.json"
 WORDS = (
     "cluster=local",
-    "cluster.nodes=1",
-    "cluster.gpus_per_node=1",
-    "cluster.gpu.peak_tflops={fp64: 0.01, fp32: 0.02, bf16: 0.02}",
-    "parallel=ddp",
+    *ALONE,
+    *CPU,
     "train.seq_len=128",
     "train.global_batch_samples=4",
     "train.precision=bf16",
@@ -44,16 +43,13 @@ def part_losses(name: str, steps: int) -> list[float]:
     words = [*WORDS, f"model={model}", f"train.steps={steps}"]
     if recipe != "bf16":
         words.append(f"train.matmul={recipe}")
-    run = orch.submit(*words)
-    state = run.wait()
-    if state.state != "done":
-        raise SystemExit(f"run {run.id} is {state.state}: {state.reason}")
-    losses = [line.loss for line in sorted(run.steps(), key=lambda line: line.step)]
-    if len(losses) != steps:
-        raise SystemExit(f"{name}: {len(losses)} of {steps} steps have a loss")
+    losses = ended(orch.submit(*words))
+    if sorted(losses) != list(range(1, steps + 1)):
+        raise SystemExit(f"{name}: a step without a loss")
     size = steps // PARTS
-    means = [statistics.mean(losses[start : start + size]) for start in range(0, steps, size)]
-    return [round(mean, 4) for mean in means]
+    firsts = range(1, steps + 1, size)
+    parts = [[losses[step] for step in range(first, first + size)] for first in firsts]
+    return [round(statistics.mean(part), 4) for part in parts]
 
 
 def difference(losses: list[float], wide: list[float]) -> float:

@@ -59,8 +59,8 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    first = last = learned_positions = False  # a stage in the middle of a pipeline
-    ahead = ()
+    first = last = False  # a stage in the middle of a pipeline
+    ahead = embeddings = head_modules = ()
 
     def __init__(self, experts):
         super().__init__()

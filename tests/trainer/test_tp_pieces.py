@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET, structs
 
-from orchestrator.plan import Exit
+from orchestrator.plan import Exit, seal
 from orchestrator.plan.document import Mla, Moe
 from orchestrator.plan.trained import problems
 from tests.beds.plans import make_plan, tiny_model
@@ -160,6 +161,12 @@ def test_lookups_of_all_shards_sum_to_the_lookup(tp, vocabulary):
 #     refusals
 
 
+def predicting(objective, causal):
+    plan = make_plan(model=tiny_model(causal=causal))
+    train = structs.replace(plan.job.train, objective=objective)
+    return seal(structs.replace(plan, job=structs.replace(plan.job, train=train)))
+
+
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 REFUSED = {
     "tp=3 does not divide 4 attention heads$": make_plan(tp=3),
@@ -180,7 +187,8 @@ REFUSED = {
     "no ranks to shard an expert over": make_plan(
         ep=2, zero=3, model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))
     ),
-    "is not causal": make_plan(model=tiny_model(causal=False)),
+    "legal: train.objective=masked": predicting(UNSET, causal=False),
+    "predicted from both sides": predicting("masked", causal=True),
 }
 
 

@@ -88,7 +88,7 @@ def test_infinity_survives_json():
 @pytest.mark.process
 def test_cells_of_all_kinds_in_one_go():
     cells = [
-        Cell(name="refused", plan=make_plan(model=tiny_model(causal=False))),
+        Cell(name="refused", plan=make_plan(model=tiny_model(head_dim=7))),
         Cell(name="too many", plan=make_plan(dp=64)),
         Cell(name="one", plan=make_plan()),
         Cell(name="dp2", plan=make_plan(dp=2), packed=True),

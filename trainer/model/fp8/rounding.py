@@ -68,13 +68,20 @@ class Blocks(NamedTuple):
         numbers, of_elements = (positions // size).unique(return_inverse=True)
         return cls(of_elements, numbers, -(-length // size))
 
+    @property
+    def broadcasts(self) -> bool:
+        """Whether a tensor with one element per block broadcasts against one with all elements:
+        there is one block, or one per element."""
+        return len(self.numbers) in (1, len(self.of_elements))
+
 
 class Dimension:
     """One dimension of a tensor, which no ranks cut."""
 
     def blocks(self, elements: int, size: int) -> Blocks:
         """The blocks of `size` elements of a slice with `elements` of them."""
-        return Blocks.at(torch.arange(elements), size, elements)
+        count = -(-elements // size)
+        return Blocks(torch.arange(elements) // size, torch.arange(count), count)
 
     def largest(self, size: int) -> Largest | None:
         """The largest values of blocks over the ranks that hold some of the same block; None if
@@ -170,6 +177,6 @@ def _largest_of_blocks(x: Tensor, dim: int, blocks: Blocks) -> Tensor:
 
 def _spread(largest: Tensor, rows: Blocks, columns: Blocks) -> Tensor:
     """One value per block -> one per element, [m, n] (or what broadcasts to it)."""
-    if len(rows.numbers) > 1:
-        largest = largest[rows.of_elements]
-    return largest[:, columns.of_elements] if len(columns.numbers) > 1 else largest
+    if not rows.broadcasts:
+        largest = largest.index_select(0, rows.of_elements)
+    return largest if columns.broadcasts else largest.index_select(1, columns.of_elements)
