@@ -82,8 +82,8 @@ class SaveError(TrainerError):
 
 
 class DiskError(TrainerError):
-    """The disk that holds offloaded state is missing, full or fails; checkpoints are elsewhere and
-    intact."""
+    """The disk that holds offloaded state is missing, full, stuck or fails; checkpoints are
+    elsewhere and intact."""
 
     exit = Exit.CONFIG
 
@@ -92,7 +92,7 @@ class DiskError(TrainerError):
         if number in NO_ROOM:
             self.exit = Exit.USER
             self.cause = "disk_full"
-        elif number == errno.EIO:  # a fault of the node's
+        elif number in (errno.EIO, errno.ETIMEDOUT):  # a fault of the node's
             self.exit = Exit.NODE
 
 

@@ -36,7 +36,7 @@ from .data.loader import Loader
 from .data.order import micro_batches_at, samples_of_step
 from .engine import Engine
 from .errors import DataError, NonFinite, Stopped, check_supported, warn
-from .host.remote import warn_of_remote_disk
+from .host.remote import check_remote_disk
 from .metrics.profile import Profile
 from .metrics.step_report import EnqueuedStep, StepReports
 from .metrics.step_result import StepResult, logged_values
@@ -127,7 +127,7 @@ class Run:
         self.termination = termination
         torch.manual_seed(plan.job.train.seed)
         scratch = Path(env.run_dir) / "offload"
-        warn_of_remote_disk(plan.job.train, scratch, env)
+        check_remote_disk(plan.job.train, scratch, env)
         self.engine = Engine(plan, mesh, device, recipe, scratch=scratch)
         self.checkpoints = Checkpoints(
             checkpoint_dir(plan.job.checkpoint.dir, env.run_dir),

@@ -15,9 +15,8 @@ STATE_KINDS = 3  # master weights and AdamW's two moments
 SLOTS = 4  # chunks of state in memory: two are read, one is computed, one is written
 GRADIENTS = 2  # chunks of gradients in memory: one is copied, one is read by the update
 ROOMS = 4  # activations in memory on their way to a disk and back
-SLOT_ALIGN = (
-    256  # bytes; inputs in a reserved buffer begin on multiples of it, as an allocator's do
-)
+#: Bytes; inputs in a reserved buffer begin on multiples of it, as an allocator's tensors do.
+SLOT_ALIGN = 256
 
 
 class Offload(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -33,6 +30,7 @@ from orchestrator.errors import OrchError
 from orchestrator.observe.timeline import Event, Step
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants, identity, is_alive
+from tests.beds.private_mounts import mount_memory, with_private_mounts
 from tests.patience import PATIENCE_S
 
 nodes = st.dictionaries(
@@ -136,41 +134,23 @@ def test_a_flipped_bit_is_one(tmp_path_factory, content, seed):
 
 
 def test_a_full_disk_is_one_where_checkpoints_have_a_small_one_of_their_own(tmp_path):
-    """The disk is mounted in the namespace of a child: nothing is full for anybody else."""
-    child = os.fork()
-    if child == 0:
-        os._exit(on_a_small_disk(tmp_path))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == 77:
-        pytest.skip("needs the right to mount")
-    assert code == 0
-
-
-def on_a_small_disk(folder: Path) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    disk = folder / "checkpoints"
+    disk = tmp_path / "checkpoints"
     disk.mkdir()
-    if node_faults.is_small_disk(disk, folder):
-        return 1  # the run's own disk is nobody's to fill
-    private = 0x44000
-    new_namespace = 0x20000
-    if libc.unshare(new_namespace) or libc.mount(None, b"/", None, private, None):
-        return 77
-    if libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", 0, b"size=1m"):
-        return 77
-    (disk / "before").write_bytes(b"x" * 100_000)
-    make_room = node_faults.fill(disk)
-    try:
-        (disk / "save").write_bytes(b"x" * 8192)
-        return 2
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            return 3
-    make_room()
-    make_room()  # may be said twice
-    (disk / "save").write_bytes(b"x" * 500_000)
-    file_names = sorted(path.name for path in disk.iterdir())
-    return 0 if file_names == ["before", "save"] and node_faults.is_small_disk(disk, folder) else 4
+    assert not node_faults.is_small_disk(disk, tmp_path)  # the run's own disk is nobody's to fill
+
+    def test() -> None:
+        mount_memory(disk, "1m")
+        (disk / "before").write_bytes(b"x" * 100_000)
+        make_room = node_faults.fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "save").write_bytes(b"x" * 8192)
+        make_room()
+        make_room()  # may be said twice
+        (disk / "save").write_bytes(b"x" * 500_000)
+        assert sorted(path.name for path in disk.iterdir()) == ["before", "save"]
+        assert node_faults.is_small_disk(disk, tmp_path)
+
+    with_private_mounts(test)
 
 
 #: An agent with a worker, and that worker with what may run below it: an instance of itself, and a

@@ -8,13 +8,11 @@ done), a power cut (what was not fsynced is gone) and an error from the kernel (
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -24,6 +22,7 @@ import pytest
 import trainer.checkpoint
 import trainer.durable
 from orchestrator.plan.worker import committed
+from tests.beds.private_mounts import REMOUNT, mount_memory, with_private_mounts
 from tests.trainer.states import Recorder, equal, opened, resume, saved, state
 from trainer.checkpoint.background import BackgroundSave
 from trainer.checkpoint.format import StatePiece
@@ -319,56 +318,29 @@ def test_the_kernels_own_refusal_in_the_middle_of_a_file(tmp_path):
 
 @pytest.mark.process
 def test_a_file_system_that_is_full_and_one_that_is_read_only(tmp_path):
-    """The kernel's own: a memory file system with room for one save, in a mount namespace of a
-    child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = on_a_small_file_system(tmp_path)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code == 77:
-        pytest.skip("needs the right to mount")
-    assert code == 0
-
-
-def on_a_small_file_system(folder: Path) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    new_namespace = 0x20000
-    remount = 32
+    """The kernel's own: a memory file system with room for one save."""
     read_only = 1
-    private = 0x44000
 
-    def mount(*flags_and_data: object) -> bool:
-        return libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", *flags_and_data) == 0
+    def test() -> None:
+        mount_memory(tmp_path, "64k")
+        manager = ready(tmp_path / "run", keep_last=2)
+        for save in (save_beside, save_now):
+            with contextlib.suppress(SaveError):
+                save(manager)
+                assert (
+                    "No space left on device"
+                    in manager.reporter.named("checkpoint_failed")[0].fields["error"]
+                )
+            assert [step for step, _ in committed(tmp_path / "run")] == [OLD]
+        mount_memory(tmp_path, "256k", REMOUNT)
+        save_beside(manager)
+        assert loads(tmp_path / "run") == NEW
+        _, manager, _ = resume(tmp_path / "run", epoch=3)
+        mount_memory(tmp_path, "256k", REMOUNT | read_only)
+        with pytest.raises(SaveError, match="Read-only file system"):
+            manager.save(state(3), 3, 30)
 
-    if (
-        libc.unshare(new_namespace)
-        or libc.mount(None, b"/", None, private, None)
-        or not mount(0, b"size=64k")
-    ):
-        return 77
-    manager = ready(folder / "run", keep_last=2)
-    for save in (save_beside, save_now):
-        with contextlib.suppress(SaveError):
-            save(manager)
-            assert (
-                "No space left on device"
-                in manager.reporter.named("checkpoint_failed")[0].fields["error"]
-            )
-        assert [step for step, _ in committed(folder / "run")] == [OLD]
-    assert mount(remount, b"size=256k")
-    save_beside(manager)
-    assert loads(folder / "run") == NEW
-    _, manager, _ = resume(folder / "run", epoch=3)
-    assert mount(remount | read_only, b"size=256k")
-    with pytest.raises(SaveError, match="Read-only file system"):
-        manager.save(state(3), 3, 30)
-    return 0
+    with_private_mounts(test)
 
 
 @pytest.mark.parametrize("stopping", [False, True])

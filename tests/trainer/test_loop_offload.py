@@ -20,7 +20,7 @@ from orchestrator.plan.offload import buffer_size
 from orchestrator.plan.worker import committed
 from tests.trainer.test_loop import finish, job
 from tests.trainer.workers import running
-from trainer.host.remote import remote_type, remote_warning
+from trainer.host.remote import check_remote_disk, remote_type
 
 pytestmark = pytest.mark.process
 
@@ -89,24 +89,28 @@ def test_a_folder_of_other_machines_is_known(tmp_path, folder, kind):
 
 @pytest.mark.parametrize("kind", ["nfs4", "ext4"])
 @pytest.mark.parametrize("folder", ["", "own"])
-def test_a_node_warns_once_of_state_that_would_go_over_the_network(
+def test_state_goes_over_the_network_only_if_the_plan_names_the_folder(
     cache, tmp_path, monkeypatch, kind, folder
 ):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"server:/ {tmp_path} {kind} rw 0 0\n")
     monkeypatch.setattr(
-        "trainer.host.remote.remote_warning", partial(remote_warning, mounts=mounts)
+        "trainer.train.check_remote_disk", partial(check_remote_disk, mounts=mounts)
     )
     offload = structs.replace(DISK, dir=str(tmp_path / folder) if folder else "")
     codes, workers = finish(job(cache, steps=1, dp=2, zero=1, offload=offload), tmp_path)
-    assert codes == [Exit.DONE] * 2
-    warnings = [
-        line for rank in range(2) for line in workers.log(rank).splitlines() if "warning" in line
-    ]
-    where = tmp_path / (folder or "offload")
-    assert len(warnings) == (kind == "nfs4") and all(
-        f"goes to {where}, on nfs4" in line for line in warnings
-    )
+    lines = [line for rank in range(2) for line in workers.log(rank).splitlines()]
+    network = [line for line in lines if "every step waits for the network" in line]
+    if kind == "ext4":
+        assert codes == [Exit.DONE] * 2 and not network
+    elif folder:
+        assert codes == [Exit.DONE] * 2
+        (warning,) = network
+        assert "warning" in warning and f"{tmp_path / folder}, on nfs4" in warning
+    else:
+        assert codes == [Exit.CONFIG] * 2
+        assert f"{tmp_path / 'offload'}, on nfs4" in network[0]
+        assert "train.offload_dir=/PATH" in network[0]
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_leaves_its_last_checkpoint(
@@ -189,32 +193,3 @@ def test_killed_at_fifty_points_it_goes_on_each_time(cache, tmp_path, monkeypatc
     codes, workers = finish(plan, tmp_path / "run", epoch=next(epochs))
     assert codes == [Exit.DONE] and max(losses(workers)) == STEPS
     assert losses(workers)[STEPS] == pytest.approx(expected[STEPS], rel=1e-5)
-
-
-@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, Exit.USER), (errno.EIO, Exit.NODE)])
-def test_a_disk_that_fails_leaves_a_state_that_goes_on(cache, tmp_path, monkeypatch, number, code):
-    _, workers = finish(job(cache, steps=6, dp=2, zero=1), tmp_path / "memory")
-    expected = losses(workers)
-    plan = job(cache, steps=6, every=1, dp=2, zero=1, offload=DISK)
-    write = os.pwritev
-    calls = [0]
-
-    def fails(fd: int, views: list, offset: int) -> int:
-        calls[0] += 1
-        if calls[0] > 40:
-            raise OSError(number, os.strerror(number))
-        return write(fd, views, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", fails)
-        codes, workers = finish(plan, tmp_path / "disk")
-    disk_lines = [
-        line
-        for rank in (0, 1)
-        for line in workers.log(rank).splitlines()
-        if "train.offload_dir" in line
-    ]
-    assert code in codes and any(os.strerror(number) in line for line in disk_lines)
-    codes, workers = finish(plan, tmp_path / "disk", epoch=1)
-    assert codes == [Exit.DONE] * 2
-    assert losses(workers)[6] == pytest.approx(expected[6], rel=1e-5)

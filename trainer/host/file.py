@@ -13,7 +13,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -26,6 +26,10 @@ Transfer = Callable[[int, list[memoryview], int], int]
 
 PART = 2 << 20  # bytes of one request
 OUTSTANDING = 4  # requests at once in each direction, over all files of a rank
+#: Seconds without the end of any request after which a disk counts as stuck. It is less than
+#: the default of `backend.hang_after_s`: the rank whose disk is stuck names it before the ranks
+#: that wait for it are found hanging.
+STUCK_S = 20.0
 
 
 class Requests:
@@ -34,6 +38,30 @@ class Requests:
     def __init__(self) -> None:
         self.reads = ThreadPoolExecutor(OUTSTANDING, thread_name_prefix="offload-read")
         self.writes = ThreadPoolExecutor(OUTSTANDING, thread_name_prefix="offload-write")
+        self.stuck_s = STUCK_S
+        self._moved = 0  # requests, or parts of them, that have moved
+
+    def move(self, transfer: Transfer, fd: int, view: memoryview, offset: int) -> None:
+        """Moves all bytes of a request. Raises OSError."""
+        while view:
+            done = transfer(fd, [view], offset)
+            if not done:
+                raise OSError(errno.EIO, "the file is shorter than its reserved size")
+            view = view[done:]
+            offset = offset + done
+            self._moved += 1
+
+    def wait(self, job: Future[None]) -> None:
+        """Waits for the end of a request. Raises its OSError, or OSError (ETIMEDOUT) if none of the
+        rank's requests has moved anything for `stuck_s`."""
+        moved = None
+        while moved != self._moved:
+            moved = self._moved
+            try:
+                return job.result(self.stuck_s)
+            except TimeoutError:
+                continue
+        raise OSError(errno.ETIMEDOUT, f"no request has ended for {self.stuck_s:g} s")
 
 
 class StateFile:
@@ -123,20 +151,26 @@ class StateFile:
         """Cuts a transfer into requests of `PART` bytes and runs them at once."""
         view = data.numpy().data
         fd = self.fd if cached else self.direct
-        requests = [
-            (view[start : start + PART], offset + start) for start in range(0, len(view), PART)
+        jobs = [
+            threads.submit(
+                self._requests.move,
+                transfer,
+                fd,
+                view[start : start + PART],
+                offset + start,
+            )
+            for start in range(0, len(view), PART)
         ]
-        try:
-            if len(requests) > 1:
-                jobs = [threads.submit(_move, transfer, fd, *request) for request in requests]
-                errors = [job.exception() for job in jobs]
-                if first_error := next(filter(None, errors), None):
-                    raise first_error
-            else:
-                for request in requests:
-                    _move(transfer, fd, *request)
-        except OSError as error:
-            raise self._failed(failure, error) from None
+        errors = list[OSError]()
+        for job in jobs:
+            try:
+                self._requests.wait(job)
+            except OSError as error:
+                errors.append(error)
+                if error.errno == errno.ETIMEDOUT:
+                    break
+        if errors:
+            raise self._failed(failure, errors[0]) from None
 
     def mapped(self) -> Tensor:
         """Returns the file's bytes as a 1-D tensor, in pages that the kernel may drop; they are
@@ -149,12 +183,3 @@ class StateFile:
         """Releases the space."""
         for fd in {self.fd, self.direct}:
             os.close(fd)
-
-
-def _move(transfer: Transfer, fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        done = transfer(fd, [view], offset)
-        if not done:
-            raise OSError(errno.EIO, "the file is shorter than its reserved size")
-        view = view[done:]
-        offset = offset + done

@@ -1,5 +1,6 @@
-"""Warns if state is offloaded to a folder on a remote file system, where offloading gains
-nothing."""
+"""Finds out whether state would be offloaded to a folder on a remote file system, where offloading
+gains nothing: refused for the run folder, which is the default, and warned of for a folder that the
+plan names."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from orchestrator.plan.document import Train
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.worker import WorkerEnv
-from trainer.errors import warn
+from trainer.errors import LayoutError, warn
 
 MOUNTS = Path("/proc/self/mounts")
 #: Types of file systems that other machines serve, as the kernel names them.
@@ -25,13 +26,33 @@ REMOTE = frozenset(
         "smb3",
         "9p",
         "afs",
+        "coda",
+        "gfs2",
+        "ocfs2",
         "orangefs",
+        "panfs",
+        "pvfs2",
+        "smbfs",
         "wekafs",
     }
 )
 #: Types that a program serves which is known to ask other machines.
 REMOTE_PROGRAMS = frozenset(
-    {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
+    {
+        "fuse.blobfuse2",
+        "fuse.ceph",
+        "fuse.daos",
+        "fuse.gcsfuse",
+        "fuse.glusterfs",
+        "fuse.goofys",
+        "fuse.juicefs",
+        "fuse.lizardfs",
+        "fuse.mfs",
+        "fuse.mount-s3",
+        "fuse.rclone",
+        "fuse.s3fs",
+        "fuse.sshfs",
+    }
 )
 
 
@@ -59,25 +80,31 @@ def _plain(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 
-def remote_warning(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """Returns a line of warning for a folder of offloaded state on a remote file system, or
-    None."""
+def check_remote_disk(
+    train: Train,
+    scratch: Path,
+    env: WorkerEnv,
+    mounts: Path = MOUNTS,
+) -> None:
+    """Checks, once per node, that state offloaded to a disk does not go over a network.
+
+    `scratch` is the folder of a plan that names none. Raises LayoutError if that one is remote, and
+    warns on standard error if the one that the plan names is."""
+    offload = offload_of(train)
+    if "disk" not in (offload.optimizer, offload.activations):
+        return
+    folder = Path(offload.dir) if offload.dir else scratch
     kind = remote_type(folder, mounts)
     if kind is None:
-        return None
-    return (
-        f"offloaded state goes to {folder}, on {kind}: every step waits for the network, and files"
-        " may stay after a crash; name a folder on a local disk of each node,"
-        " train.offload_dir=/PATH"
-    )
-
-
-def warn_of_remote_disk(train: Train, scratch: Path, env: WorkerEnv) -> None:
-    """Warns on standard error, once per node, if state offloaded to a disk goes over a network.
-    `scratch` is the folder of a plan that names none."""
-    offload = offload_of(train)
-    if env.local_rank or "disk" not in (offload.optimizer, offload.activations):
         return
-    warning = remote_warning(Path(offload.dir) if offload.dir else scratch)
-    if warning:
-        warn(f"{env.node}: {warning}")
+    network = "every step waits for the network, and files may stay after a crash"
+    if not offload.dir:
+        raise LayoutError(
+            f"{env.node}: offloaded state would go to the run folder, {folder}, on {kind}:"
+            f" {network}; name a folder on a local disk of each node, train.offload_dir=/PATH (or"
+            " this folder, if the network is meant)"
+        )
+    if not env.local_rank:
+        warn(
+            f"{env.node}: offloaded state goes to train.offload_dir={folder}, on {kind}: {network}"
+        )
