@@ -252,6 +252,7 @@ class Engine:
         self.buckets.start_forward()
         self._start_terms(len(batches), valid_tokens)
         self.part.expert_choices.start()
+        self.part.delayed_scales.start()
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
         if (mtp := self.plan.model.mtp) and self.has_loss:
@@ -297,6 +298,7 @@ class Engine:
         finite = torch.isfinite(norm)
         # Before the weights are gathered, which takes until the next step.
         self.part.expert_choices.apply(finite, self.mesh, self.plan.parallel.sp, self.counter)
+        self.part.delayed_scales.apply(finite, self.mesh, self.counter)
         with self.timer.phase("optimizer"):
             factor = clip_coefficient(norm, self.plan.job.train.clip_grad_norm)
             if self.scaler is not None:
@@ -384,6 +386,7 @@ class Engine:
     def resumed(self, step: int, scalars: Mapping[str, float] = {}) -> None:
         """Sets counters and parameters after the pieces were filled from a checkpoint of `step`."""
         self.optimizer.step_count = int(scalars.get("optimizer_steps", step))
+        self.part.delayed_scales.known = step > 0
         if self.scaler is not None:
             self.scaler.restore(scalars)
         self.optimizer.copy_masters_to_params(stale=STALE in scalars)

@@ -33,7 +33,7 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 #: The recipe of scaling for matrix products that are narrower than their tensors; "": none. The
 #: 8-bit recipes have one scale per tensor, per row, per block of 128 (DeepSeek-V3, arXiv
 #: 2412.19437) and per block of 32 (OCP MX); the 4-bit recipe has one per block of 16.
-Matmul = Literal["", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
+Matmul = Literal["", "fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 #: direct: a token goes to each of its experts; hierarchical: it goes once to each NVLink domain
 #: that holds some of its experts, and from there to the experts.
 AllToAll = Literal["direct", "hierarchical"]

@@ -48,7 +48,7 @@ def _biases(case: Case) -> str | None:
 
 
 #: Recipes of scaling that the trainer runs.
-FP8 = ("fp8_tensor", "fp8_block")
+FP8 = ("fp8_tensor", "fp8_delayed", "fp8_block")
 
 
 def _matmul(case: Case) -> str | None:
@@ -60,7 +60,10 @@ def _matmul(case: Case) -> str | None:
     if case.matmul not in FP8:
         return f"{name}: the trainer does not run it yet; legal: {', '.join(FP8)}"
     if case.cluster.device == "cuda" and case.matmul == "fp8_block":
-        return f"{name}: the trainer has blocks on CPUs only, as an emulation; legal: fp8_tensor"
+        return (
+            f"{name}: the trainer has blocks on CPUs only, as an emulation; legal: fp8_tensor,"
+            " fp8_delayed"
+        )
     if case.cluster.device == "cuda" and case.model.moe:
         return f"{name}: the trainer's experts have 8 bits on CPUs only, as an emulation"
     if case.precision == "fp16":

@@ -164,6 +164,18 @@ _FP8 = (
     ),
     _fp8("tp2 sp cp2 dp2 zero1", tp=2, cp=2, dp=2, zero=1),
     _fp8("tp2 sp cp2 pp2, zb_h1, full", tp=2, cp=2, pp=2, schedule="zb_h1", recompute="full"),
+    _fp8("", "fp8_delayed"),
+    *(_fp8(mode, "fp8_delayed", recompute=mode) for mode in ("selective", "full")),
+    *(_fp8(f"dp2 zero{zero}", "fp8_delayed", dp=2, zero=zero) for zero in (1, 2, 3)),
+    _fp8("tp2", "fp8_delayed", tp=2, sp=False),
+    _fp8("tp2 sp selective", "fp8_delayed", tp=2, sp=True, recompute="selective"),
+    _fp8("tp4, shared key-value heads", "fp8_delayed", tp=4),
+    _fp8("cp2 zigzag", "fp8_delayed", cp=2, cp_method="zigzag"),
+    *(
+        _fp8(f"pp2 {schedule}", "fp8_delayed", pp=2, schedule=schedule)
+        for schedule in ("1f1b", "zb_h1", "dualpipe")
+    ),
+    _fp8("tp2 sp cp2 dp2 zero1", "fp8_delayed", tp=2, cp=2, dp=2, zero=1),
     _fp8("", "fp8_block"),
     _fp8("selective", "fp8_block", recompute="selective"),
     _fp8("pp2 zb_h1, full", "fp8_block", pp=2, schedule="zb_h1", recompute="full"),
@@ -181,7 +193,7 @@ _FP8 = (
     ),
     *(
         _fp8(f"{name} deepseek, mtp".strip(), matmul, model=_AHEAD, **parallel)
-        for matmul in ("fp8_tensor", "fp8_block")
+        for matmul in ("fp8_tensor", "fp8_delayed", "fp8_block")
         for name, parallel in _DEEPSEEK_LAYOUTS.items()
     ),
 )

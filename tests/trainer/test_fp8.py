@@ -167,7 +167,21 @@ WIDE_CASES = {
     "cp2 zigzag": dict(cp=2, cp_method="zigzag", model=WIDE),
     "tp2 cp2 ring": dict(tp=2, cp=2, cp_method="ring", recompute="full", model=WIDE),
 }
+#: What differs for scales of earlier steps: what is counted, when, and over which ranks.
+DELAYED = {
+    "one process",
+    "micro-batches of 2",
+    "full recompute",
+    "dp2 zero3",
+    "pp2 zb_h1",
+    "pp2 dualpipev",
+    "tp2 sp selective recompute",
+    "tp4 without sp, shared key-value heads",
+    "tp2 cp2",
+    "deepseek, ep2 pp2 dualpipe",
+}
 ALL = {("fp8_tensor", name): case for name, case in CASES.items()}
+ALL |= {("fp8_delayed", name): CASES[name] for name in DELAYED}
 ALL |= {("fp8_block", name): CASES[name] for name in IN_BLOCKS}
 
 

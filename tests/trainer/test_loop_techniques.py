@@ -83,6 +83,13 @@ RESUMED = {
         "recompute": "selective",
         "matmul": "fp8_block",
     },
+    "zero1 deepseek in 8 bits with scales of earlier steps": {
+        "model": DEEPSEEK,
+        "ep": 2,
+        "zero": 1,
+        "precision": "bf16",
+        "matmul": "fp8_delayed",
+    },
     "fp16 zero1": {"dp": 2, "zero": 1, "precision": "fp16"},
     "zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
     "zero2 ramp": {
@@ -130,6 +137,23 @@ def test_a_resumed_run_equals_an_undisturbed_one_to_the_bit(cache, tmp_path, nam
 
 #: Another curve from the saved step on: (the schedule as saved, what the next run changes, its
 #: steps).
+def test_scales_of_earlier_steps_follow_a_run_to_another_layout(cache, tmp_path):
+    """They are those of the whole batch, whose largest values may be two steps old."""
+
+    def plan(steps, **layout):
+        whole = job(cache, steps=steps, every=2, precision="fp64", **layout)
+        whole = changed(whole, "train", grad_dtype="fp64")
+        whole = changed(whole, "optim", decay_steps=4)
+        return seal(structs.replace(whole, job=structs.replace(whole.job, matmul="fp8_delayed")))
+
+    _, undisturbed = finish(plan(4, dp=2, zero=1), tmp_path / "whole")
+    finish(plan(2, dp=2, zero=1), tmp_path / "cut")
+    codes, resumed = finish(plan(4, tp=2, micro_batches=4), tmp_path / "cut", epoch=1)
+    assert codes == [0, 0], resumed.log(0)
+    expected = {step: undisturbed.losses()[step] for step in (3, 4)}
+    assert resumed.losses() == pytest.approx(expected, rel=1e-9)
+
+
 BREAKS = {
     "cosine to a later end": ({"schedule": "cosine"}, {}, 8),
     "cosine to an earlier end": ({"schedule": "cosine"}, {}, 5),

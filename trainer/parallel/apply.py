@@ -32,6 +32,7 @@ from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
 from trainer.model.dropout import seed_dropout
+from trainer.model.fp8.delayed import declare_history
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
 from trainer.model.prediction import MTP
@@ -40,6 +41,7 @@ from trainer.model.state import states
 
 from .compiled import compile_blocks, hide_untraced
 from .context.apply import apply_context_parallel
+from .delayed_scaling import DelayedScales
 from .expert.apply import apply_to_experts
 from .expert.choice_states import ChoiceStates
 from .expert.load import ExpertMeter
@@ -72,6 +74,7 @@ class ModelPart:
     state_table: ParamTable  # the registry of training state without gradient
     expert_meter: ExpertMeter
     expert_choices: ChoiceStates
+    delayed_scales: DelayedScales
     kept_inputs: list[int]  # per stage, the inputs of a micro-batch that `store` keeps
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
@@ -164,6 +167,7 @@ class _Builder:
         self.terms = _declare_terms(plan)
         self.meter = ExpertMeter(self.terms)
         self.choices = ChoiceStates(self.terms)
+        self.scales = DelayedScales(self.terms)
         self.kept_inputs = list[int]()
 
     def build_on_meta(self, index: int) -> Stage:
@@ -173,7 +177,10 @@ class _Builder:
         layers = range(first_layer, first_layer + par.stage_layers[index])
         last = index == self.stage_count - 1
         with torch.device("meta"):
-            return Stage(self.plan.model, layers, first=index == 0, last=last)
+            stage = Stage(self.plan.model, layers, first=index == 0, last=last)
+            if self.plan.job.matmul == "fp8_delayed":
+                declare_history(stage.layers)
+            return stage
 
     def shard_parameters(self, stage: Stage) -> ParamTable:
         return registry(self.plan, stage, self.mesh.coord)
@@ -204,6 +211,7 @@ class _Builder:
                 self.mesh,
                 self.counter,
                 infos,
+                self.scales,
             )
 
     def spread_experts(self, stage: Stage) -> None:
@@ -276,6 +284,7 @@ class _Builder:
             state_table=self.state_table,
             expert_meter=self.meter,
             expert_choices=self.choices,
+            delayed_scales=self.scales,
             kept_inputs=self.kept_inputs,
         )
 

@@ -12,6 +12,8 @@ products and all sums stay wide, as in DeepSeek-V3 (arXiv 2412.19437, section 3.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from orchestrator.plan import Plan
 from trainer.comm.collectives import CommCounter, all_reduce
 from trainer.comm.mesh import Mesh
 from trainer.model.experts import Experts, GroupedLinear
+from trainer.model.fp8.delayed import DelayedOp
 from trainer.model.fp8.experts import ExpertOp
 from trainer.model.fp8.linears import BlockOp, Shared, SharedHeadsOp, TensorOp
 from trainer.model.fp8.rounding import UNCUT, Blocks, Dimension, Largest
@@ -28,6 +31,7 @@ from trainer.model.linear import Linear, LinearOp
 from trainer.model.stage import Stage
 
 from .context.order import chunks
+from .delayed_scaling import DelayedScales
 from .params import ParamInfo, ParamTable
 
 #: The mesh axis under which the messages of a group are counted.
@@ -98,16 +102,23 @@ class _Tokens(Dimension):
 class _Rounding:
     """Makes the ops of one rank."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, counter: CommCounter):
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        counter: CommCounter,
+        scales: DelayedScales,
+    ):
         self.plan = plan
         self.mesh = mesh
         self.counter = counter
+        self.scales = scales
         self.shared = Shared()
         # Linears that share an input share these, so that they round it once.
         self._overs: dict[tuple[str, ...], Largest] = {}
         self._token_dimensions: dict[bool, Dimension] = {}
 
-    def linear_op(self, info: ParamInfo) -> LinearOp:
+    def linear_op(self, linear: Linear, info: ParamInfo) -> LinearOp:
         """Returns the op of a linear with this weight, [outputs, inputs]."""
         cut = {shard.dim for shard in info.shards}
         by_tp = self.mesh.size("tp") > 1
@@ -118,13 +129,18 @@ class _Rounding:
         over_weight = ("tp",) if cut else ()
         over_inputs = self._over(*over_tokens, *(over_weight if 1 in cut else ()))
         over_outputs = self._over(*over_tokens, *(over_weight if 0 in cut else ()))
-        op = TensorOp(
+        make_op: Callable[..., TensorOp] = TensorOp
+        if self.plan.job.matmul == "fp8_delayed":
+            make_op = partial(DelayedOp, terms=self.scales.terms)
+        op = make_op(
             self.shared,
             largest_input=over_inputs,
             largest_weight=self._over(*over_weight),
             largest_grad=over_outputs,
             fp8_unit=self.plan.cluster.device == "cuda",
         )
+        if isinstance(op, DelayedOp):
+            self.scales.add(info.name, linear, op)
         return self._with_shared_heads(op, info)
 
     def _block_op(self, info: ParamInfo, shards_tokens: bool) -> BlockOp:
@@ -203,12 +219,14 @@ def apply_fp8(
     mesh: Mesh,
     counter: CommCounter,
     infos: ParamTable,
+    scales: DelayedScales,
 ) -> None:
-    """Makes the linears and the experts of a stage's blocks use the plan's `matmul`."""
-    rounding = _Rounding(plan, mesh, counter)
+    """Makes the linears and the experts of a stage's blocks use the plan's `matmul`. `scales`
+    receives the linears whose scales come from earlier steps."""
+    rounding = _Rounding(plan, mesh, counter, scales)
     for name, module in stage.layers.named_modules(prefix="layers"):
         if isinstance(module, Linear):
-            module.op = rounding.linear_op(infos[f"{name}.weight"])
+            module.op = rounding.linear_op(module, infos[f"{name}.weight"])
         elif isinstance(module, Experts):
             for matrix, experts in module.named_children():
                 assert isinstance(experts, GroupedLinear)

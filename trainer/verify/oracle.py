@@ -104,6 +104,8 @@ class _Reference:
         self._update(learning_rate(number, job.optim, job.train.steps))
         for router in self.routers:
             router.move()
+        for history in plain_fp8.histories(self.stage):
+            history.move()
         weights = {name: param.detach().clone() for name, param in self.params.items()}
         stored = states(self.stage)
         return Outcome(

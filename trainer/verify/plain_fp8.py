@@ -17,6 +17,7 @@ from trainer.model.experts import Experts
 from trainer.model.linear import Linear
 from trainer.model.mlp import ACTIVATIONS
 from trainer.model.stage import Stage
+from trainer.model.state import State, add_state
 
 FORMATS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
 SIDE = 128
@@ -59,6 +60,81 @@ def by_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     return rounded.transpose(1, 2).reshape(rounded.shape[0] * rows, -1)[:m, :n]
 
 
+class Tensors:
+    """Rounds the factors of a linear's products, each with one scale."""
+
+    def input(self, rows: Tensor) -> Tensor:
+        return scaled(rows, "e4m3")
+
+    def kept_input(self, rows: Tensor) -> Tensor:
+        """The input as the weight's gradient reads it."""
+        return self.input(rows)
+
+    def weight(self, weight: Tensor) -> Tensor:
+        return scaled(weight, "e4m3")
+
+    def grad(self, rows: Tensor) -> Tensor:
+        return scaled(rows, "e5m2")
+
+    def kept_grad(self, rows: Tensor) -> Tensor:
+        """The output's gradient as the weight's gradient reads it."""
+        return self.grad(rows)
+
+
+class Blocks(Tensors):
+    """Rounds them with one scale per 128 elements that a product sums over."""
+
+    def input(self, rows: Tensor) -> Tensor:
+        return by_blocks(rows, 1, SIDE)
+
+    def kept_input(self, rows: Tensor) -> Tensor:
+        return by_blocks(rows, SIDE, 1)
+
+    def weight(self, weight: Tensor) -> Tensor:
+        return by_blocks(weight, SIDE, SIDE)
+
+    def grad(self, rows: Tensor) -> Tensor:
+        return by_blocks(rows, 1, SIDE)
+
+    def kept_grad(self, rows: Tensor) -> Tensor:
+        return by_blocks(rows, SIDE, 1)
+
+
+class Delayed(Tensors):
+    """Rounds the factors of one linear with the scales of their largest values in earlier steps, of
+    which the linear has 16 of each, newest first; in the first step with those of their own."""
+
+    def __init__(self, linear: Linear):
+        self.linear = linear
+        self.step: list[list[float]] = [[], [], []]  # of inputs, weights and gradients
+        add_state(linear, "largest", State((3, 16)))
+
+    def input(self, rows: Tensor) -> Tensor:
+        return self._round(0, rows, "e4m3")
+
+    def weight(self, weight: Tensor) -> Tensor:
+        return self._round(1, weight, "e4m3")
+
+    def grad(self, rows: Tensor) -> Tensor:
+        return self._round(2, rows, "e5m2")
+
+    def _round(self, factor: int, x: Tensor, name: str) -> Tensor:
+        self.step[factor].append(float(x.abs().max()))
+        history: Tensor = self.linear.largest
+        if not history.any():
+            return scaled(x, name)
+        largest = history[factor].double().max()
+        scale = FORMATS[name][2] / largest if largest > 0 else 1.0
+        return nearest(x * scale, name) / scale
+
+    def move(self) -> None:
+        """Ends a step."""
+        history: Tensor = self.linear.largest
+        for factor, values in enumerate(self.step):
+            history[factor] = torch.tensor([max(values), *history[factor].tolist()[:-1]])
+            values.clear()
+
+
 def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
     """Rounds the products of every block's linears; the gradient passes the rounding unchanged."""
     for block in stage.blocks.values():
@@ -66,13 +142,26 @@ def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
             if isinstance(module, Experts):
                 module.forward = _ExpertByExpert(module, matmul)  # type: ignore[method-assign]
             if isinstance(module, Linear):
+                module.rounding = _rounding(module, matmul)
                 module.run = lambda linear, x: _Rounded.apply(
                     x,
                     linear.weight,
                     linear.bias,
-                    matmul,
+                    linear.rounding,
                     micro_batch_size,
                 )
+
+
+def _rounding(linear: Linear, matmul: Matmul) -> Tensors:
+    if matmul == "fp8_delayed":
+        return Delayed(linear)
+    return Blocks() if matmul == "fp8_block" else Tensors()
+
+
+def histories(stage: Stage) -> list[Delayed]:
+    """Returns what keeps largest values over steps."""
+    roundings = [getattr(module, "rounding", None) for module in stage.modules()]
+    return [rounding for rounding in roundings if isinstance(rounding, Delayed)]
 
 
 class _Rounded(torch.autograd.Function):
@@ -82,18 +171,16 @@ class _Rounded(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        matmul: Matmul,
+        rounding: Tensors,
         size: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.matmul = matmul
+        ctx.rounding = rounding
         ctx.size = size
-        block = matmul == "fp8_block"
-        weight = by_blocks(weight, SIDE, SIDE) if block else scaled(weight, "e4m3")
+        weight = rounding.weight(weight)
         outputs = []
         for inputs in x.split(size):
-            rows = inputs.reshape(-1, inputs.shape[-1])
-            rows = by_blocks(rows, 1, SIDE) if block else scaled(rows, "e4m3")
+            rows = rounding.input(inputs.reshape(-1, inputs.shape[-1]))
             outputs.append((rows @ weight.T).view(*inputs.shape[:-1], -1))
         out = torch.cat(outputs)
         return out if bias is None else out + bias
@@ -101,18 +188,15 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        block = ctx.matmul == "fp8_block"
-        rounded = by_blocks(weight, SIDE, SIDE) if block else scaled(weight, "e4m3")
+        rounding: Tensors = ctx.rounding
+        rounded = rounding.weight(weight)
         input_grads = []
         weight_grad = torch.zeros_like(weight)
         for grads, inputs in zip(grad.split(ctx.size), x.split(ctx.size), strict=True):
             g = grads.reshape(-1, grads.shape[-1])
             rows = inputs.reshape(-1, inputs.shape[-1])
-            across = by_blocks(g, 1, SIDE) if block else scaled(g, "e5m2")
-            along = by_blocks(g, SIDE, 1) if block else scaled(g, "e5m2")
-            rounded_inputs = by_blocks(rows, SIDE, 1) if block else scaled(rows, "e4m3")
-            input_grads.append((across @ rounded).view_as(inputs))
-            weight_grad += along.T @ rounded_inputs
+            input_grads.append((rounding.grad(g) @ rounded).view_as(inputs))
+            weight_grad += rounding.kept_grad(g).T @ rounding.kept_input(rows)
         bias_grad = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return torch.cat(input_grads), weight_grad, bias_grad, None, None
 

@@ -63,7 +63,7 @@ class Kernels(Struct, frozen=True, kw_only=True):
 
 #: Bytes of an element that the trainer keeps for a matrix product in 8 bits, with scales of 128
 #: elements.
-_NARROW = {"fp8_tensor": 1.0, "fp8_block": 1 + 4 / 128}
+_NARROW = {"fp8_tensor": 1.0, "fp8_delayed": 1.0, "fp8_block": 1 + 4 / 128}
 
 
 def trainer_kernels(

@@ -6,6 +6,7 @@ order of its sums. All three products, the forward one and both gradients, have 
 
     fp8_tensor   one scale per tensor: the largest number of the format over the tensor's largest
                  value (current scaling); weights and inputs in e4m3, gradients in e5m2
+    fp8_delayed  the same with the largest value of earlier steps (`delayed`)
     fp8_block    one scale per 128 elements along the dimension that the product sums over, one per
                  128 x 128 of a weight; all in e4m3 (DeepSeek-V3, arXiv 2412.19437, section 3.3)
 
@@ -73,9 +74,12 @@ class Shared:
         self.inputs = LatestCache[Rounded]()
         self.tokens = LatestCache[Rounded]()
         self.grads = LatestCache[Rounded]()
+        self.largest_inputs = LatestCache[Tensor]()
+        self.largest_grads = LatestCache[Tensor]()
 
 
-def _same(largest: Tensor) -> Tensor:
+def same(largest: Tensor) -> Tensor:
+    """The largest value of a tensor that no other rank has a slice of."""
     return largest
 
 
@@ -87,9 +91,9 @@ class TensorOp(LinearOp):
     def __init__(
         self,
         shared: Shared,
-        largest_input: Largest = _same,
-        largest_weight: Largest = _same,
-        largest_grad: Largest = _same,
+        largest_input: Largest = same,
+        largest_weight: Largest = same,
+        largest_grad: Largest = same,
         fp8_unit: bool = False,
     ):
         self.fp8_unit = fp8_unit
