@@ -8,7 +8,6 @@ from msgspec import UNSET, structs
 from orchestrator.config.compose import load
 from orchestrator.cost.model.layers import layer_params, parameter_count, prediction_params
 from orchestrator.cost.model.stages import rank_parameters
-from orchestrator.errors import OrchError
 from orchestrator.plan.document import Mtp
 from orchestrator.plan.flops import model_flops_per_token
 from tests.planner.configs import build_plan
@@ -60,10 +59,3 @@ def test_parameters_and_flops_are_those_of_a_layer_a_projection_and_the_head():
 def test_depth_0_is_no_key_of_the_plan():
     assert planned(depth=0).hash == plan_of(*WORDS, "model.mtp={depth: 0}").hash
     assert planned(depth=1).model.mtp == Mtp(depth=1, weight=0.3)
-
-
-def test_the_search_is_refused():
-    with pytest.raises(
-        OrchError, match=r"model\.mtp is not searched with: give degrees, not parallel=auto"
-    ):
-        plan_of("cluster=h100x64", "model=llama3_8b", "parallel=auto", "model.mtp={depth: 1}")

@@ -15,6 +15,7 @@ from orchestrator.config.schema import BatchRampSpec
 from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.cost.time.pipeline import in_flight_on_rank, weights_at_end
 from orchestrator.errors import OrchError
+from orchestrator.plan.model import Mtp
 from orchestrator.plan.schedules import SCHEDULES, Kind, build, peak_in_flight, simulate
 from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.registry import illegal
@@ -45,6 +46,10 @@ def cases(draw):
     levels = [("leaf", leaf, draw(st.sampled_from([1.0, 8.0]))), ("spine", nodes, 1.0)]
     spec = configs.cluster(nodes, gpus, levels, domain_nodes=draw(st.sampled_from([1, leaf])))
     model = small_model(draw(st.booleans()), draw(st.integers(2, 5)))
+    if draw(st.integers(0, 2)) == 0:
+        tied = draw(st.booleans())
+        depth = draw(st.integers(1, 2))
+        model = structs.replace(model, mtp=Mtp(depth=depth), tied_embeddings=tied)
     given_ = {}
     for key, values in (
         ("tp", [1, 2]),

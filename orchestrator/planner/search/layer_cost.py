@@ -42,6 +42,7 @@ from orchestrator.cost.time.traffic import PathKey
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import AllToAll, CpMethod, Parallel
 from orchestrator.plan.expert_mesh import axes, expert_mesh
+from orchestrator.plan.flops import prediction_blocks
 
 from .best_paths import BestPaths
 from .layout import Mesh
@@ -244,7 +245,9 @@ class LayerCost:
         self.compute = context.compute(par)
         self.paths = best.paths(mesh, False)
         self.widths = DTYPE_BYTES[train.precision], context.workload(par, train).gradient_width
-        self.dense, self.moe = dense_and_moe(model, 0, model.layers)
+        #: Further predictions, whose blocks count among the layers below.
+        self.ahead = prediction_blocks(model)
+        self.dense, self.moe = dense_and_moe(model, 0, model.layers + self.ahead)
         self.mixed = bool(self.dense and self.moe)
         self.boundary = Workload(model, par, train).boundary_bytes
         self.known: dict[tuple[object, ...], Any] = {}
@@ -406,7 +409,7 @@ class LayerCost:
         if split or sp != par.sp:
             par = structs.replace(par, schedule="zb_h1" if split else "1f1b", sp=sp)
         workload = context.workload(par, self.trains[recompute])
-        return tensor_seconds(workload, context.rate, self.compute, self.paths)
+        return tensor_seconds(workload, context.rate, self.compute, self.paths, self.ahead)
 
     def _context(self, recompute: str, method: CpMethod) -> float:
         """Returns the exposed seconds of context parallelism with this method."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from orchestrator.cost.model.layers import dense_and_moe
-from orchestrator.cost.model.stages import rank_stages
+from orchestrator.cost.model.stages import held_layers, rank_stages
 from orchestrator.cost.time.traffic import sends_per_micro_batch
 from orchestrator.plan.document import Model, Parallel
 
@@ -75,7 +75,8 @@ def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> Pipeline
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
     starts = [0, *accumulate(parallel.stage_layers)]
-    kinds = [dense_and_moe(model, *ends) for ends in pairwise(starts)]
+    held_by_stage = [held_layers(model, parallel, stage) for stage in range(stages)]
+    kinds = [dense_and_moe(model, layers.start, layers.stop) for layers in held_by_stage]
     shapes = [StageShape(*kind, last=stage == stages - 1) for stage, kind in enumerate(kinds)]
     rank_shapes: dict[tuple[object, ...], RankShape] = {}
     for rank, held_stages in enumerate(held):

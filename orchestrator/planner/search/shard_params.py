@@ -10,9 +10,12 @@ from orchestrator.cost.model.layers import (
     embedding_params,
     head_params,
     layer_params,
+    prediction_params,
     sample_layers,
 )
 from orchestrator.plan.document import Model
+from orchestrator.plan.flops import prediction_blocks
+from orchestrator.plan.ranks import embeds_at_both_ends
 
 from .pipeline_shapes import RankShape
 
@@ -45,11 +48,12 @@ def shard_params(model: Model, tp: int, experts: tuple[int, int]) -> ShardParams
     )
     routed = 0 if moe is None else layer_params(model, moe).experts // prod(experts)
     table = -(-model.vocab // tp) * model.hidden
-    head = head_params(model, tp)
+    head = head_params(model, tp) + prediction_blocks(model) * prediction_params(model)
+    single_last = head + (0 if model.tied_embeddings else table)
     return ShardParams(
         dense=(dense_params, moe_params),
         experts=routed,
         first=table + embedding_params(model)[1],
-        last=head + table,
-        single_last=head + (0 if model.tied_embeddings else table),
+        last=single_last + (table if embeds_at_both_ends(model) else 0),
+        single_last=single_last,
     )

@@ -347,10 +347,6 @@ def _check_searchable(config: Config, model: Model) -> None:
             "parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto",
             Exit.CONFIG,
         )
-    if model.mtp:
-        raise OrchError(
-            "model.mtp is not searched with: give degrees, not parallel=auto", Exit.CONFIG
-        )
     if config.train.recompute not in (None, *RECOMPUTE_MODES):
         raise OrchError(
             f"train.recompute={config.train.recompute} is not searched; with parallel=auto"
