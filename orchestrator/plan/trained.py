@@ -19,20 +19,15 @@ NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every
 
 
 def _expert_parallel(case: Case) -> str | None:
-    """The ranks that hold the same experts shard them among themselves: a group of ZeRO has whole
-    sets of experts, and ZeRO-3 needs two holders of each."""
-    return expert_sharding(case.zero, spread(case), case.zero_group, expert_mesh(case).edp)
+    """The ranks that hold the same experts shard them among themselves, so each group of ZeRO has
+    whole sets of experts."""
+    return expert_sharding(case.zero, spread(case), case.zero_group)
 
 
-def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None:
-    """The `replicas` that hold the same experts shard them among themselves, or among their ranks
-    in each zero_group."""
-    if ep == 1 or zero == 0:
-        return None
-    if group % ep:
+def expert_sharding(zero: int, ep: int, group: int) -> str | None:
+    """The ranks that hold the same experts shard them, or those in each zero_group do."""
+    if ep > 1 and zero and group % ep:
         return f"ep={ep} does not divide zero_group={group}, whose ranks then hold unlike experts"
-    if zero == 3 and (group // ep or replicas) == 1:
-        return f"zero=3 with ep={ep} leaves no ranks to shard an expert over; legal: zero=0 to 2"
     return None
 
 

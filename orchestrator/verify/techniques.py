@@ -381,6 +381,12 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("ep2 deepseek", {"ep": 2}, model=DEEPSEEK, deep=True),
         Technique("ep4", {"ep": 4}, model=MIXTURE, pairs="deep"),
         Technique("ep2 capacity", {"ep": 2}, model=CAPPED, pairs="deep"),
+        Technique(
+            "ep2 cp2 folded zero3, one holder of each expert",
+            {"zero": 3, "ep": 2, "cp": 2, "fold_cp": True},
+            model=MIXTURE,
+            pairs="none",
+        ),
         *FOLDED,
         *FIVE_AXES,
         *BY_DOMAIN,
@@ -414,7 +420,6 @@ REFUSED = {
 REFUSED |= {("zero2", "pp2 dualpipe")}
 REFUSED |= {("ep2", "masked"), ("ep2 deepseek", "masked"), ("mtp", "masked")}
 #: Hybrid groups do not fit the ranks with the same experts.
-REFUSED |= {("zero3 hybrid", "ep2"), ("zero3 hybrid", "ep2 deepseek")}
 REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}
 
 #: Replicas that take unequal numbers of micro-batches, and their partners.

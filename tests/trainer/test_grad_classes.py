@@ -22,7 +22,6 @@ from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.geometry import BlockRange, tiling_problem
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
-from trainer.errors import LayoutError
 from trainer.optim.clip import clip_coefficient, grad_norm
 from trainer.optim.sharded import ShardedOptimizer, rules_of
 from trainer.parallel.data.buckets import GradBuckets
@@ -223,19 +222,3 @@ def test_a_class_that_ranks_do_not_know_is_refused():
     info = replace(whole("experts.weight", (4,)), groups=EXPERT)
     with pytest.raises(ValueError, match=r"experts\.weight is of the class 'expert', not among"):
         GradBuckets([("experts.weight", param, info)], mesh, 0, torch.float32, 64, CommCounter())
-
-
-def test_zero3_refuses_a_class_without_ranks_to_shard_over():
-    toy = Toy(1)
-    mesh = Mesh.alone(make_plan())
-    table = {name: whole(name, tuple(param.shape)) for name, param in toy.named_parameters()}
-    with pytest.raises(LayoutError, match="no ranks to shard parameters of the class 'dense' over"):
-        FullyShardedParameters(
-            [toy],
-            table,
-            mesh,
-            recipe=FP64,
-            counter=CommCounter(),
-            device=torch.device("cpu"),
-            interleaved=False,
-        )

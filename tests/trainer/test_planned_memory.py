@@ -190,6 +190,8 @@ MORE_SPECIAL = {
     "experts, tp2 without sp": {"model": MIXTURE, "tp": 2, "sp": False},
     "experts, pp2 zb_h1": PIPE | {"model": MIXTURE, "schedule": "zb_h1"},
     "experts ep2": {"model": MIXTURE, "ep": 2},
+    "experts ep2 zero3": {"model": MIXTURE, "ep": 2, "zero": 3},
+    "experts ep2 zero3 bf16": {"model": MIXTURE, "ep": 2, "zero": 3, "precision": "bf16"},
     "wide experts": {"model": WIDE},
     "shared experts, full": {"model": SHARED, "recompute": "full"},
     "shared experts, tp2": {"model": SHARED, "tp": 2},

@@ -184,9 +184,6 @@ REFUSED = {
         model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16), bias=True)
     ),
     "latent attention does not have biases": make_plan(model=tiny_model(mla=MLA, bias=True)),
-    "no ranks to shard an expert over": make_plan(
-        ep=2, zero=3, model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))
-    ),
     "legal: train.objective=masked": predicting(UNSET, causal=False),
     "predicted from both sides": predicting("masked", causal=True),
 }

@@ -267,6 +267,18 @@ def _make(
     return group if isinstance(group, dist.ProcessGroup) and len(ranks) > 1 else None
 
 
+def lone_group(rank: int) -> dist.ProcessGroup:
+    """Creates a group of this rank alone. All ranks call it equally often, since torch names a
+    group by the number of earlier groups."""
+    group = dist.new_group(
+        [rank],
+        use_local_synchronization=True,
+        group_desc="alone",
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
     return pipeline[0], pipeline[-1]
 

@@ -112,7 +112,9 @@ def param_state_bytes(
     gradient_shards = shards if parallel.zero >= 2 else 1
     master = 0 if weight >= 4 else 4
     offload = offload_of(train)
-    if parallel.zero >= 3 and shards > 1:  # the shard is the master copy, unless that is elsewhere
+    # The shard is the master copy, unless that is elsewhere: also of an expert with one holder,
+    # whose shard is all of it.
+    if parallel.zero >= 3 and shard_ranks(parallel) > 1:
         if recipe.own_master or offload.optimizer:
             weight /= shards
         else:

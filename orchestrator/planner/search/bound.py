@@ -30,7 +30,7 @@ from orchestrator.cost.time.communication import (
 )
 from orchestrator.cost.time.pipeline import EQUAL
 from orchestrator.cost.time.step_time import constant_seconds, step_factor
-from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions
+from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions, shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.plan.expert_mesh import expert_mesh, replicas
@@ -319,7 +319,8 @@ class ZeroStage:
         if copies not in self._states:
             arguments = (self.par, self.context.train, self._recipe)
             cost = self._cost
-            zero_key = self.par.zero, self.par.micro_batches > 1
+            is_sharded = shard_ranks(self.par) > 1
+            zero_key = self.par.zero, is_sharded, self.par.micro_batches > 1
             dense, experts = (
                 cost.share(
                     (copies * sharers, *zero_key),

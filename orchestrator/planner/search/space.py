@@ -23,7 +23,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.batch import divisors
 from orchestrator.plan.document import Model
 from orchestrator.plan.domains import domains_of
-from orchestrator.plan.expert_mesh import expert_mesh, spread
+from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, broken, sharding, zero_group
 from orchestrator.plan.trained import TRAINER, expert_sharding
@@ -276,13 +276,12 @@ class Space:
         replicas = mesh.dp * mesh.cp * mesh.ep
         model_copies = copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
-        expert_shards = spread(mesh), group, expert_mesh(mesh).edp
-        experts = expert_shards if "expert_parallel" in self.rules else (1, group, 0)
+        ep = spread(mesh) if "expert_parallel" in self.rules else 1
         return lambda zero: (
             not (
                 zero_group(zero, group, replicas)
                 or sharding(zero, mesh.pp, schedule, model_copies)
-                or expert_sharding(zero, *experts)
+                or expert_sharding(zero, ep, group)
             )
         )
 
@@ -302,10 +301,9 @@ class Space:
             )
         return self._counts[key]
 
-    def _experts(self, mesh: Mesh) -> tuple[int, bool]:
-        """Returns the values that decide whether experts can be sharded."""
-        ranks = spread(mesh)
-        return ranks if self.par.zero_group else min(ranks, 2), expert_mesh(mesh).edp == 1
+    def _experts(self, mesh: Mesh) -> int:
+        """Returns the number that decides whether experts can be sharded."""
+        return spread(mesh) if self.par.zero_group else 1
 
     def _sharded(self, mesh: Mesh, schedule: str, replicas: int) -> int:
         """Returns the number of ZeRO stages that are legal with a schedule."""

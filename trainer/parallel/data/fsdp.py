@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer.comm.collectives import CommCounter, all_reduce
-from trainer.comm.mesh import Mesh
+from trainer.comm.mesh import Mesh, lone_group
 from trainer.compat import carry_grad_dtype, real_tensors
 from trainer.errors import LayoutError
 from trainer.host.memory import HostMemory
@@ -117,14 +117,13 @@ class FullyShardedParameters:
         host: HostMemory | None = None,
     ):
         """Shards `stages`, in the master dtype, in place over the shard group of each parameter's
-        class, which has at least two ranks.
+        class. A parameter that no other rank holds is whole in its shard.
 
         `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline).
         `host`: receives the summed gradients and holds the master weights; `stages` are then in the
         dtype in which they compute.
 
-        Raises LayoutError for a class without ranks to shard over, or that shares a module with
-        another class.
+        Raises LayoutError for a class that shares a module with another class.
         """
         check_classes(list(table.values()), classes)
         self.mesh = mesh
@@ -398,11 +397,9 @@ def _ends(stage: Stage) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 def _device_mesh(mesh: Mesh, groups: GradGroups, device: torch.device) -> DeviceMesh:
-    group = mesh.group(groups.shard)
-    if group is None:
-        raise LayoutError(
-            f"ZeRO-3 has no ranks to shard parameters of the class {groups.name!r} over"
-        )
+    """Returns the ranks that shard a class of parameters: this one alone if no other rank holds
+    them, such as experts that are as many as the ranks."""
+    group = mesh.group(groups.shard) or lone_group(mesh.rank)
     with real_tensors():
         return DeviceMesh.from_group(group, device.type)
 
