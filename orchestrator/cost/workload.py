@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from msgspec import UNSET, structs
+
 from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.software import SOFTWARE, Software
 from orchestrator.cost.time.recomputed import RecomputedShare, recomputed_share, shares_inputs
@@ -40,6 +42,12 @@ class Workload:
         """Returns the work of a plan's step, as this project's trainer does it."""
         isolated = plan.job.data.isolate_documents
         return cls(plan.model, plan.parallel, plan.job.train, isolated=isolated)
+
+    @property
+    def with_whole_inputs(self) -> Workload:
+        """The same work, in which every rank keeps whole inputs of recomputed layers."""
+        train = structs.replace(self.train, partition_activations=UNSET)
+        return Workload(self.model, self.parallel, train, self.software, self.isolated)
 
     @property
     def width(self) -> int:

@@ -195,17 +195,24 @@ def not_counted(plan: Plan) -> list[str]:
 
 
 def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change]:
-    """Yields the same plan with the optimizer or activations offloaded, if it then fits.
+    """Yields the same plan with less on the device, if it then fits.
 
-    The optimizer can move to the host or to its disk, and the kept inputs to the host.
+    The optimizer can move to the host or to its disk, and the kept inputs to the host, or ranks of
+    a tensor-parallel group can share them.
     """
     if config.cost.software != "orch":
         return
-    choices = [("offload", "host"), ("offload", "disk")] if config.train.offload == "none" else []
-    if plan.job.train.recompute != "none" and config.train.offload_activations == "none":
+    choices: list[tuple[str, str | bool]] = []
+    if config.train.offload == "none":
+        choices += [("offload", "host"), ("offload", "disk")]
+    keeps_inputs = plan.job.train.recompute != "none"
+    if keeps_inputs and config.train.offload_activations == "none":
         choices.append(("offload_activations", "host"))
+    holds_copies = plan.parallel.tp > 1 and not plan.parallel.sp
+    if keeps_inputs and holds_copies and not config.train.partition_activations:
+        choices.append(("partition_activations", True))
     for key, target in choices:
-        override = {key: target}
+        override: dict[str, Any] = {key: target}
         train = structs.replace(config.train, **override)
         try:
             offloaded = build_plan(structs.replace(config, train=train), cluster)
@@ -215,7 +222,7 @@ def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change
             saves = plan.time.step_s - offloaded.time.step_s
             frees = plan.memory.total - offloaded.memory.total
             yield Change(
-                [f"train.{key}={target}"],
+                [f"train.{key}={str(target).lower()}"],
                 offloaded.time.step_s,
                 offloaded.memory,
                 saves,
@@ -237,6 +244,7 @@ WORDS = {
     "host": "GPU waits for the CPU's launches",
     "optimizer": "optimizer",
     "tp": "tensor parallel, communication",
+    "inputs": "shared inputs of layers, gathered",
     "cp": "context parallel, communication",
     "ep": "expert parallel, communication",
     "pp": "pipeline, communication",

@@ -138,6 +138,32 @@ def test_inputs_on_the_host_are_offered_where_they_make_it_fit():
     assert offers["train.offload_activations=host"].memory.total <= plan.memory.capacity
 
 
+def test_shared_inputs_have_a_price_of_their_own_and_are_offered_where_they_make_it_fit():
+    """Each of a layer's inputs is gathered once more: its price is all that the step is longer."""
+    words = [
+        "cluster=h100x8",
+        "model=llama3_8b",
+        "parallel=tp8",
+        "parallel.sp=false",
+        "train.seq_len=65536",
+        "model.max_seq_len=65536",
+        "train.global_batch_samples=8",
+        "train.recompute=full",
+    ]
+    config = load(words)
+    whole = build_plan(config)
+    shared = build_plan(load([*words, "train.partition_activations=true"]))
+    gathers_s = shared.time.terms["inputs"]
+    assert "inputs" not in whole.time.terms and gathers_s > 0
+    assert shared.time.step_s - whole.time.step_s == pytest.approx(gathers_s, rel=1e-6)
+    assert sum(shared.time.terms.values()) == pytest.approx(shared.time.step_s)
+    assert shared.time.compute_s == pytest.approx(whole.time.compute_s)
+    assert whole.memory.total > whole.memory.capacity > shared.memory.total
+    explanation = explain(config, resolve(config.cluster), whole, limit=99)
+    offers = {change.overrides[0]: change for change in explanation.changes}
+    assert offers["train.partition_activations=true"].memory == shared.memory
+
+
 def test_a_plan_says_where_nothing_is_put_away():
     plan = build_plan(config_of("train.offload_activations=host", "train.recompute=none"))
     assert any("offload_activations changes nothing" in line for line in plan.warnings)

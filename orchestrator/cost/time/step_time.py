@@ -53,6 +53,10 @@ INNER = ("tp", "cp", "ep")  # the axes whose communication is part of a stage
 NO_BUBBLE = ("zb_h2", "zbv")
 
 
+#: The term of a step in which tensor-parallel ranks gather the inputs that they share.
+SHARED_INPUTS = "inputs"
+
+
 class Stage(NamedTuple):
     """The layers and model ends of a virtual stage."""
 
@@ -127,6 +131,16 @@ class StepCost:
         self.parallel = self.workload.parallel
         ahead = prediction_blocks(self.workload.model)
         self.tensor = tensor_seconds(self.workload, work.rate, work.compute, paths, ahead)
+        whole = self.tensor
+        if self.workload.shares_inputs:
+            kept_whole = self.workload.with_whole_inputs
+            whole = tensor_seconds(kept_whole, work.rate, work.compute, paths, ahead)
+        #: The part of `tensor` that gathers shared inputs (ZeRO-R's Pa), of a dense and of an MoE
+        #: layer.
+        self.input_gathers: list[Number] = [
+            self.tensor.dense - whole.dense,
+            self.tensor.moe - whole.moe,
+        ]
         context = context_seconds(self.workload, work.rate, paths)
         experts = expert_seconds(self.workload, work.rate, paths)
         #: Exposed communication of a dense and of an MoE layer, forward and backward, by axis.
@@ -349,6 +363,8 @@ class StepCost:
                 for name, seconds in layer.terms.items():
                     add(name, count * seconds * scale)
                 add("recompute", count * layer.recompute_s(mode) * scale)
+                add(SHARED_INPUTS, count * self.input_gathers[kind] * scale)
+                add("tp", -count * self.input_gathers[kind] * scale)
             add(copies, self.late.get(stage, 0.0) * scale)
             if stage.last:
                 add("head", (work.compute.loss[0] + work.compute.loss[1]) * scale)
@@ -391,9 +407,8 @@ def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> 
     exposed = {axis: value_of(seconds) for axis, seconds in cost.exposed.items()}
     terms = {name: value_of(seconds) for name, seconds in cost.terms().items()}
     bubble = max(0.0, terms.get("bubble", 0.0))
-    compute = sum(
-        seconds for name, seconds in terms.items() if name not in exposed and name != "bubble"
-    )
+    other = {*exposed, SHARED_INPUTS, "bubble"}
+    compute = sum(seconds for name, seconds in terms.items() if name not in other)
     return Time(
         step_s=step,
         compute_s=compute,
