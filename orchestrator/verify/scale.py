@@ -10,7 +10,7 @@ activations and ratios, and loses its size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, lcm, prod
+from math import ceil, gcd, lcm, prod
 from typing import Any
 
 from msgspec import structs
@@ -19,6 +19,7 @@ from orchestrator.config.schema import Config, ModelSpec, ParallelSpec
 from orchestrator.cost.model.layers import resolve
 from orchestrator.plan.document import Moe
 from orchestrator.plan.schedules import SCHEDULES, illegal
+from orchestrator.plan.trained import STATE_BLOCK
 
 from .expert_models import MLA
 
@@ -187,7 +188,7 @@ def _small_model(
     mla = model.mla
     if mla is not None:
         mla = structs.replace(MLA, q_lora_rank=min(mla.q_lora_rank, MLA.q_lora_rank))
-    return structs.replace(
+    small_model = structs.replace(
         model,
         heads=heads,
         kv_heads=kv_heads,
@@ -197,6 +198,45 @@ def _small_model(
         ffn_hidden=ffn,
         vocab=min(model.vocab, VOCAB),
         max_seq_len=min(model.max_seq_len, MOST_HIDDEN),
+        moe=moe,
+        mla=mla,
+    )
+    if config.optim.state == "8bit":
+        return _in_whole_blocks(small_model, tp, tensor_ranks(config, small))
+    return small_model
+
+
+def _in_whole_blocks(model: ModelSpec, tp: int, etp: int) -> ModelSpec:
+    """Returns the model with rows so long that every rank holds whole blocks of optimizer state in
+    8 bits; experts are cut over `etp` ranks."""
+
+    def enlarged(size: int, ranks: int = 1) -> int:
+        unit = STATE_BLOCK * ranks
+        return ceil(size / unit) * unit
+
+    heads_of_rank = model.heads // tp
+    unit = STATE_BLOCK // gcd(STATE_BLOCK, heads_of_rank)  # of a head's features
+    head_dim = ceil((model.head_dim or model.hidden // model.heads) / unit) * unit
+    moe = model.moe
+    if moe is not None:
+        moe = structs.replace(
+            moe,
+            ffn_hidden=enlarged(moe.ffn_hidden, etp),
+            shared_ffn_hidden=enlarged(moe.shared_ffn_hidden, tp),
+        )
+    mla = model.mla
+    if mla is not None:
+        mla = structs.replace(
+            mla,
+            q_lora_rank=enlarged(mla.q_lora_rank),
+            kv_lora_rank=enlarged(mla.kv_lora_rank),
+            v_head_dim=ceil(mla.v_head_dim / unit) * unit,
+        )
+    return structs.replace(
+        model,
+        head_dim=head_dim,
+        hidden=enlarged(model.hidden),
+        ffn_hidden=enlarged(model.ffn_hidden, tp),
         moe=moe,
         mla=mla,
     )

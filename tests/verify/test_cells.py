@@ -74,6 +74,20 @@ def test_a_model_that_is_too_large_is_scaled_in_kind_and_the_note_says_so():
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=tp2",),
+        ("parallel=tp8_pp2", "model=llama3_8b"),
+        ("parallel=tp2_ep4", "parallel.etp=1", "model=mixtral_8x7b"),
+        ("parallel=tp4_ep8", "model=deepseek_v3"),
+    ],
+)
+def test_a_scaled_model_has_whole_blocks_of_optimizer_state_in_8_bits(words):
+    small_cells = cells("cluster=h100x64", "optim.state=8bit", *words)
+    assert all(isinstance(cell, Cell) for cell in small_cells), small_cells
+
+
 def degrees_of(cell: Cell) -> dict[str, int]:
     return {
         axis: degree for axis in scale.AXES if (degree := getattr(cell.plan.parallel, axis)) > 1
