@@ -216,14 +216,16 @@ def test_list_status_logs_cancel_resume(home, capsys):
         assert code == 0
         return json.loads(out)
 
-    def told_steps() -> list[int]:
-        return [node["step"] or 0 for node in told()["live"]["nodes"].values()]
+    def runs() -> bool:
+        run_status = told()
+        steps = [node["step"] or 0 for node in run_status["live"]["nodes"].values()]
+        return run_status["state"]["state"] == "running" and min(steps, default=0) >= 3
 
-    # What a worker prints is in its log before an agent has written what it reports: only status
-    # tells the latter.
-    wait_for(lambda: min(told_steps(), default=0) >= 3, what="step 3 of both nodes")
+    # What a worker prints is in its log before an agent has written what it reports, and that is
+    # there before the coordinator has read it: only status tells all of it.
+    wait_for(runs, what="step 3 of both nodes of a run that runs")
     run_status = told()
-    assert run_status["state"]["state"] == "running" and run_status["live"]["step"] >= 3
+    assert run_status["live"]["step"] >= 3
     assert run_status["live"]["nodes"]["node-1"]["memory_bytes"] == {"total": 12345}
     assert abs(run_status["live"]["tokens_per_s"] - 2000) < 1
     code, out, _ = orch(capsys, "status")
