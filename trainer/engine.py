@@ -386,7 +386,7 @@ class Engine:
     def resumed(self, step: int, scalars: Mapping[str, float] = {}) -> None:
         """Sets counters and parameters after the pieces were filled from a checkpoint of `step`."""
         self.optimizer.step_count = int(scalars.get("optimizer_steps", step))
-        self.part.delayed_scales.known = step > 0
+        self.part.delayed_scales.has_history = step > 0
         if self.scaler is not None:
             self.scaler.restore(scalars)
         self.optimizer.copy_masters_to_params(stale=STALE in scalars)

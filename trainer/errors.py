@@ -18,6 +18,13 @@ from orchestrator.plan.trained import problems
 
 #: errno values that mean a full disk or an exhausted quota.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+#: Errors of a disk that are faults of its node: it fails, or is stuck.
+NODE_FAULTS = frozenset(
+    {
+        errno.EIO,
+        errno.ETIMEDOUT,
+    }
+)
 
 
 class TrainerError(Exception):
@@ -92,7 +99,7 @@ class DiskError(TrainerError):
         if number in NO_ROOM:
             self.exit = Exit.USER
             self.cause = "disk_full"
-        elif number in (errno.EIO, errno.ETIMEDOUT):  # a fault of the node's
+        elif number in NODE_FAULTS:
             self.exit = Exit.NODE
 
 

@@ -31,7 +31,6 @@ MIB = 1 << 20
 def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     """Returns the configuration's degrees with every default filled in. Raises OrchError (65)."""
     par = with_defaults(config.parallel)
-    train = config.train
     names = (
         "tp",
         "cp",
@@ -76,22 +75,29 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         micro_batch_size=par.micro_batch_size
         or _micro_batch(cluster, dp * ep, pp, samples, par.uneven),
         global_batch_samples=samples,
-        batch_ramp=make_ramp(train),
-        seq_len=train.seq_len,
-        objective=objective_of(config),
-        matmul=train.matmul,
-        optim_state=_narrow_state(config.optim),
-        comm_buffer_bytes=comm_buffer_bytes(train) or 0,
-        precision=train.precision,
-        grad_dtype=train.grad_dtype,
         model=model,
         cluster=cluster,
+        **_training(config),
     )
+
+
+def _training(config: Config) -> dict[str, Any]:
+    """Returns the fields of a case that say how the job trains, whatever its layout."""
+    train = config.train
+    return {
+        "batch_ramp": make_ramp(train),
+        "seq_len": train.seq_len,
+        "objective": objective_of(config),
+        "matmul": train.matmul,
+        "optim_state": _narrow_state(config.optim),
+        "comm_buffer_bytes": comm_buffer_bytes(train) or 0,
+        "precision": train.precision,
+        "grad_dtype": train.grad_dtype,
+    }
 
 
 def unit_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     """Returns the legality case of one GPU, from which a search makes those of all meshes."""
-    train = config.train
     return Case(
         tp=1,
         cp=1,
@@ -106,16 +112,9 @@ def unit_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         zero_group=config.parallel.zero_group,
         allow_tp_across_nvlink=config.parallel.allow_tp_across_nvlink,
         global_batch_samples=global_batch(config),
-        batch_ramp=make_ramp(train),
-        seq_len=train.seq_len,
-        objective=objective_of(config),
-        matmul=train.matmul,
-        optim_state=_narrow_state(config.optim),
-        comm_buffer_bytes=comm_buffer_bytes(train) or 0,
-        precision=train.precision,
-        grad_dtype=train.grad_dtype,
         model=model,
         cluster=cluster,
+        **_training(config),
     )
 
 

@@ -161,20 +161,9 @@ def _small_model(
     """Returns the model with smaller sizes: those that the small degrees do not divide, and those
     that are too large, are replaced. `layers`: their number, if it is known."""
     model = config.model
-    par = config.parallel
     tp = small["tp"]
-    heads = model.heads
-    kv_heads = model.kv_heads or model.heads
+    heads, kv_heads = _few_heads(config, degrees, small)
     ffn = model.ffn_hidden
-    head_ranks = tp
-    if par.cp_method == "ulysses":
-        head_ranks *= small["cp"]
-    shared = kv_heads < degrees["tp"]  # a key-value head is on several ranks
-    splits = heads % head_ranks == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-    if not splits or shared != (kv_heads < tp) or heads > MOST_HEADS:
-        queries_per_head = min(heads // kv_heads, 2)  # queries that share a key-value head
-        kv_heads = max(1, tp * kv_heads // degrees["tp"]) if shared else tp
-        heads = lcm(2 * head_ranks, kv_heads * queries_per_head)
     hidden = model.hidden
     head_dim = model.head_dim
     if heads != model.heads or model.hidden > MOST_HIDDEN:
@@ -204,6 +193,24 @@ def _small_model(
     if config.optim.state == "8bit":
         return _in_whole_blocks(small_model, tp, tensor_ranks(config, small))
     return small_model
+
+
+def _few_heads(config: Config, degrees: Degrees, small: Degrees) -> tuple[int, int]:
+    """Returns the (query, key-value) heads that the small degrees divide, in the ratio of the
+    model's."""
+    tp = small["tp"]
+    heads = config.model.heads
+    kv_heads = config.model.kv_heads or heads
+    head_ranks = tp
+    if config.parallel.cp_method == "ulysses":
+        head_ranks *= small["cp"]
+    shared = kv_heads < degrees["tp"]  # a key-value head is on several ranks
+    splits = heads % head_ranks == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    if splits and shared == (kv_heads < tp) and heads <= MOST_HEADS:
+        return heads, kv_heads
+    queries_per_head = min(heads // kv_heads, 2)  # queries that share a key-value head
+    few_kv_heads = max(1, tp * kv_heads // degrees["tp"]) if shared else tp
+    return lcm(2 * head_ranks, few_kv_heads * queries_per_head), few_kv_heads
 
 
 def _in_whole_blocks(model: ModelSpec, tp: int, etp: int) -> ModelSpec:

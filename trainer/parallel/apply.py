@@ -210,8 +210,8 @@ class _Builder:
                 self.plan,
                 self.mesh,
                 self.counter,
-                infos,
-                self.scales,
+                infos=infos,
+                scales=self.scales,
             )
 
     def spread_experts(self, stage: Stage) -> None:

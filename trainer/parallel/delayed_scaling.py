@@ -16,6 +16,12 @@ from trainer.model.fp8.delayed import HISTORY, LARGEST_CODES, DelayedOp
 from trainer.model.linear import Linear
 from trainer.model.loss import LossTerms
 
+#: The axes under which the largest values are sent, and the groups that share layers.
+MESSAGES = (
+    ("tp", "tp"),
+    ("dp", "grad"),
+)
+
 
 class DelayedScales:
     """The histories of this rank's linears, in the order of their names, which all ranks with the
@@ -24,26 +30,33 @@ class DelayedScales:
     def __init__(self, terms: LossTerms):
         self.terms = terms
         #: Whether an earlier step has filled the histories.
-        self.known = False
-        self._ops: dict[str, tuple[Linear, DelayedOp]] = {}
+        self.has_history = False
+        self._linears: dict[str, Linear] = {}
+        self._ops: dict[str, DelayedOp] = {}
         self._current = torch.empty(0)
 
     def add(self, name: str, linear: Linear, op: DelayedOp) -> None:
         """Adds a linear, whose history has been declared."""
-        self._ops[name] = (linear, op)
+        self._linears[name] = linear
+        self._ops[name] = op
 
     def start(self) -> None:
         """Begins a step."""
         if not self._ops:
             return
-        histories = self._histories()
-        largest = histories.amax(-1)
-        unscaled = largest.new_tensor(LARGEST_CODES).expand_as(largest)
-        largest = torch.where(largest > 0, largest, unscaled)
+        largest = torch.stack(self._histories()).amax(-1)  # [linears, factors]
+        unscaled = largest.new_tensor(LARGEST_CODES)
+        largest = torch.where(
+            largest > 0,
+            largest,
+            unscaled,
+        )
         self._current = torch.zeros_like(largest)
         for number, name in enumerate(sorted(self._ops)):
-            _, op = self._ops[name]
-            op.begin(largest[number] if self.known else None, self._current[number])
+            self._ops[name].begin(
+                largest[number] if self.has_history else None,
+                self._current[number],
+            )
 
     def apply(self, finite: Tensor, mesh: Mesh, counter: CommCounter) -> None:
         """Moves the histories on by the step's largest values, unless the step is skipped (`finite`
@@ -51,15 +64,23 @@ class DelayedScales:
         if not self._ops:
             return
         largest = self._current
-        for axis, group in (("tp", mesh.group("tp")), ("dp", mesh.group("grad"))):
-            largest = all_reduce(largest, group, axis, counter, dist.ReduceOp.MAX)
-        histories = self._histories()
-        moved = torch.cat([largest[..., None], histories[..., :-1]], -1)
-        histories = torch.where(finite, moved, histories)
-        for name, history in zip(sorted(self._ops), histories, strict=True):
-            getattr(self._ops[name][0], HISTORY).copy_(history)
-        self.known = True
+        for axis, name in MESSAGES:
+            largest = all_reduce(
+                largest,
+                mesh.group(name),
+                axis,
+                counter,
+                dist.ReduceOp.MAX,
+            )
+        for history, newest in zip(
+            self._histories(),
+            largest,
+            strict=True,
+        ):
+            moved = torch.cat([newest[:, None], history[:, :-1]], 1)
+            history.copy_(torch.where(finite, moved, history))
+        self.has_history = True
 
-    def _histories(self) -> Tensor:
-        """-> fp32 [linears, factors, steps]"""
-        return torch.stack([getattr(self._ops[name][0], HISTORY) for name in sorted(self._ops)])
+    def _histories(self) -> list[Tensor]:
+        """-> fp32 [factors, steps] of each linear"""
+        return [getattr(self._linears[name], HISTORY) for name in sorted(self._linears)]

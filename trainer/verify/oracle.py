@@ -74,6 +74,10 @@ class _Reference:
     ) -> None:
         self.plan = plan
         self.stage = stage
+        self.histories = list[plain_fp8.Delayed]()
+        if plan.job.matmul:
+            size = plan.parallel.micro_batch_size
+            self.histories = plain_fp8.use(stage, plan.job.matmul, size)
         self.added = prepare(stage)
         self.model_terms = LossTerms()
         self.model_terms.declare(*term_names(plan.model))
@@ -104,7 +108,7 @@ class _Reference:
         self._update(learning_rate(number, job.optim, job.train.steps))
         for router in self.routers:
             router.move()
-        for history in plain_fp8.histories(self.stage):
+        for history in self.histories:
             history.move()
         weights = {name: param.detach().clone() for name, param in self.params.items()}
         stored = states(self.stage)
@@ -154,8 +158,6 @@ def _initial_stage(plan: Plan, start: torch.dtype) -> Stage:
     for _, module, key, state in states(stage):
         setattr(module, key, getattr(module, key).to(state.dtype))
     seed_dropout(stage, seed)
-    if plan.job.matmul:
-        plain_fp8.use(stage, plan.job.matmul, plan.parallel.micro_batch_size)
     return stage
 
 

@@ -7,7 +7,8 @@ has 2, -14 and 57344 (arXiv 2209.05433, table 1). Each micro-batch is scaled as 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -120,48 +121,60 @@ class Delayed(Tensors):
 
     def _round(self, factor: int, x: Tensor, name: str) -> Tensor:
         self.step[factor].append(float(x.abs().max()))
-        history: Tensor = self.linear.largest
+        history = cast(Tensor, self.linear.largest)
         if not history.any():
             return scaled(x, name)
         largest = history[factor].double().max()
-        scale = FORMATS[name][2] / largest if largest > 0 else 1.0
+        if largest == 0:
+            return nearest(x, name)
+        scale = FORMATS[name][2] / largest
         return nearest(x * scale, name) / scale
 
     def move(self) -> None:
         """Ends a step."""
-        history: Tensor = self.linear.largest
+        history = cast(Tensor, self.linear.largest)
         for factor, values in enumerate(self.step):
-            history[factor] = torch.tensor([max(values), *history[factor].tolist()[:-1]])
+            history[factor] = history[factor].roll(1)
+            history[factor, 0] = max(values)
             values.clear()
 
 
-def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
-    """Rounds the products of every block's linears; the gradient passes the rounding unchanged."""
+def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> list[Delayed]:
+    """Rounds the products of every block's linears; the gradient passes the rounding unchanged.
+    Returns the roundings that keep largest values over steps."""
+    histories = list[Delayed]()
     for block in stage.blocks.values():
         for module in block.modules():
             if isinstance(module, Experts):
                 module.forward = _ExpertByExpert(module, matmul)  # type: ignore[method-assign]
             if isinstance(module, Linear):
-                module.rounding = _rounding(module, matmul)
-                module.run = lambda linear, x: _Rounded.apply(
-                    x,
-                    linear.weight,
-                    linear.bias,
-                    linear.rounding,
-                    micro_batch_size,
-                )
+                rounding = _rounding(module, matmul)
+                module.run = partial(_run, rounding, micro_batch_size)
+                if isinstance(rounding, Delayed):
+                    histories.append(rounding)
+    return histories
+
+
+def _run(
+    rounding: Tensors,
+    micro_batch_size: int,
+    linear: Linear,
+    x: Tensor,
+) -> Tensor:
+    """A `Linear.run`."""
+    return _Rounded.apply(
+        x,
+        linear.weight,
+        linear.bias,
+        rounding,
+        micro_batch_size,
+    )
 
 
 def _rounding(linear: Linear, matmul: Matmul) -> Tensors:
     if matmul == "fp8_delayed":
         return Delayed(linear)
     return Blocks() if matmul == "fp8_block" else Tensors()
-
-
-def histories(stage: Stage) -> list[Delayed]:
-    """Returns what keeps largest values over steps."""
-    roundings = [getattr(module, "rounding", None) for module in stage.modules()]
-    return [rounding for rounding in roundings if isinstance(rounding, Delayed)]
 
 
 class _Rounded(torch.autograd.Function):

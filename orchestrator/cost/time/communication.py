@@ -17,6 +17,7 @@ from orchestrator.cost.workload import Workload
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Parallel
 from orchestrator.plan.expert_mesh import axes, expert_mesh
+from orchestrator.plan.flops import prediction_blocks
 
 from .compute import Compute
 from .expert_exchange import phases
@@ -46,13 +47,13 @@ def tensor_seconds(
     rate: Rates,
     compute: Compute,
     paths: Mapping[PathKey, Path],
-    ahead: int = 0,
 ) -> TensorSeconds:
     """Returns the exposed tensor-parallel communication of one micro-batch.
 
-    Each of `ahead` further predictions looks tokens up and has a loss.
+    Each further prediction looks tokens up and has a loss.
     """
     model = workload.model
+    ahead = prediction_blocks(model)
     par = workload.parallel
     if par.tp == 1:
         return TensorSeconds(0.0, 0.0, 0.0, 0.0)

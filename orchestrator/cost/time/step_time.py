@@ -21,7 +21,6 @@ from orchestrator.cost.rates import Rates
 from orchestrator.cost.time import collective
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Parallel, Time
-from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import copies_of
 
@@ -129,18 +128,8 @@ class StepCost:
         self.paths = paths
         self.workload = work.workload
         self.parallel = self.workload.parallel
-        ahead = prediction_blocks(self.workload.model)
-        self.tensor = tensor_seconds(self.workload, work.rate, work.compute, paths, ahead)
-        whole = self.tensor
-        if self.workload.shares_inputs:
-            kept_whole = self.workload.with_whole_inputs
-            whole = tensor_seconds(kept_whole, work.rate, work.compute, paths, ahead)
-        #: The part of `tensor` that gathers shared inputs (ZeRO-R's Pa), of a dense and of an MoE
-        #: layer.
-        self.input_gathers: list[Number] = [
-            self.tensor.dense - whole.dense,
-            self.tensor.moe - whole.moe,
-        ]
+        self.tensor = tensor_seconds(self.workload, work.rate, work.compute, paths)
+        self.input_gathers = self._input_gathers()
         context = context_seconds(self.workload, work.rate, paths)
         experts = expert_seconds(self.workload, work.rate, paths)
         #: Exposed communication of a dense and of an MoE layer, forward and backward, by axis.
@@ -159,6 +148,22 @@ class StepCost:
         #: Seconds of one micro-batch on each pipeline rank.
         self.ranks = rank_seconds(self.parallel, [sum(both) for both in self.stages])
         self.slowest = max(range(len(self.ranks)), key=lambda rank: value_of(self.ranks[rank]))
+
+    def _input_gathers(self) -> list[Number]:
+        """Returns the part of `tensor` that gathers shared inputs (ZeRO-R's Pa), of a dense and of
+        an MoE layer."""
+        if not self.workload.shares_inputs:
+            return [0.0, 0.0]
+        without_gathers = tensor_seconds(
+            self.workload.with_whole_inputs,
+            self.work.rate,
+            self.work.compute,
+            self.paths,
+        )
+        return [
+            self.tensor.dense - without_gathers.dense,
+            self.tensor.moe - without_gathers.moe,
+        ]
 
     # ---------------------------------------------------------------------------------- one stage
 
@@ -342,6 +347,15 @@ class StepCost:
             "dp": self.gradients * self.factor,
         }
 
+    @property
+    def gathered_inputs(self) -> Number:
+        """The part of the exposed tensor parallelism that gathers shared inputs."""
+        gathers: Number = 0.0
+        for stage in rank_stages(self.parallel)[self.slowest]:
+            for kind, _, count in self.work.stages[stage].layers:
+                gathers += count * self.input_gathers[kind]
+        return gathers * self.parallel.micro_batches * self.factor / copies_of(self.parallel)
+
     def terms(self) -> dict[str, Number]:
         """Returns the seconds of the step by term; they sum to `step_s`."""
         par = self.parallel
@@ -363,13 +377,13 @@ class StepCost:
                 for name, seconds in layer.terms.items():
                     add(name, count * seconds * scale)
                 add("recompute", count * layer.recompute_s(mode) * scale)
-                add(SHARED_INPUTS, count * self.input_gathers[kind] * scale)
-                add("tp", -count * self.input_gathers[kind] * scale)
             add(copies, self.late.get(stage, 0.0) * scale)
             if stage.last:
                 add("head", (work.compute.loss[0] + work.compute.loss[1]) * scale)
         for axis, seconds in self.exposed.items():
             add(axis, seconds)
+        add(SHARED_INPUTS, self.gathered_inputs)
+        add("tp", -self.gathered_inputs)
         add("bubble", (self.span[0] - m * self.ranks[self.slowest]) * self.factor)
         add("optimizer", (self.outside - self.transfers - self.gradients) * self.factor)
         return {
@@ -407,8 +421,8 @@ def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> 
     exposed = {axis: value_of(seconds) for axis, seconds in cost.exposed.items()}
     terms = {name: value_of(seconds) for name, seconds in cost.terms().items()}
     bubble = max(0.0, terms.get("bubble", 0.0))
-    other = {*exposed, SHARED_INPUTS, "bubble"}
-    compute = sum(seconds for name, seconds in terms.items() if name not in other)
+    waiting = {*exposed, SHARED_INPUTS, "bubble"}
+    compute = sum(seconds for name, seconds in terms.items() if name not in waiting)
     return Time(
         step_s=step,
         compute_s=compute,

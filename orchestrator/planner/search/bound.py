@@ -36,8 +36,9 @@ from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.plan.expert_mesh import expert_mesh, replicas
 
 from .best_paths import BestPaths
-from .layer_cost import LayerCost, LeastWork, least_work
+from .layer_cost import LayerCost
 from .layout import Fold, Mesh, Variant
+from .least_work import LeastWork, least_work
 from .pipeline_shapes import PipelineShapes
 
 # Stages within EQUAL count as equal, and bounds are summed in another order than the model.

@@ -7,7 +7,7 @@ differ only in communication, so they share a `LayerCost`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ class Kept:
         return bytes_of_stage(layers, stored, self.head if stage.last else 0.0, deferred)
 
 
-def _remembered(
+def remembered(
     results: dict[tuple[object, ...], Any],
     key: tuple[object, ...],
     make: Callable[..., Any],
@@ -152,57 +152,6 @@ def _remembered(
     if key not in results:
         results[key] = make(*args)
     return results[key]
-
-
-class LeastWork(NamedTuple):
-    """Seconds of one micro-batch that no fold of the experts undercuts.
-
-    Communication and recomputation are included.
-    """
-
-    forwards: float  # forward through the whole model
-    backwards: float  # backward through the whole model
-    layer: float  # forward and backward through one layer of either kind
-    forward: float  # forward through one layer of either kind
-
-
-def least_work(
-    costs: Sequence[LayerCost],
-    recompute: str,
-    cp_methods: tuple[CpMethod, ...],
-    sp_open: bool,
-) -> LeastWork:
-    """Returns the least work over folds; `costs` has one entry per fold."""
-
-    def least() -> LeastWork:
-        """Computes the least work."""
-        every = [cost.least(recompute, cp_methods, sp_open) for cost in costs]
-        dense = costs[0].dense
-        moe = costs[0].moe
-        layer_counts = (dense, moe)
-        first = min(cost.first for cost in every)
-        forward, backward, last = (
-            [min(kind) for kind in zip(*kinds, strict=True)]
-            for kinds in zip(
-                *((cost.forward, cost.backward, cost.last) for cost in every),
-                strict=True,
-            )
-        )
-        both = [f + b for f, b in zip(forward, backward, strict=True)]
-        return LeastWork(
-            forwards=dense * forward[0] + moe * forward[1] + first + last[0],
-            backwards=dense * backward[0] + moe * backward[1] + last[1],
-            layer=min(
-                seconds for seconds, layers in zip(both, layer_counts, strict=True) if layers
-            ),
-            forward=min(
-                seconds for seconds, layers in zip(forward, layer_counts, strict=True) if layers
-            ),
-        )
-
-    key = "least", len(costs), recompute, cp_methods, sp_open
-    work: LeastWork = _remembered(costs[0].known, key, least)
-    return work
 
 
 class LayerCost:
@@ -245,9 +194,8 @@ class LayerCost:
         self.compute = context.compute(par)
         self.paths = best.paths(mesh, False)
         self.widths = DTYPE_BYTES[train.precision], context.workload(par, train).gradient_width
-        #: Further predictions, whose blocks count among the layers below.
-        self.ahead = prediction_blocks(model)
-        self.dense, self.moe = dense_and_moe(model, 0, model.layers + self.ahead)
+        blocks = model.layers + prediction_blocks(model)
+        self.dense, self.moe = dense_and_moe(model, 0, blocks)
         self.mixed = bool(self.dense and self.moe)
         self.boundary = Workload(model, par, train).boundary_bytes
         self.known: dict[tuple[object, ...], Any] = {}
@@ -409,7 +357,7 @@ class LayerCost:
         if split or sp != par.sp:
             par = structs.replace(par, schedule="zb_h1" if split else "1f1b", sp=sp)
         workload = context.workload(par, self.trains[recompute])
-        return tensor_seconds(workload, context.rate, self.compute, self.paths, self.ahead)
+        return tensor_seconds(workload, context.rate, self.compute, self.paths)
 
     def _context(self, recompute: str, method: CpMethod) -> float:
         """Returns the exposed seconds of context parallelism with this method."""
@@ -444,11 +392,11 @@ class LayerCost:
 
     def _once(self, make: Callable[..., Any], *args: Any) -> Any:
         """Returns `make(*args)`, computed once per layer cost."""
-        return _remembered(self.known, (make.__name__, *args), make, *args)
+        return remembered(self.known, (make.__name__, *args), make, *args)
 
     def share(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
         """Returns `make(*args)`, computed once for all layer costs that have `key` in common."""
-        return _remembered(self.shared, (make.__name__, *key), make, *args)
+        return remembered(self.shared, (make.__name__, *key), make, *args)
 
     def kept(self, schedule: str) -> Kept:
         """Returns the activation bytes, equal for all schedules that treat backward alike."""

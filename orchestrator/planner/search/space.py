@@ -55,8 +55,8 @@ class Space:
         self.variants = cache(self._variants)
         self.schedules = cache(self._legal_schedules)
         self.folded = cache(self._folded)
-        self._zeros: dict[tuple[str, int, int, tuple[int, bool]], int] = {}
-        self._counts: dict[tuple[int, int, int, tuple[int, bool]], int] = {}
+        self._zeros: dict[tuple[str, int, int, int], int] = {}
+        self._counts: dict[tuple[int, int, int, int], int] = {}
         domains = domains_of(context.cluster)
         across = par.allow_tp_across_nvlink
         #: GPUs in use: first all of them, then what remains if groups do not divide their NVLink

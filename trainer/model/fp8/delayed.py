@@ -71,14 +71,15 @@ class DelayedOp(TensorOp):
         )
         self.terms = terms
         #: [factors] that scales belong to; None in the first step.
-        self.known: Tensor | None = None
+        self.past: Tensor | None = None
         #: [factors] of this rank's values in this step.
         self.current = torch.zeros(len(Factor))
         self._saw_weight = False
 
-    def begin(self, known: Tensor | None, current: Tensor) -> None:
-        """Begins a step with the scales of `known`, and collects largest values in `current`."""
-        self.known = known
+    def begin(self, past: Tensor | None, current: Tensor) -> None:
+        """Begins a step with the scales of the largest values `past`, and collects largest values
+        in `current`."""
+        self.past = past
         self.current = current
         self._saw_weight = False
 
@@ -88,27 +89,27 @@ class DelayedOp(TensorOp):
                 Factor.INPUT,
                 self.shared.largest_inputs.get(x, None, lambda: x.detach().abs().amax()),
             )
-        if self.known is None:
+        if self.past is None:
             return super()._input(x)
-        largest = self.known[Factor.INPUT]
+        largest = self.past[Factor.INPUT]
         return self.shared.inputs.get(x, self.largest_input, lambda: round_to(x, largest, E4M3))
 
     def _weight(self, weight: Tensor) -> Rounded:
         if not self._saw_weight:  # it is the same in the whole step
             self._collect(Factor.WEIGHT, weight.detach().abs().amax())
             self._saw_weight = True
-        if self.known is None:
+        if self.past is None:
             return super()._weight(weight)
-        return round_to(weight.detach(), self.known[Factor.WEIGHT], E4M3)
+        return round_to(weight.detach(), self.past[Factor.WEIGHT], E4M3)
 
     def _grad(self, grad: Tensor) -> Rounded:
         self._collect(
             Factor.GRAD,
             self.shared.largest_grads.get(grad, None, lambda: grad.abs().amax()),
         )
-        if self.known is None:
+        if self.past is None:
             return super()._grad(grad)
-        largest = self.known[Factor.GRAD]
+        largest = self.past[Factor.GRAD]
         return self.shared.grads.get(grad, self, lambda: round_to(grad, largest, E5M2))
 
     def _collect(self, factor: Factor, largest: Tensor) -> None:
