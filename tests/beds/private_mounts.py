@@ -6,11 +6,14 @@ import contextlib
 import ctypes
 import os
 import subprocess
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.patience import PATIENCE_S
 
 NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 PRIVATE = 0x44000  # MS_REC | MS_PRIVATE
@@ -71,15 +74,25 @@ def stuck(device: str, *pids: int) -> Iterator[None]:
     limits = [group / f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
     try:
         for pid in pids:
-            for task in os.listdir(f"/proc/{pid}/task"):
-                (group / "tasks").write_text(task)
+            (group / "cgroup.procs").write_text(str(pid))
         for limit in limits:
             limit.write_text(f"{device} 1")
         yield
     finally:
         for limit in limits:
             limit.write_text(f"{device} 0")
-        for task in (group / "tasks").read_text().split():
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Removes a control group; its processes, if they live, return to the one above."""
+    deadline = time.monotonic() + PATIENCE_S
+    while group.exists():
+        for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):  # it has ended
-                (THROTTLES / "tasks").write_text(task)
-        group.rmdir()
+                (THROTTLES / "cgroup.procs").write_text(pid)
+        try:
+            group.rmdir()
+        except OSError:  # a thread waits for the end of its request
+            assert time.monotonic() < deadline, f"{group} is still in use"
+            time.sleep(0.01)
