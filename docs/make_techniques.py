@@ -8,6 +8,7 @@ tests/docs/test_techniques.py fails when the page is not what this writes, or a 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -119,7 +120,7 @@ def page(papers: Papers) -> str:
 
 
 def _row(row: Technique, cells: list[Cell], stages: dict[str, list[Stage]]) -> str:
-    pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in row.pages)
+    pages = ", ".join(f"[{_label(page)}]({page})" for page in row.pages)
     if row.reason:
         refused = f"; refused: {_words(row)}" if row.words else ""
         columns = ["**not there**", row.reason + refused, "", ""]
@@ -127,6 +128,18 @@ def _row(row: Technique, cells: list[Cell], stages: dict[str, list[Stage]]) -> s
         columns = [_words(row), _equality(row, cells), _bytes(row, stages), _price(row)]
     columns = [row.name, row.section, *columns, pages]
     return f"| {' | '.join(column.replace('|', chr(92) + '|') for column in columns)} |"
+
+
+def _label(page: str) -> str:
+    """The page's name and the beginning of its heading."""
+    path, _, anchor = page.partition("#")
+    name = path.removesuffix(".md")
+    for line in (HERE / path).read_text().splitlines():
+        heading = line.lstrip("#").strip()
+        slug = re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-")
+        if anchor and line.startswith("#") and slug == anchor:
+            return f"{name}: {heading.partition(':')[0]}"
+    return name
 
 
 def _words(row: Technique) -> str:
@@ -208,7 +221,7 @@ HEAD = (
       matrix, but not yet on that page. `orch verify` with words is a comparison outside the matrix. Tests and results
       show the same numbers in another way.
     - **Planned and measured**: for a layout with numbers, the bytes of a rank's parameters, gradients and optimizer
-      state, which equal the plan's, and those of its activations, with the plan's difference; one number per pipeline
+      state, on the device and on the host, which equal the plan's, and those of its activations, with the plan's difference; one number per pipeline
       stage ([the model and the method](accuracy.md#memory-against-the-trainers-own)). "Held as planned" are further
       layouts of the same test, `tests/trainer/test_planned_memory.py`, without numbers on a page. "Sent as planned" are
       layouts in which the bytes that ranks send, by axis, equal the plan's (`tests/trainer/test_planned_bytes.py`).

@@ -11,8 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 DENSE = "cluster=h100x8 model=llama32_1b"
-CPUS = "cluster=local model=tiny"
-EXPERTS = "cluster=h100x8 model=mixtral_8x7b"
 
 
 class Technique(NamedTuple):
@@ -35,7 +33,7 @@ class Technique(NamedTuple):
     pages: tuple[str, ...] = ()  # pages of docs/, with their anchors
     note: str = ""  # a sentence about what is different here
     reason: str = ""  # why it is not there
-    cluster: str = DENSE  # the cluster and model with which the words are checked
+    setting: str = DENSE  # cluster and model with which the words are checked
 
 
 ZERO = (
@@ -243,31 +241,32 @@ INFINITY = (
         "Infinity offload engine: parameters and gradients on NVMe, of a computation on CPUs",
         "5.1.1, 6.3",
         words="train.offload=disk train.offload_weights=true",
-        beside="parallel=dp8_zero2",
+        beside="cluster=local parallel=dp8_zero2",
         shown_by=(
             "tests/trainer/test_offload.py::test_weights_and_states_are_those_of_the_device",
         ),
         price=("optimizer",),
-        pages=("offload.md#bigger-than-the-gpus-memory", "offload.md#measured"),
+        pages=("offload.md", "offload.md#measured"),
         note="In mapped pages of the disk, under ZeRO-0 to -2.",
-        cluster=CPUS,
+        setting="model=tiny",
     ),
     Technique(
         "Infinity offload engine: partitioned parameters (P_p) on NVMe",
         "5.1.1, 6.3",
         words="train.offload=disk train.offload_weights=true",
-        beside="parallel=dp8_zero3",
+        beside="cluster=local parallel=dp8_zero3",
         reason="shards of ZeRO-3 are torch's fully_shard's, in the device's memory",
-        pages=("offload.md#bigger-than-the-gpus-memory",),
-        cluster=CPUS,
+        pages=("offload.md",),
+        setting="model=tiny",
     ),
     Technique(
         "Infinity offload engine: parameters of GPUs in CPU memory or on NVMe",
         "5.1.1, 6.3",
         words="train.offload=disk train.offload_weights=true",
-        beside="parallel=dp8_zero3",
+        beside="cluster=h100x8 parallel=dp8",
         reason="weights that a GPU computes with are in its own memory",
-        pages=("offload.md#bigger-than-the-gpus-memory",),
+        pages=("offload.md",),
+        setting="model=llama32_1b",
     ),
     Technique(
         "CPU offload of activations",
@@ -302,7 +301,7 @@ INFINITY = (
             "a layer's matrices are multiplied whole; tensor parallelism, which the technique"
             " replaces, cuts them"
         ),
-        pages=("offload.md#bigger-than-the-gpus-memory",),
+        pages=("offload.md",),
     ),
     Technique(
         "Bandwidth-centric partitioning",
@@ -326,6 +325,14 @@ INFINITY = (
         ),
         price=("optimizer", "activations"),
         pages=("offload.md#activations", "offload.md#optimizer-on-the-disk"),
+    ),
+    Technique(
+        "Automating model partitioning during initialization",
+        "7.2",
+        reason=(
+            "a rank allocates the layers of its stages, cut by tp and ep, before ZeRO-3 shards them"
+        ),
+        pages=("reading.md#one-training-step-in-ten-files",),
     ),
 )
 
@@ -425,7 +432,7 @@ TENSOR = (
         memory=("tp2 without sp", "tp2 without sp, selective"),
         sent=("tp2 without sp", "tp2 in pieces without sp, full"),
         price=("tp",),
-        pages=("gpu.md#overlap", "performance.md#performance-each-technique-against-torchs-own"),
+        pages=("gpu.md#overlap", "performance.md"),
     ),
     Technique(
         "Sequence parallelism",
@@ -448,7 +455,7 @@ CONTEXT = (
         cells=("cp2 ring", "cp4 ring"),
         measured=("tests/trainer/test_context.py::test_bytes_sent_equal_the_formulas",),
         price=("cp",),
-        pages=("performance.md#performance-each-technique-against-torchs-own", "gpu.md#overlap"),
+        pages=("performance.md", "gpu.md#overlap"),
     ),
     Technique(
         "Zig-zag ring attention",
@@ -460,7 +467,7 @@ CONTEXT = (
         sent=("cp2 ep2",),
         measured=("tests/trainer/test_context.py::test_bytes_sent_equal_the_formulas",),
         price=("cp",),
-        pages=("performance.md#performance-each-technique-against-torchs-own", "gpu.md#overlap"),
+        pages=("performance.md", "gpu.md#overlap"),
     ),
     Technique(
         "Keys and values gathered at once (all-gather)",
@@ -471,7 +478,7 @@ CONTEXT = (
         memory=("cp2 all-gather",),
         measured=("tests/trainer/test_context.py::test_bytes_sent_equal_the_formulas",),
         price=("cp",),
-        pages=("performance.md#performance-each-technique-against-torchs-own", "gpu.md#overlap"),
+        pages=("performance.md", "gpu.md#overlap"),
     ),
 )
 
@@ -486,7 +493,7 @@ def _schedule(name: str, heading: str, schedule: str, spec: str, **fields: objec
         price=("bubble", "pp"),
         pages=(
             "reproduce.md#the-bubble-at-few-and-at-many-micro-batches-idle-over-busy-time",
-            "performance.md#performance-each-technique-against-torchs-own",
+            "performance.md",
         ),
         **fields,  # type: ignore[arg-type]
     )
@@ -567,25 +574,26 @@ EXPERT = (
         "Expert parallelism",
         "Expert parallelism",
         words="parallel=ep8",
+        beside="model=mixtral_8x7b",
         cells=("ep2", "ep4", "ep2 deepseek", "tp2 etp1 ep2"),
         memory=("experts ep2", "deepseek ep2", "deepseek, tp2 etp1"),
         sent=("ep2", "tp2 etp1"),
         price=("ep", "experts"),
         pages=("experts.md#expert-parallelism",),
-        cluster=EXPERTS,
+        setting="cluster=h100x8",
     ),
     Technique(
         "Tokens sent to few nodes (DeepSeek-V3's limit)",
         "Expert parallelism",
         words="parallel.expert_all_to_all=hierarchical",
-        beside="parallel=ep16_pp4_zero1",
+        beside="model=deepseek_v3 parallel=ep16_pp4_zero1",
         cells=("ep4 hierarchical", "ep4 hierarchical deepseek, dp2 zero2"),
         memory=("many choices, by domain",),
         sent=("ep4 by domain", "ep2 tp2 by domain"),
         measured=("tests/trainer/test_experts.py::test_bytes_by_level_are_those_of_the_plan",),
         price=("ep",),
         pages=("experts.md#dispatch-and-placement",),
-        cluster="cluster=h100x64 model=deepseek_v3",
+        setting="cluster=h100x64",
     ),
 )
 
@@ -594,6 +602,7 @@ COMBINED = (
         "5D parallelism: data, tensor, context, pipeline and expert",
         "5D parallelism in a nutshell",
         words="parallel=tp2_cp2_ep2_pp2_dp2_zero1",
+        beside="model=mixtral_8x7b",
         cells=(
             "tp2 cp2 ep2 pp2 dp2, 1f1b, zero1",
             "tp2 cp2 ep2 pp2 dp2 deepseek, zb_h1, zero2",
@@ -603,7 +612,7 @@ COMBINED = (
         price=("tp", "cp", "ep", "pp", "dp", "bubble"),
         pages=("architecture.md#decisions-worth-knowing", "guides/layout.md#plan-one"),
         note="`parallel=auto` searches the degrees.",
-        cluster="cluster=h100x64 cluster.nodes=4 model=mixtral_8x7b",
+        setting="cluster=h100x64 cluster.nodes=4",
     ),
 )
 
@@ -686,22 +695,23 @@ PRECISION = (
         "FP8 with a scale per tile (DeepSeek-V3)",
         "FP8 pretraining",
         words="train.matmul=fp8_block",
-        beside="parallel=dp8",
+        beside="cluster=local parallel=dp8",
         cells=("fp8_block", "fp8_block dp2 zero3", "fp8_block ep2 pp2 dualpipe deepseek, mtp"),
         verify="experiment=deepseek_v3",
         memory=("bf16, 8 bits in blocks", "deepseek, full, 8 bits in blocks"),
         price=("cast",),
         pages=("precision.md#products-in-8-bits",),
         note="On CPUs, emulated.",
-        cluster=CPUS,
+        setting="model=tiny",
     ),
     Technique(
         "FP8 with a scale per tile, on GPUs",
         "FP8 pretraining",
         words="train.matmul=fp8_block",
-        beside="parallel=dp8",
+        beside="cluster=h100x8 parallel=dp8",
         reason="torch's kernel that the trainer uses takes one scale per tensor",
         pages=("precision.md#products-in-8-bits",),
+        setting="model=llama32_1b",
     ),
     Technique(
         "FP8 with delayed scaling (Transformer Engine)",

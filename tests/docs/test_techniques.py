@@ -44,7 +44,7 @@ def planned(words: str) -> tuple[Plan | None, str]:
 
 def faults(row: Any) -> Iterator[str]:
     """What is not true of a row."""
-    plan, refusal = planned(f"{row.cluster} {row.beside} {row.words}")
+    plan, refusal = planned(f"{row.setting} {row.beside} {row.words}")
     if row.reason:
         if row.words and not refusal:
             yield "it is there: its words run"
