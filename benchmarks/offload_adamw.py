@@ -39,7 +39,7 @@ def ours(elements: int, dtype: torch.dtype, rules: Rules) -> Callable[[], None]:
     """One update of the trainer's optimizer on the host, of a bucket with one shard."""
     host = HostMemory(torch.device("cpu"))
     gradient = host.zeros(elements, dtype).normal_()
-    kind = SimpleNamespace(whole_matrix=False, decay=True)
+    kind = SimpleNamespace(whole_matrix=False, decay=True, narrow=False)
     weights = torch.randn(elements)
     bucket = SimpleNamespace(
         param_shard=weights, grad_shard=gradient, host_grad=gradient, kind=kind
