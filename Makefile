@@ -50,6 +50,7 @@ testbed-kubernetes: .venv/.ready
 verify: .venv/.ready
 	$(PYTEST) -m full
 	.venv/bin/orch verify --matrix full --out docs/parity.md
+	$(PY) docs/make_techniques.py
 	$(MAKE) mutations COUNT=200
 	$(MAKE) bench-guard
 

@@ -1,14 +1,15 @@
 """A model whose state is several times a memory limit, trained from the disk; and the disk's own
 bandwidth beside it.
 
-    python -m benchmarks.offload [--limit-mib 640] [--layers 14] [--steps 3] [--dir DIR]
+    python -m benchmarks.offload [--limit-mib 640] [--layers 14] [--steps 3] [--dir DIR] [--out FILE]
 
 As root, with the memory controller of cgroup v1. One process trains without a limit and all in
 memory; another in a cgroup of `--limit-mib`, with `train.offload=disk` and the weights in mapped
 pages. Printed: losses of both, the state's bytes over the limit, the most memory that tensors took
 (`rss`: pages of the disk are not among it) and that the cgroup was charged with, and the bytes a
 second that the disk moved in updates over those of a probe that reads and writes as much and
-computes nothing, in the same process between the steps.
+computes nothing, in the same process between the steps. The file, benchmarks/results/offload.json by
+default, has these numbers with what was planned and the conditions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/memory")
+RESULT = Path(__file__).resolve().parent / "results" / "offload.json"
 MIB = 1 << 20
 
 
@@ -120,6 +122,12 @@ def disk_bytes() -> int:
     return int(lines["read_bytes"]) + int(lines["write_bytes"])
 
 
+def file_system(folder: str) -> str:
+    """The kind of file system of a folder, as `stat` names it."""
+    command = ["stat", "--file-system", "--format=%T", folder]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 class Probe:
     """As `fio` would: threads that read and write blocks of a file past the page cache, each in
     turn, and compute nothing. Knows nothing of the trainer."""
@@ -203,10 +211,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--buffer-mib", type=int, default=64)
     parser.add_argument("--dir", default=tempfile.gettempdir())
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return child(sys.stdin.read())
+    from benchmarks.vs_torch.harness import conditions
     from orchestrator.cluster.resolve import resolve
     from orchestrator.config.compose import load
     from orchestrator.plan import to_json
@@ -216,6 +226,11 @@ def main() -> None:
     for disk in (False, True):
         config = load(words(options, disk), None)
         plans.append(build_plan(config, resolve(config.cluster)))
+    sizes = ("limit_mib", "layers", "hidden", "steps", "buffer_mib")
+    before = conditions(
+        **{name: getattr(options, name) for name in sizes},
+        file_system=file_system(options.dir),
+    )
     memory = plans[0].memory
     limit = options.limit_mib * MIB
     state = memory.params + memory.grads + memory.optimizer
@@ -244,6 +259,17 @@ def main() -> None:
         f"update {limited['update'] / 1e6:,.0f} MB/s, probe {limited['probe'] / 1e6:,.0f} MB/s:"
         f" {ratio:.0%}"
     )
+    result = {
+        "state_bytes": state,
+        "limit_bytes": limit,
+        "planned_host_bytes": plans[1].memory.host,
+        "planned_disk_bytes": plans[1].memory.disk,
+        "largest_difference_of_losses": apart,
+        "without_a_limit": free,
+        "within": limited,
+        "update_over_probe": ratio,
+    }
+    options.out.write_text(json.dumps({"conditions": before, "result": result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,27 +2,33 @@
 `foreach=True` on the CPU.
 
     python -m benchmarks.offload_adamw [--elements 33554432] [--threads 1 2] [--repeats 7]
+        [--out FILE]
 
 A shard of master weights and moments with its gradient, summed in fp32 or bf16: what torch's
 optimizers get is widened and multiplied by the factor of clipping first, as ours is. In turn, the
 fastest of each; bytes are those that an update needs (28 a parameter, 26 of a bf16 gradient),
-beside those of a copy.
+beside those of a copy. The file, benchmarks/results/offload_adamw.json by default, has the seconds
+with the conditions.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from benchmarks.vs_torch.harness import conditions
 from orchestrator.plan.document import Optim
 from trainer.host.memory import HostMemory
 from trainer.optim.rule import Rules
 from trainer.optim.sharded import ShardedOptimizer, rules_of
 
+RESULT = Path(__file__).resolve().parent / "results" / "offload_adamw.json"
 OPTIM = Optim(
     lr=1e-3, min_lr_ratio=0.1, schedule="cosine", warmup_steps=0, decay_steps=0, beta1=0.9, beta2=0.95, eps=1e-8,
     weight_decay=0.1,
@@ -33,7 +39,7 @@ def ours(elements: int, dtype: torch.dtype, rules: Rules) -> Callable[[], None]:
     """One update of the trainer's optimizer on the host, of a bucket with one shard."""
     host = HostMemory(torch.device("cpu"))
     gradient = host.zeros(elements, dtype).normal_()
-    kind = SimpleNamespace(whole_matrix=False, decay=True)
+    kind = SimpleNamespace(whole_matrix=False, decay=True, narrow=False)
     weights = torch.randn(elements)
     bucket = SimpleNamespace(
         param_shard=weights, grad_shard=gradient, host_grad=gradient, kind=kind
@@ -76,7 +82,10 @@ def main() -> None:
     parser.add_argument("--elements", type=int, nargs="+", default=[1 << 25, 30_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
+    before = conditions(repeats=options.repeats)
+    rows = []
     for threads in options.threads:
         torch.set_num_threads(threads)
         for elements in options.elements:
@@ -107,6 +116,8 @@ def main() -> None:
                     f"  {name:<24}{seconds * 1e3:8.1f} ms{size * elements / seconds / 1e9:8.1f}"
                     f" GB/s{ratio}"
                 )
+            rows.append({"elements": elements, "threads": threads, "fastest_s": best})
+    options.out.write_text(json.dumps({"conditions": before, "updates": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,20 @@
 own measured rates.
 
     python -m benchmarks.offload_prediction [--layers 4] [--seq-len 64] [--steps 5] [--dir DIR]
+        [--out FILE]
 
 One process trains with the optimizer in memory, on the host, delayed, and on the disk, and after
 each step measures as `orch bench` does (products, memory, AdamW, disk), since what else runs on the
 machine changes both. Plans are made of the median of a way's measurements; printed: seconds that
-the plan predicts, the median of the steps after the first, and their ratio.
+the plan predicts, the median of the steps after the first, and their ratio. The file,
+benchmarks/results/offload_prediction.json by default, has them with the conditions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+RESULT = Path(__file__).resolve().parent / "results" / "offload_prediction.json"
 WAYS = {
     "in memory": [],
     "on the host": ["train.offload=host"],
@@ -140,15 +144,24 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dir", default=tempfile.gettempdir())
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return child(json.load(sys.stdin), options.dir)
+    from benchmarks.offload import file_system
+    from benchmarks.vs_torch.harness import conditions
     from orchestrator.cluster.resolve import resolve
     from orchestrator.config.compose import load
     from orchestrator.plan import to_json
     from orchestrator.planner.build import build_plan
 
+    sizes = ("layers", "hidden", "vocab", "seq_len", "steps")
+    before = conditions(
+        **{name: getattr(options, name) for name in sizes},
+        threads=os.environ.get("OMP_NUM_THREADS", ""),
+        file_system=file_system(options.dir),
+    )
     configs = {way: load(words(options, way), None) for way in WAYS}
     cluster = resolve(configs["in memory"].cluster)
     plans = [to_json(build_plan(config, cluster)).decode() for config in configs.values()]
@@ -164,6 +177,7 @@ def main() -> None:
     if done.returncode:
         sys.exit(done.stderr[-2000:])
     found = json.loads(done.stdout.splitlines()[-1])
+    rows = {}
     for at, (way, config) in enumerate(configs.items()):
         here = measured_cluster(cluster, found["measured"][at])
         plan = build_plan(config, here)
@@ -177,6 +191,15 @@ def main() -> None:
         )
         print(f"    {parts}; disk {here.host.disk_bytes_per_s / 1e6:,.0f} MB/s, steps"
               f" {[round(one, 2) for one in found['steps'][at]]}")  # fmt: skip
+        rows[way] = {
+            "planned_s": plan.time.step_s,
+            "measured_s": median,
+            "planned_over_measured": plan.time.step_s / median,
+            "terms": plan.time.terms,
+            "steps_s": found["steps"][at],
+            "disk_bytes_per_s": here.host.disk_bytes_per_s,
+        }
+    options.out.write_text(json.dumps({"conditions": before, "ways": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

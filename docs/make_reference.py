@@ -1,5 +1,5 @@
 """`python docs/make_reference.py` writes docs/reference from the code: configuration, options, verbs,
-the API, codes, metrics, events and the files of a run.
+the API, codes, metrics, events and the files of a run; and docs/techniques.md (`make_techniques.py`).
 
 tests/docs/test_reference.py fails when a page is not what this writes.
 """
@@ -505,9 +505,12 @@ def _files_head() -> str:
 
 
 def main() -> None:
+    import make_techniques
+
     HERE.mkdir(exist_ok=True)
     for name, text in pages().items():
         (HERE / name).write_text(text)
+    make_techniques.main()
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ and once in one process that consists of torch's own functions (autograd, `clip_
 `AdamW`) on the same tokens, in float64. On every rank, the loss, the gradient of every parameter,
 the norm before clipping and every weight after each step are compared, as the largest difference
 over the largest element of the tensor. A layout in float64 must agree to {fp64_limit}, in fp32 to
-{fp32_limit} (`trainer/verify/compare.py` has the rule for near-zero tensors).
+{fp32_limit} (`trainer/verify/compare.py` has the rule for near-zero tensors). The techniques of the
+papers with their cells are in [techniques.md](techniques.md).
 
 Every sample masks a different share of its targets, so ranks and micro-batches have unequal numbers
 of valid tokens. With "empty" masks, a third of the micro-batches have no target, never the same in
