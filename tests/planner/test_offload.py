@@ -145,8 +145,8 @@ def test_shared_inputs_have_a_price_of_their_own_and_are_offered_where_they_make
         "model=llama3_8b",
         "parallel=tp8",
         "parallel.sp=false",
-        "train.seq_len=65536",
-        "model.max_seq_len=65536",
+        "train.seq_len=196608",
+        "model.max_seq_len=196608",
         "train.global_batch_samples=8",
         "train.recompute=full",
     ]

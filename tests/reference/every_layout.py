@@ -11,12 +11,15 @@ from tests.planner import configs
 
 
 def every_layout(config: Config) -> list[CostedLayout]:
-    """All layouts that are legal and fit, best first: by time, then memory, then plainness."""
+    """All layouts that are legal and fit, best first: by time, then memory, then plainness. A
+    layout with several exchanges of expert tokens is there once with each."""
     search = configs.search(config, any_layout=True)
     candidates = [
-        search.exact_costs.of_layout(layout)
+        search.exact_costs.of_placed(placed._replace(nestings=[nestings]))
         for mesh in search.space.meshes()
         for layout in search.space.layouts(mesh)
+        if (placed := search.exact_costs.placed(layout)) is not None
+        for nestings in placed.nestings
     ]
     fitting = [candidate for candidate in candidates if candidate is not None]
     return sorted(
@@ -31,9 +34,11 @@ def every_layout(config: Config) -> list[CostedLayout]:
 
 def front(layouts: list[CostedLayout]) -> list[CostedLayout]:
     """What is slower than the best by at most `NEAR`, and needs less memory than everything
-    faster."""
+    faster; each layout with its fastest exchange of these."""
     frontier: list[CostedLayout] = []
     for candidate in layouts:
+        if any(candidate.layout == k.layout for k in frontier):
+            continue
         if candidate.step_s <= layouts[0].step_s * (1 + NEAR) and all(
             candidate.memory.total < k.memory.total for k in frontier
         ):

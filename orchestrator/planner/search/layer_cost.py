@@ -126,7 +126,9 @@ class Kept:
     def one_stage(self, recompute: str) -> OneStage:
         """Returns the activation bytes if the whole model is one stage."""
         if recompute not in self._one_stage:
-            workload = Workload(self.cost.context.model, self.par, self.cost.trains[recompute])
+            model = self.cost.context.model
+            par = structs.replace(self.par, pp=1, vpp=1, stage_layers=[model.layers])
+            workload = Workload(model, par, self.cost.trains[recompute])
             self._one_stage[recompute] = activations.kept_of_one_stage(workload, self.kernels)
         return self._one_stage[recompute]
 
