@@ -95,7 +95,7 @@ ZERO = (
         measured=(
             "tests/trainer/test_kept_inputs.py::test_half_the_inputs_and_the_same_gradients",
         ),
-        price=("tp",),
+        price=("inputs",),
         pages=("offload.md#activations",),
     ),
     Technique(
@@ -108,7 +108,7 @@ ZERO = (
             "tests/trainer/test_offload_activations.py"
             "::test_the_same_gradients_and_the_planned_bytes",
         ),
-        price=("activations", "tp"),
+        price=("activations", "inputs"),
         pages=("offload.md#activations",),
     ),
     Technique(
@@ -716,11 +716,22 @@ PRECISION = (
     Technique(
         "FP8 with delayed scaling (Transformer Engine)",
         "FP8 pretraining",
-        reason=(
-            "scales are those of the current tensor; a history of largest values would be state to"
-            " save, reshard and compare"
+        words="train.matmul=fp8_delayed",
+        beside="cluster=h100x8 parallel=dp8",
+        cells=(
+            "fp8_delayed",
+            "fp8_delayed dp2 zero3",
+            "fp8_delayed tp2 sp selective",
+            "fp8_delayed ep2 pp2 dualpipe deepseek, mtp",
         ),
+        shown_by=(
+            "tests/trainer/test_loop_techniques.py"
+            "::test_scales_of_earlier_steps_follow_a_run_to_another_layout",
+        ),
+        price=("cast",),
         pages=("precision.md#products-in-8-bits",),
+        note="From the largest values of 16 steps. Emulated on CPUs; no card has run it.",
+        setting="model=llama32_1b",
     ),
     Technique(
         "FP8 weights, gradients and master weights",

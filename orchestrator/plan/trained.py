@@ -159,8 +159,8 @@ def _objective(case: Case) -> str | None:
 
 
 def _layer_kind(case: Case) -> str | None:
-    """The trainer implements the kinds of layers that `plan.layer.KINDS` lists, of which only pre-
-    norm layers have every technique."""
+    """The trainer implements the kinds of layers that `plan.layer.KINDS` lists; only those with the
+    norm before each half have every technique."""
     kind = layer_kind(case.model)
     name = f"model.block={kind}"
     if kind == PRE_NORM:
