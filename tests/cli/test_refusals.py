@@ -102,7 +102,7 @@ WRONG_LINES = [
     (
         "plan parallel=auto train.matmul=fp8_row",
         C,
-        "the trainer does not run it yet; legal: fp8_tensor, fp8_block",
+        "the trainer does not run it yet; legal: fp8_tensor, fp8_delayed, fp8_block",
     ),
     (
         "plan parallel=auto train.grad_dtype=fp16",
