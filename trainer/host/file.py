@@ -38,7 +38,6 @@ class Requests:
     def __init__(self) -> None:
         self.reads = ThreadPoolExecutor(OUTSTANDING, thread_name_prefix="offload-read")
         self.writes = ThreadPoolExecutor(OUTSTANDING, thread_name_prefix="offload-write")
-        self.stuck_s = STUCK_S
         self._moved = 0  # requests, or parts of them, that have moved
 
     def move(self, transfer: Transfer, fd: int, view: memoryview, offset: int) -> None:
@@ -53,15 +52,15 @@ class Requests:
 
     def wait(self, job: Future[None]) -> None:
         """Waits for the end of a request. Raises its OSError, or OSError (ETIMEDOUT) if none of the
-        rank's requests has moved anything for `stuck_s`."""
+        rank's requests has moved anything for `STUCK_S`."""
         moved = None
         while moved != self._moved:
             moved = self._moved
             try:
-                return job.result(self.stuck_s)
+                return job.result(STUCK_S)
             except TimeoutError:
                 continue
-        raise OSError(errno.ETIMEDOUT, f"no request has ended for {self.stuck_s:g} s")
+        raise OSError(errno.ETIMEDOUT, f"no request has ended for {STUCK_S:g} s")
 
 
 class StateFile:

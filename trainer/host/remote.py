@@ -86,10 +86,10 @@ def check_remote_disk(
     env: WorkerEnv,
     mounts: Path = MOUNTS,
 ) -> None:
-    """Checks, once per node, that state offloaded to a disk does not go over a network.
+    """Checks on every rank that state offloaded to a disk does not go over a network.
 
     `scratch` is the folder of a plan that names none. Raises LayoutError if that one is remote, and
-    warns on standard error if the one that the plan names is."""
+    warns on standard error, once per node, if the one that the plan names is."""
     offload = offload_of(train)
     if "disk" not in (offload.optimizer, offload.activations):
         return

@@ -72,13 +72,15 @@ class DelayedScales:
                 counter,
                 dist.ReduceOp.MAX,
             )
+        histories = torch.stack(self._histories())
+        moved = torch.cat([largest[..., None], histories[..., :-1]], -1)
+        moved = torch.where(finite, moved, histories)
         for history, newest in zip(
             self._histories(),
-            largest,
+            moved,
             strict=True,
         ):
-            moved = torch.cat([newest[:, None], history[:, :-1]], 1)
-            history.copy_(torch.where(finite, moved, history))
+            history.copy_(newest)
         self.has_history = True
 
     def _histories(self) -> list[Tensor]:

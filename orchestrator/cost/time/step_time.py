@@ -129,7 +129,6 @@ class StepCost:
         self.workload = work.workload
         self.parallel = self.workload.parallel
         self.tensor = tensor_seconds(self.workload, work.rate, work.compute, paths)
-        self.input_gathers = self._input_gathers()
         context = context_seconds(self.workload, work.rate, paths)
         experts = expert_seconds(self.workload, work.rate, paths)
         #: Exposed communication of a dense and of an MoE layer, forward and backward, by axis.
@@ -152,8 +151,6 @@ class StepCost:
     def _input_gathers(self) -> list[Number]:
         """Returns the part of `tensor` that gathers shared inputs (ZeRO-R's Pa), of a dense and of
         an MoE layer."""
-        if not self.workload.shares_inputs:
-            return [0.0, 0.0]
         without_gathers = tensor_seconds(
             self.workload.with_whole_inputs,
             self.work.rate,
@@ -347,13 +344,17 @@ class StepCost:
             "dp": self.gradients * self.factor,
         }
 
-    @property
+    @cached_property
     def gathered_inputs(self) -> Number:
-        """The part of the exposed tensor parallelism that gathers shared inputs."""
+        """The part of the exposed tensor parallelism that gathers shared inputs. A search, which
+        compares whole steps, does not ask for it."""
+        if not self.workload.shares_inputs:
+            return 0.0
+        of_layers = self._input_gathers()
         gathers: Number = 0.0
         for stage in rank_stages(self.parallel)[self.slowest]:
             for kind, _, count in self.work.stages[stage].layers:
-                gathers += count * self.input_gathers[kind]
+                gathers += count * of_layers[kind]
         return gathers * self.parallel.micro_batches * self.factor / copies_of(self.parallel)
 
     def terms(self) -> dict[str, Number]:
