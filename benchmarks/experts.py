@@ -14,7 +14,6 @@ torchtitan without what it depends on, as for benchmarks/kernels.py.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import sys
 from collections.abc import Callable
@@ -37,8 +36,6 @@ from trainer.parallel.expert.dispatch import ExpertDispatch
 
 RESULT = ROOT / "benchmarks" / "results" / "experts.json"
 RANKS = (2, 4)
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Shape(NamedTuple):
@@ -193,7 +190,6 @@ class Torchtitan(Plain):
 
 
 def build(rank: int, plan: Plan, shape: Shape, native: type[Plain]) -> tuple[Step, Step]:
-    keep_memory()
     layer = Layer(shape, rank, plan.parallel.world_size)
     sides = Ours(layer), native(layer)
     steps = [partial(layer.step, side.forward, side.params) for side in sides]
@@ -204,15 +200,6 @@ def build(rank: int, plan: Plan, shape: Shape, native: type[Plain]) -> tuple[Ste
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     return steps[0], steps[1]
-
-
-def keep_memory() -> None:
-    """glibc gives large blocks back to the system when they are freed, and the system clears their
-    pages each time they are wanted again: seconds of neither side's work. From here on a process
-    keeps what it once had."""
-    libc = ctypes.CDLL(None)
-    for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-        libc.mallopt(option, 1 << 30)
 
 
 def main() -> None:

@@ -1,8 +1,12 @@
 """Memory in huge pages is the same memory, and what else a process has mapped is left alone."""
 
 import mmap
+from pathlib import Path
 
-from trainer.verify import huge_pages
+import pytest
+import torch
+
+from trainer.host import huge_pages
 
 
 def test_only_whole_huge_pages_of_private_memory_without_a_file(monkeypatch):
@@ -28,3 +32,19 @@ def test_contents_survive(monkeypatch):
     assert all(block[at : at + 8] == at.to_bytes(8, "little") for at in range(0, len(block), 4096))
     monkeypatch.setattr(huge_pages, "_LEAST_BYTES", 1 << 62)
     assert huge_pages.collapse() == 0
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages"
+)
+def test_a_large_block_asks_for_them():
+    block = huge_pages.prefer_huge_pages(torch.empty(8 << 20, dtype=torch.uint8))
+    middle = block.data_ptr() + (4 << 20)
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, *values = line.split()
+        if "-" in field:
+            begin, end = (int(address, 16) for address in field.split("-"))
+        elif field == "VmFlags:" and begin <= middle < end:
+            break
+    assert "hg" in values

@@ -3,7 +3,8 @@ processor's caches.
 
 It is one operation for autograd, which keeps the experts' inputs and the activation's inputs and
 outputs. Gradients of all experts' matrices are written into one tensor, instead of being computed
-one by one and stacked.
+one by one and stacked. The C library returns such a block to the system when it is freed, so each
+backward maps it anew, in huge pages if there are any.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from trainer.host.huge_pages import prefer_huge_pages
 
 from .mlp import ACTIVATIONS, GRADIENTS
 
@@ -89,7 +92,7 @@ class _Segmented(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         grad_weights = torch.empty_like(weights)
         grad_gate, grad_up, grad_down = (
-            None if matrices is None or not need else torch.empty_like(matrices)
+            None if matrices is None or not need else prefer_huge_pages(torch.empty_like(matrices))
             for matrices, need in zip((gate, up, down), ctx.needs_input_grad[2:5], strict=True)
         )
         inputs = (grad, x, weights[:, None], gate_out, up_out, unweighted)
