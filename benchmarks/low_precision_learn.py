@@ -32,7 +32,7 @@ WORDS = (
     "optim.warmup_steps=100",
 )
 MODELS = ("tiny", "tiny_moe")
-RECIPES = ("bf16", "fp8_tensor", "fp8_block")
+RECIPES = ("bf16", "fp8_tensor", "fp8_block", "fp8_delayed")
 #: The parts of a run whose mean losses are compared.
 PARTS = 20
 

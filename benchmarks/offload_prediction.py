@@ -4,8 +4,8 @@ own measured rates.
     python -m benchmarks.offload_prediction [--layers 4] [--seq-len 64] [--steps 5] [--dir DIR]
         [--out FILE]
 
-One process trains with the optimizer in memory, on the host, delayed, and on the disk, and after
-each step measures as `orch bench` does (products, memory, AdamW, disk), since what else runs on the
+One process trains with the optimizer in memory, on the host, delayed, and on the disk, also with the
+weights or with inputs of recomputed layers there, and after each step measures as `orch bench` does (products, memory, AdamW, disk), since what else runs on the
 machine changes both. Plans are made of the median of a way's measurements; printed: seconds that
 the plan predicts, the median of the steps after the first, and their ratio. The file,
 benchmarks/results/offload_prediction.json by default, has them with the conditions.
@@ -29,6 +29,16 @@ WAYS = {
     "on the host": ["train.offload=host"],
     "on the host, delayed": ["train.offload=host", "train.offload_delayed=true"],
     "on the disk": ["train.offload=disk", "train.offload_buffer_mib=64"],
+    "on the disk, weights too": [
+        "train.offload=disk",
+        "train.offload_buffer_mib=64",
+        "train.offload_weights=true",
+    ],
+    "recomputed": ["train.recompute=full"],
+    "recomputed, inputs on the disk": [
+        "train.recompute=full",
+        "train.offload_activations=disk",
+    ],
 }
 
 
@@ -186,7 +196,7 @@ def main() -> None:
             f"{name} {seconds:.2f}" for name, seconds in plan.time.terms.items() if seconds > 5e-3
         )
         print(
-            f"{way:<22} planned {plan.time.step_s:6.2f} s  measured {median:6.2f} s "
+            f"{way:<30} planned {plan.time.step_s:6.2f} s  measured {median:6.2f} s "
             f" {plan.time.step_s / median:5.2f}"
         )
         print(f"    {parts}; disk {here.host.disk_bytes_per_s / 1e6:,.0f} MB/s, steps"
