@@ -72,9 +72,9 @@ ZERO = (
         "5.3",
         words="parallel.zero=3",
         beside="parallel=dp8",
-        cells=("zero3", "zero3 hybrid"),
-        memory=("dp2 zero3", "dp2 zero3 bf16", "pp2 dp2 zero3"),
-        sent=("ep2 dp2 zero3",),
+        cells=("zero3", "zero3 hybrid", "zero3 pp2 zb_h1 on the host"),
+        memory=("dp2 zero3", "dp2 zero3 bf16", "pp2 dp2 zero3", "pp2 dp2 zero3 zb_h1"),
+        sent=("ep2 dp2 zero3", "pp2 dp2 zb_h1, zero3"),
         measured=("tests/trainer/test_zero_formulas.py::test_bytes_sent_and_held",),
         price=("dp", "optimizer"),
         pages=(
@@ -192,7 +192,7 @@ OFFLOAD = (
         "5.1",
         words="train.offload=host",
         beside="parallel=dp8",
-        cells=("zero1 on the host", "zero3 on the host"),
+        cells=("zero1 on the host", "zero3 on the host", "zero3 pp2 zb_h1 on the host"),
         shown_by=(
             "tests/trainer/test_offload.py::test_weights_and_states_are_those_of_the_device",
             "benchmarks/results/gpu_parity_h200.json::optimizer on the host",

@@ -22,7 +22,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.offload import comm_buffer_of, offload_of
-from orchestrator.plan.schedules import peak_inputs, schedule_of
+from orchestrator.plan.schedules import peak_inputs, schedule_of, shards_layers
 
 from .checkpoint.format import StatePiece
 from .comm.collectives import CommCounter, all_reduce
@@ -40,6 +40,7 @@ from .optim.sharded import ShardedOptimizer, rules_of
 from .parallel import apply
 from .parallel.context.apply import shard_batch
 from .parallel.data.buckets import GradBuckets
+from .parallel.data.step_gathers import StepGatheredBuckets
 from .parallel.data.zero2 import ShardedGradBuckets
 from .parallel.params import STALE, classes_of
 from .parallel.reserved_inputs import ReservedInputs
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from .parallel.data.fsdp import FullyShardedParameters
 
     Buckets = GradBuckets | FullyShardedParameters
+
+#: The flat buckets of ZeRO stages that shard more than the optimizer's state.
+BUCKETS: dict[int, type[GradBuckets]] = {2: ShardedGradBuckets, 3: StepGatheredBuckets}
 
 
 class Engine:
@@ -87,7 +91,7 @@ class Engine:
         self._reserve(stage_numbers)
         rules = rules_of(plan.job.optim, plan.job.train.seed)
         self._mark_parameters(rules)
-        self.buckets = self._fully_sharded() if self._shards_weights else self._flat_buckets()
+        self.buckets = self._fully_sharded() if self._shards_layers else self._flat_buckets()
         self.optimizer = self._optimizer(rules, folder)
         replica = replica_of(par, mesh.coord)
         computed_micro_batches = computed(par, replica)
@@ -113,8 +117,8 @@ class Engine:
         )
 
     @property
-    def _shards_weights(self) -> bool:
-        return self.plan.parallel.zero == 3 and self.mesh.size("shard") > 1
+    def _shards_layers(self) -> bool:
+        return shards_layers(self.plan.parallel) and self.mesh.size("shard") > 1
 
     @property
     def _state_host(self) -> HostMemory | None:
@@ -160,9 +164,9 @@ class Engine:
         self.reserved.reserve(slots)
 
     def _build_part(self, stage_numbers: list[int]) -> apply.ModelPart:
-        """Builds this rank's stages, in the master dtype if the shards of ZeRO-3 are the master
-        weights."""
-        holds_masters = self._shards_weights and not self.offload.optimizer
+        """Builds this rank's stages, in the master dtype if the shards of `fully_shard` are the
+        master weights."""
+        holds_masters = self._shards_layers and not self.offload.optimizer
         dtype = self.recipe.master if holds_masters else self.recipe.param
         allocate = None
         if self.host is not None and self.offload.weights:
@@ -205,11 +209,8 @@ class Engine:
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
         unsharded = self.mesh.size("shard") == 1  # then all ZeRO stages are equal
-        kind: type[GradBuckets] = GradBuckets
-        zero = min(par.zero, 1)
-        if par.zero == 2 and not unsharded:
-            kind = ShardedGradBuckets
-            zero = 2
+        zero = min(par.zero, 1) if unsharded else par.zero
+        kind = BUCKETS.get(zero, GradBuckets)
         buckets = kind(
             list(self.part.parameters()),
             self.mesh,

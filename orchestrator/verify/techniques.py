@@ -233,6 +233,12 @@ AXES: dict[str, tuple[Technique, ...]] = {
             )
             for zero in (0, 2, 3)
         ),
+        Technique(
+            "zero3 pp2 zb_h1 on the host",
+            {"zero": 3, "dp": 2, "pp": 2, "schedule": "zb_h1"},
+            pairs="none",
+            train=_HOST,
+        ),
         *(
             Technique(
                 f"zero{zero} on the host, delayed",
@@ -414,10 +420,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
 }
 
 #: Pairs that the trainer refuses. Each is a cell with the reason; products avoid them.
-REFUSED = {
-    ("zero3", f"pp2 {schedule}") for schedule in ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
-}
-REFUSED |= {("zero2", "pp2 dualpipe")}
+REFUSED = {("zero2", "pp2 dualpipe"), ("zero3", "pp2 dualpipe")}
 REFUSED |= {("ep2", "masked"), ("ep2 deepseek", "masked"), ("mtp", "masked")}
 #: Hybrid groups do not fit the ranks with the same experts.
 REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}

@@ -53,7 +53,7 @@ BROKEN = {
         shapes.gpt2(), cp=8, cp_method="ulysses", seq_len=1024, global_batch_samples=64
     ),
     "zero_group": case(zero=1, zero_group=5),
-    "sharding": case(pp=4, schedule="zb_h1", zero=3),
+    "sharding": case(pp=4, schedule="dualpipe", zero=3),
     "positions": case(shapes.gpt2(), seq_len=2048),
     "batch": case(global_batch_samples=100),
     "schedule": case(pp=4, schedule="1f1b", vpp=2),

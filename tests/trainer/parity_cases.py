@@ -351,6 +351,16 @@ SHARDING = {
     "zero3 pp2 afab": dict(dp=2, pp=2, schedule="afab", zero=3, model=GPT, micro_batches=3),
     "hybrid zero3": dict(dp=4, zero=3, zero_group=2, model=TIED),
     "zero3 tp2 pp2": dict(dp=2, tp=2, pp=2, zero=3, model=GPT, micro_batches=3),
+    "zero3 pp2 zb_h1, tied": dict(
+        dp=2, pp=2, schedule="zb_h1", zero=3, model=TIED, micro_batches=4, bucket_bytes=1 << 10
+    ),
+    "zero3 pp2 zbv": dict(dp=2, pp=2, vpp=2, schedule="zbv", zero=3, model=GPT, micro_batches=3),
+    "hybrid zero3 pp2 zb_h2": dict(
+        dp=4, pp=2, schedule="zb_h2", zero=3, zero_group=2, micro_batches=3
+    ),
+    "zero3 tp2 pp2 dualpipev": dict(
+        dp=2, tp=2, pp=2, vpp=2, schedule="dualpipev", zero=3, micro_batches=4
+    ),
     "zero2 tp2 pp2": dict(dp=2, tp=2, pp=2, zero=2, model=GPT, micro_batches=3),
 }
 
@@ -451,6 +461,7 @@ EXPERTS = {
             "ep2 tp2 sp": dict(ep=2, tp=2, micro_batch_size=2),
             "ep2 tp2 without sp": dict(ep=2, tp=2, sp=False),
             "ep2 cp2 zigzag": dict(ep=2, cp=2),
+            "ep2 pp2 zero3 zb_h1": dict(ep=2, pp=2, zero=3, schedule="zb_h1", micro_batches=3),
             "ep2 cp2 zero3, ulysses": dict(ep=2, cp=2, zero=3, cp_method="ulysses"),
             "ep2 pp2": dict(ep=2, pp=2, micro_batches=3),
             "ep2 pp2 interleaved full": dict(

@@ -78,6 +78,7 @@ CASES = {
     "ep2 dp2 zero1": dict(ep=2, dp=2, zero=1),
     "ep2 dp2 zero2": dict(ep=2, dp=2, zero=2),
     "ep2 dp2 zero3": dict(ep=2, dp=2, zero=3),
+    "pp2 dp2 zb_h1, zero3": dict(pp=2, dp=2, schedule="zb_h1", micro_batches=4, zero=3),
     "tp2 dp2 zero1": dict(tp=2, dp=2, zero=1),
     "cp2 dp2 folded, zero2 hybrid": dict(cp=2, dp=2, fold_cp=True, zero=2, zero_group=2),
     "ep4 by domain": dict(ep=4, **DOMAINS),

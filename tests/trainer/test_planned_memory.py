@@ -95,6 +95,13 @@ MORE = {
     "dp2 zero2": {"dp": 2, "zero": 2},
     "dp2 zero3": {"dp": 2, "zero": 3},
     "pp2 dp2 zero3": PIPE | {"dp": 2, "zero": 3},
+    "pp2 dp2 zero3 zb_h1": PIPE | {"dp": 2, "zero": 3, "schedule": "zb_h1"},
+    "pp2 dp2 zero3 zb_h1 bf16": (
+        PIPE | {"dp": 2, "zero": 3, "schedule": "zb_h1", "precision": "bf16"}
+    ),
+    "pp2 dp2 zero3 zb_h1, on the host": (
+        PIPE | {"dp": 2, "zero": 3, "schedule": "zb_h1", "offload": HOST}
+    ),
     "tp2 pp2 dp2 zero1": PIPE | {"tp": 2, "dp": 2, "zero": 1},
     "pp2 zb_h1": PIPE | {"schedule": "zb_h1"},
     "pp2 zb_h1 selective": PIPE | {"schedule": "zb_h1", "recompute": "selective"},

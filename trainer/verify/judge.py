@@ -16,6 +16,7 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.parity import ALONE, ALWAYS, HOPELESS, Cell, Errors, Verdict
+from orchestrator.plan.schedules import shards_layers
 from orchestrator.plan.trained import problems
 from trainer.parallel import vocab
 from trainer.precision import DTYPES
@@ -248,6 +249,6 @@ def _engine_key(plan: Plan) -> tuple:
         plan.job.train.grad_dtype,
         par.micro_batch_size,
         par.bucket_bytes,
-        par.zero == 3,
+        shards_layers(par),
         alone.shards_masters(plan),
     )

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from orchestrator.cost.model.layers import embedding_norm_params, layer_groups, sample_layers
-from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
+from orchestrator.cost.model.stages import held_layers, rank_stages, stage_range
 from orchestrator.cost.time.pipeline import in_flight
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Parallel
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import prediction_blocks
-from orchestrator.plan.schedules import TABLE, Schedule, schedule_of
+from orchestrator.plan.schedules import TABLE, Schedule, schedule_of, splits_backward
 
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
 from .kernels import Kernels, trainer_kernels

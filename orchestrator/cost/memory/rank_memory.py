@@ -13,12 +13,7 @@ from msgspec import Struct, structs
 
 from orchestrator.cost.buckets import unsharded_params
 from orchestrator.cost.model.layers import DTYPE_BYTES
-from orchestrator.cost.model.stages import (
-    rank_parameters,
-    rank_stages,
-    rank_vectors,
-    splits_backward,
-)
+from orchestrator.cost.model.stages import rank_parameters, rank_stages, rank_vectors
 from orchestrator.cost.time.traffic import shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Memory, Parallel, Train
@@ -30,7 +25,7 @@ from orchestrator.plan.offload import (
     offload_of,
     state_width,
 )
-from orchestrator.plan.schedules import copies_of
+from orchestrator.plan.schedules import copies_of, splits_backward
 
 from .activations import activations, kept_of_one_stage
 from .communicators import communicator_bytes
@@ -112,10 +107,10 @@ def param_state_bytes(
     gradient_shards = shards if parallel.zero >= 2 else 1
     master = 0 if weight >= 4 else 4
     offload = offload_of(train)
-    # The shard is the master copy, unless that is elsewhere: also of an expert with one holder,
-    # whose shard is all of it.
+    # The shard is the master copy, unless that is elsewhere or weights are gathered by step: also
+    # of an expert with one holder, whose shard is all of it.
     if parallel.zero >= 3 and shard_ranks(parallel) > 1:
-        if recipe.own_master or offload.optimizer:
+        if recipe.own_master or offload.optimizer or gathers_by_step(parallel, recipe):
             weight /= shards
         else:
             weight = (master or weight) / shards
@@ -131,7 +126,8 @@ def param_state_bytes(
         master = state_width(train.precision)
     state = (recipe.moments * moment + master + recipe.more_optimizer) / optimizer_shards
     if offload.optimizer == "host":
-        passes_through = parallel.zero == 2 and shards > 1
+        by_bucket = parallel.zero == 2 or gathers_by_step(parallel, recipe)
+        passes_through = by_bucket and shards > 1
         return StateBytes(
             params=weight,
             grads=0.0 if passes_through else gradient / gradient_shards,
@@ -223,13 +219,37 @@ def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
     return recipe.name == ORCH.name and sharded
 
 
+def gathers_by_step(parallel: Parallel, recipe: Recipe) -> bool:
+    """Reports whether ZeRO-3 gathers the buckets of ZeRO-2 when a step starts, and frees them when
+    it ends: what this project's trainer does if backward is split."""
+    sharded = parallel.zero >= 3 and shard_ranks(parallel) > 1
+    return recipe.name == ORCH.name and sharded and splits_backward(parallel)
+
+
+def step_weights(
+    workload: Workload,
+    parameters: tuple[float, float],
+    recipe: Recipe = ORCH,
+) -> float:
+    """Returns the bytes of weights that are gathered by step, of a rank with these (dense, expert)
+    parameters. An expert that only one rank holds is not gathered."""
+    parallel = workload.parallel
+    if not gathers_by_step(parallel, recipe):
+        return 0.0
+    dense, experts = parameters
+    if expert_mesh(parallel).edp == 1:
+        experts = 0
+    return (dense + experts) * workload.width
+
+
 def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     """Returns the bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
     ZeRO-2: gradients of the bucket that is being filled and of two that are being reduced, unless
-    it keeps constant buffers for them. ZeRO-3: weights of a layer and of the next one, which is
-    being gathered, and of embedding and head, or of all layers in a pipeline; gradients of a layer
-    and their copy that is being reduced.
+    it keeps constant buffers for them; the same for ZeRO-3 that gathers by step, beside
+    `step_weights`. ZeRO-3: weights of a layer and of the next one, which is being gathered, and of
+    embedding and head, or of all layers in a pipeline; gradients of a layer and their copy that is
+    being reduced.
     """
     model = workload.model
     parallel = workload.parallel
@@ -244,7 +264,7 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
         recipe.buckets or 3 * parallel.bucket_bytes,
         2 * unsharded_params(model, parallel) * gradient,
     )
-    if parallel.zero < 3:
+    if parallel.zero < 3 or gathers_by_step(parallel, recipe):
         return buckets
     block = whole_layer(model, parallel)
     tables = model.vocab * model.hidden / parallel.tp * (1 if model.tied_embeddings else 2)
@@ -308,7 +328,7 @@ def memory_by_pp_rank(
                 grads=states.grads,
             )
         else:
-            whole_step_buffers += zero
+            whole_step_buffers += zero + step_weights(workload, parameters, recipe)
             peak = _peak_of_sums(parallel, stages, temporaries)
         peak = peak._replace(buffers=whole_step_buffers + peak.buffers)
         accounts.append(

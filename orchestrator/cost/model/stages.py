@@ -11,7 +11,6 @@ from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.flops import prediction_blocks, prediction_weights
 from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import SCHEDULES, TABLE, schedule_of
-from orchestrator.plan.supported import WHOLE_BACKWARD
 
 from .layers import (
     dense_and_moe,
@@ -84,13 +83,6 @@ def _balance(
         if even <= slowest * (1 + tolerance):
             return (layers // stages,) * stages
     return tuple(counts)
-
-
-def splits_backward(parallel: Parallel) -> bool:
-    """Reports whether backward is split: inputs' gradients first, weights' gradients later."""
-    if parallel.schedule == TABLE:
-        return schedule_of(parallel).splits_backward
-    return parallel.schedule not in WHOLE_BACKWARD
 
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:

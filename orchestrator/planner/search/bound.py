@@ -301,6 +301,11 @@ class ZeroStage:
         self._replicas = (mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp)
         self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
         self.pipeline = memory.is_sharded_pipeline(par, recipe)
+        #: Bytes of a (dense, expert) parameter's weight that a step gathers if backward is split.
+        self.step_weights = 0.0, 0.0
+        if par.zero >= 3 and recipe.name == memory.ORCH.name and shard_ranks(par) > 1:
+            width = float(DTYPE_BYTES[self.context.train.precision])
+            self.step_weights = width, width if self._replicas[1] > 1 else 0.0
         self.one_stage = memory.is_one_stage(par, recipe)
         self.dense_bytes, self.expert_bytes = self._peak_state_bytes()
         workload = Workload(self.context.model, par, self.context.train)

@@ -208,6 +208,9 @@ class PipelineBound:
         if sharded.pipeline and not self.split:
             return self._sharded_pipeline(activation_bytes, sharded) * ROUNDING
         dense, expert = sharded.state_bytes(self.shape.copies)
+        if self.split:
+            dense += sharded.step_weights[0]
+            expert += sharded.step_weights[1]
         fullest = 0.0
         for (plain, experts), keeps in zip(self.params, activation_bytes, strict=True):
             fullest = max(fullest, plain * dense + experts * expert + keeps)

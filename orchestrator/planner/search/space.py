@@ -280,7 +280,7 @@ class Space:
         return lambda zero: (
             not (
                 zero_group(zero, group, replicas)
-                or sharding(zero, mesh.pp, schedule, model_copies)
+                or sharding(zero, schedule, model_copies)
                 or expert_sharding(zero, ep, group)
             )
         )

@@ -119,6 +119,7 @@ class GradBuckets(ParamGathers):
     (`gather_ahead`), so that gathers overlap with the computation of earlier parts.
     """
 
+    zero_stages: tuple[int, ...] = (0, 1)
     keeps_whole_grads = True  # each bucket has a whole gradient buffer during the whole step
 
     def __init__(
@@ -140,7 +141,7 @@ class GradBuckets(ParamGathers):
         Raises LayoutError for a ZeRO stage that this class does not implement, ValueError for a
         parameter that appears twice or whose class is not listed.
         """
-        if zero not in ((0, 1) if self.keeps_whole_grads else (2,)):
+        if zero not in self.zero_stages:
             raise LayoutError(f"{type(self).__name__} does not implement ZeRO-{zero}")
         check_params(params, classes)
         super().__init__(mesh, zero, counter)

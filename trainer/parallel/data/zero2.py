@@ -31,6 +31,7 @@ class ShardedGradBuckets(GradBuckets):
     """`GradBuckets` with a separate buffer for `grad_shard`; the whole gradient buffer is
     temporary."""
 
+    zero_stages = (2,)
     keeps_whole_grads = False
     #: The buckets of which the previous step, with as many passes, has shown that each pass sends
     #: them once; a weight that two stages use may be sent twice.
