@@ -27,6 +27,7 @@ from orchestrator.plan.offload import (
     STATE_KINDS,
     buffer_size,
     comm_buffer_of,
+    keeps_shards_away,
     offload_of,
     state_width,
 )
@@ -131,12 +132,15 @@ def param_state_bytes(
         master = state_width(train.precision)
     state = (recipe.moments * moment + master + recipe.more_optimizer) / optimizer_shards
     if offload.optimizer == "host":
+        held = state + gradient / optimizer_shards * (1 + offload.delayed)
+        if keeps_shards_away(offload, parallel):
+            return StateBytes(0.0, 0.0, 0.0, host=held + weight)
         passes_through = parallel.zero == 2 and shards > 1
         return StateBytes(
             params=weight,
             grads=0.0 if passes_through else gradient / gradient_shards,
             optimizer=0.0,
-            host=state + gradient / optimizer_shards * (1 + offload.delayed),
+            host=held,
         )
     gradient_share = gradient / gradient_shards
     if offload.optimizer and offload.weights:
