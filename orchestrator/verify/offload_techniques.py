@@ -28,10 +28,10 @@ _SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-def _sharded(name: str, place: str, train: dict[str, Any]) -> Technique:
-    """ZeRO-3 whose shards are in a place outside the device's memory."""
+def _sharded(name: str, storage: str, train: dict[str, Any]) -> Technique:
+    """Returns ZeRO-3 with its shards in a storage outside the device's memory."""
     return Technique(
-        f"{name}, weights on {place}",
+        f"{name}, weights on {storage}",
         {"zero": 3, **_SHARDED[name]},
         model=MIXTURE if "ep" in _SHARDED[name] else {},
         pairs="none",

@@ -41,15 +41,21 @@ def move_shards(
     if group is None:  # all parameters belong to inner modules
         return []
     shards = [sharded._sharded_param_data for sharded in group.fsdp_params]
-    sizes = [shard.numel() for shard in shards]
-    runs = allocate(sum(sizes), shards[0].dtype).split(sizes)
-    for sharded, shard, run in zip(group.fsdp_params, shards, runs, strict=True):
+    total = sum(shard.numel() for shard in shards)
+    flat = allocate(total, shards[0].dtype)
+    moved = list[tuple[torch.nn.Parameter, int]]()
+    start = 0
+    for sharded in group.fsdp_params:
+        shard = sharded._sharded_param_data
+        size = shard.numel()
+        stop = start + size
+        run = flat[start:stop]
+        start = stop
         run.copy_(shard)
         sharded._sharded_param_data = run
-        local = sharded.sharded_param._local_tensor
-        rows = run.view(sharded.padded_sharded_param_size)[: local.shape[0]]
-        sharded.sharded_param._local_tensor = rows
-    return [
-        (sharded.sharded_param, size)
-        for sharded, size in zip(group.fsdp_params, sizes, strict=True)
-    ]
+        param = sharded.sharded_param
+        rows = param._local_tensor.shape[0]
+        padded = run.view(sharded.padded_sharded_param_size)
+        param._local_tensor = padded[:rows]
+        moved.append((param, size))
+    return moved

@@ -96,11 +96,6 @@ class FullyShardedParameters:
         self._recipe = recipe
         self._away = ShardsAway(host, mesh, counter) if host is not None and away else None
         self._device_meshes = {groups: _device_mesh(mesh, groups, device) for groups in classes}
-        self._policy = MixedPrecisionPolicy(
-            param_dtype=recipe.param,
-            reduce_dtype=recipe.reduce,
-            cast_forward_inputs=False,
-        )
         self.modules: list[FSDPModule] = []  # the units that FSDP2 shards
         holders = list[list[nn.Module]]()  # the modules of each unit
         for stage in stages:
@@ -116,11 +111,16 @@ class FullyShardedParameters:
         self._replicas = ReplicaSums(mesh, counter)
         if self._away is not None:
             self._away.take_gradients(self.buckets, recipe.reduce)
-            return
-        self._sum_replicas_early(holders)
+        else:
+            self._sum_replicas_early(holders)
+            self._allocate_host_gradients()
+
+    def _allocate_host_gradients(self) -> None:
+        """Allocates the gradients of an optimizer on the host."""
+        host = self.host
         if host is not None and host.takes_gradients:
             for bucket in self.buckets:
-                bucket.host_grad = host.zeros(bucket.param_shard.numel(), recipe.reduce)
+                bucket.host_grad = host.zeros(bucket.param_shard.numel(), self._recipe.reduce)
 
     def _shard_stage(
         self,
@@ -158,13 +158,18 @@ class FullyShardedParameters:
     ) -> FSDPModule:
         """Shards one unit of a stage; `reshard`: frees its gathered weights after a forward."""
         self._make_weights(stage, unit)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self._recipe.param,
+            reduce_dtype=self._recipe.reduce,
+            cast_forward_inputs=False,
+        )
         options: dict[str, Any] = {}
         if self._away is not None:
             options["offload_policy"] = self._away.policy
         module = fully_shard(
             unit,
             mesh=self._device_meshes[groups],
-            mp_policy=self._policy,
+            mp_policy=policy,
             reshard_after_forward=reshard,
             **options,
         )[0]
