@@ -137,7 +137,7 @@ class Engine:
         return HostMemory(
             self.device,
             takes_gradients=offload.optimizer == "host",
-            weights=folder if offload.weights else None,
+            weights=folder if offload.weights and offload.optimizer == "disk" else None,
         )
 
     def _activation_store(self, folder: Path) -> ActivationStore | None:
@@ -165,11 +165,11 @@ class Engine:
 
     def _build_part(self, stage_numbers: list[int]) -> apply.ModelPart:
         """Builds this rank's stages, in the master dtype if the shards of `fully_shard` are the
-        master weights."""
+        master weights, which it makes later, unit by unit."""
         holds_masters = self._shards_layers and not self.offload.optimizer
         dtype = self.recipe.master if holds_masters else self.recipe.param
         allocate = None
-        if self.host is not None and self.offload.weights:
+        if self.host is not None and self.offload.weights and not self._shards_layers:
             allocate = self.host.device_zeros
         return apply.build(
             self.plan,
@@ -179,6 +179,7 @@ class Engine:
             dtype,
             indices=stage_numbers,
             allocate=allocate,
+            deferred=self._shards_layers,
             store=self.store or self.reserved,
         )
 
@@ -239,6 +240,8 @@ class Engine:
             interleaved=self.plan.parallel.pp > 1,
             classes=classes_of(spread(self.plan.parallel)),
             host=self._state_host,
+            away=self.offload.weights,
+            fill=self.part.fill,
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:

@@ -317,7 +317,7 @@ class TrainSpec(Frozen):
     offload_delayed: bool = False
     #: Where the inputs of recomputed layers are until backward; none: on the device.
     offload_activations: Literal["none", "host", "disk"] = "none"
-    #: With offload=disk on CPUs: weights and gradients are in mapped pages of the disk too.
+    #: Weights and gradients are elsewhere too: ZeRO-3's shards, or mapped pages of a CPU's disk.
     offload_weights: bool = False
     #: With offload=disk: a folder on a disk of each node. None: a folder in the run folder.
     offload_dir: Path | None = None

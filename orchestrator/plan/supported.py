@@ -64,6 +64,8 @@ class Case(Struct, frozen=True, kw_only=True):
     matmul: Matmul = ""
     optim_state: str = ""  # the same as `Optim.state`
     comm_buffer_bytes: int = 0  # 0: unbounded
+    offload: str = ""  # the same as `Offload.optimizer`
+    offload_weights: bool = False
     precision: Precision = "fp32"
     grad_dtype: Precision = "fp32"
     model: Model

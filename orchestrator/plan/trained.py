@@ -11,8 +11,8 @@ from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .layer import KINDS, POST_NORM, PRE_NORM, layer_kind
-from .offload import comm_buffer_of
-from .schedules import schedule_of
+from .offload import comm_buffer_of, offload_of
+from .schedules import WHOLE_BACKWARD, schedule_of
 from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
@@ -121,6 +121,37 @@ def _comm_buffer(case: Case) -> str | None:
         return (
             f"{key} is too small for shards of {replicas} replicas; legal: from"
             f" {math.ceil(least / MIB * 1e4) / 1e4:g}"
+        )
+    return None
+
+
+def _offload_weights(case: Case) -> str | None:
+    """Ranks that compute with weights where they are do so in memory or in mapped pages. ZeRO-3
+    gathers weights instead, from memory that a GPU can copy from: mapped pages are not."""
+    if not case.offload_weights:
+        return None
+    key = f"train.offload_weights=true with train.offload={case.offload}"
+    replicas = case.cp * case.ep * case.dp
+    gathers = case.zero == 3 and replicas > 1
+    if case.offload == "host" and not gathers:
+        return (
+            f"{key}: only ZeRO-3 over several ranks brings weights from the host; legal: zero=3"
+            " with dp, cp or ep above 1"
+        )
+    if case.offload == "disk" and case.cluster.device == "cuda":
+        return (
+            f"{key} on GPUs, which cannot copy from mapped pages, since these are not page-locked;"
+            " legal: train.offload=host with zero=3"
+        )
+    if gathers and case.pp > 1 and case.schedule_name not in WHOLE_BACKWARD:
+        return (
+            f"{key} and schedule {case.schedule_name}, for which ZeRO-3 gathers from the device;"
+            f" legal schedules: {', '.join(WHOLE_BACKWARD)}"
+        )
+    if gathers and (case.zero_group or replicas) == spread(case) > 1:
+        return (
+            f"{key}: each expert is on one rank alone, which gathers nothing; legal: dp above"
+            f" {case.dp}, or zero=2 on a disk of CPUs"
         )
     return None
 
@@ -254,6 +285,7 @@ TRAINER: dict[str, Rule] = MODELS | {
     "matmul": _matmul,
     "optim_state": _optim_state,
     "comm_buffer": _comm_buffer,
+    "offload_weights": _offload_weights,
     "grad_dtype": _grad_dtype,
     "predictions": _predictions,
 }
@@ -291,6 +323,8 @@ def case_of(plan: Plan) -> Case:
         matmul=plan.job.matmul,
         optim_state=plan.job.optim.state or "",
         comm_buffer_bytes=comm_buffer_of(train) or 0,
+        offload=offload_of(train).optimizer,
+        offload_weights=offload_of(train).weights,
         precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=plan.model,

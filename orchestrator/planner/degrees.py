@@ -91,6 +91,8 @@ def _training(config: Config) -> dict[str, Any]:
         "matmul": train.matmul,
         "optim_state": _narrow_state(config.optim),
         "comm_buffer_bytes": comm_buffer_bytes(train) or 0,
+        "offload": "" if train.offload == "none" else train.offload,
+        "offload_weights": train.offload_weights,
         "precision": train.precision,
         "grad_dtype": train.grad_dtype,
     }

@@ -185,30 +185,25 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
         )
     if offload.activations == "disk":
         offload = structs.replace(offload, dir=train.offload_dir or "")
+    if train.offload_weights and train.offload == "none":
+        raise OrchError(
+            "train.offload_weights follows the optimizer's state: train.offload=host or"
+            " train.offload=disk",
+            Exit.CONFIG,
+        )
     if train.offload != "disk":
-        if train.offload_weights:
-            raise OrchError(
-                "train.offload_weights follows the optimizer's state to the disk:"
-                " train.offload=disk",
-                Exit.CONFIG,
-            )
         if train.offload == "host":
-            offload = structs.replace(offload, optimizer="host", delayed=train.offload_delayed)
+            offload = structs.replace(
+                offload,
+                optimizer="host",
+                delayed=train.offload_delayed,
+                weights=train.offload_weights,
+            )
         return UNSET if offload == doc.Offload() else offload
     if config.checkpoint.memory_every_steps:
         raise OrchError(
             "train.offload=disk keeps state that is larger than memory: copies in memory"
             " (checkpoint.memory_every_steps) need checkpoint.memory_every_steps=0",
-            Exit.CONFIG,
-        )
-    if train.offload_weights and (config.cluster.device != "cpu" or config.parallel.zero == 3):
-        condition = (
-            "on a GPU, whose weights are in its own memory"
-            if config.cluster.device != "cpu"
-            else "with zero3"
-        )
-        raise OrchError(
-            f"train.offload_weights is not there {condition}: train.offload_weights=false",
             Exit.CONFIG,
         )
     buffer_bytes = int(train.offload_buffer_mib * 2**20)

@@ -20,6 +20,7 @@ from .expert_techniques import (
     FOLDED,
     JITTER,
 )
+from .offload_techniques import DISK, OFFLOADED
 from .technique import Technique
 
 
@@ -53,18 +54,10 @@ _LATENTS = tuple(
     )
 )
 
-#: Gradients, master weights and moments in the memory of the host.
-_HOST = {"offload": "host"}
-#: The same, updated while the next step computes with the weights before the update.
-_DELAYED = {"offload": "host", "offload_delayed": True}
-#: The same on a disk, with so small a buffer that every bucket takes several chunks.
-_DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
 #: Inputs of recomputed layers in the memory of the host.
 _INPUTS = {"offload_activations": "host"}
 #: Inputs of recomputed layers that tensor-parallel ranks share.
 _SHARED_INPUTS = {"partition_activations": True}
-#: Buckets so small that matrices are cut over several.
-_CONSTANT_BUFFERS = {"comm_buffer_mib": 0.005}
 #: Inputs of recomputed layers in a buffer that was reserved at the start.
 _RESERVED_INPUTS = {"contiguous_activations": True}
 _SHARED_LAYOUT = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
@@ -223,68 +216,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
         Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
         Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
-        Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=_HOST),
-        *(
-            Technique(
-                f"zero{zero} on the host",
-                {"zero": zero, "dp": 2},
-                pairs="none",
-                train=_HOST,
-            )
-            for zero in (0, 2, 3)
-        ),
-        Technique(
-            "zero3 pp2 zb_h1 on the host",
-            {"zero": 3, "dp": 2, "pp": 2, "schedule": "zb_h1"},
-            pairs="none",
-            train=_HOST,
-        ),
-        *(
-            Technique(
-                f"zero{zero} on the host, delayed",
-                {"zero": zero, "dp": 2},
-                pairs="none",
-                train=_DELAYED,
-            )
-            for zero in range(4)
-        ),
-        Technique(
-            "zero1 tp2 pp2, delayed",
-            {"zero": 1, "dp": 2, "tp": 2, "pp": 2},
-            pairs="none",
-            train=_DELAYED,
-        ),
-        *(
-            Technique(
-                f"zero{zero} on a disk",
-                {"zero": zero, "dp": 2},
-                pairs="none",
-                train=_DISK,
-            )
-            for zero in (1, 2, 3)
-        ),
-        *(
-            Technique(
-                f"{name}, constant buffers",
-                parallel,
-                pairs="none",
-                train=_CONSTANT_BUFFERS,
-            )
-            for name, parallel in (
-                ("dp2", {"dp": 2}),
-                ("zero1", {"zero": 1, "dp": 2}),
-                ("zero2", {"zero": 2, "dp": 2}),
-                ("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
-                ("zero1 tp2", {"zero": 1, "dp": 2, "tp": 2}),
-                ("zero2 pp2", {"zero": 2, "dp": 2, "pp": 2}),
-            )
-        ),
-        Technique(
-            "zero2 hybrid on the host",
-            {"zero": 2, "dp": 4, "zero_group": 2},
-            pairs="none",
-            train=_HOST,
-        ),
+        *OFFLOADED,
     ),
     "tensor": (
         Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),
@@ -357,7 +289,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
             pairs="none",
             train=_SHARED_INPUTS | _INPUTS,
         ),
-        _offloaded_inputs("selective", "disk", "pp2 zb_h1 ", **_DISK),
+        _offloaded_inputs("selective", "disk", "pp2 zb_h1 ", **DISK),
         *(
             Technique(
                 f"{name}{mode}, inputs in a buffer",

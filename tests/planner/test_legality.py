@@ -153,6 +153,21 @@ UNTRAINED = {
         {"comm_buffer_bytes": 1 << 20, "zero": 3},
         "train.comm_buffer_mib=1 with zero=3",
     ),
+    "offload_weights": (
+        shapes.tiny(),
+        {"offload": "host", "offload_weights": True, "zero": 2},
+        "only ZeRO-3 over several ranks brings weights from the host; legal: zero=3",
+    ),
+    "offload_weights ": (
+        shapes.tiny(),
+        {"offload": "disk", "offload_weights": True, "zero": 3},
+        "mapped pages, since these are not page-locked; legal: train.offload=host with zero=3",
+    ),
+    "offload_weights  ": (
+        shapes.mixtral_8x7b(),
+        {"offload": "host", "offload_weights": True, "zero": 3, "ep": 8, "dp": 1, "tp": 8},
+        "each expert is on one rank alone, which gathers nothing; legal: dp above 1",
+    ),
     "comm_buffer ": (
         shapes.tiny(),
         {"comm_buffer_bytes": 100},

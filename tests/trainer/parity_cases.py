@@ -22,6 +22,9 @@ EIGHT = tiny_model(layers=8)
 EIGHT_TIED = tiny_model(layers=8, tied_embeddings=True)
 NINE = tiny_model(layers=9)  # no pp divides it
 MODES = ["full", "none", "selective", "full"]
+#: Shards of weights and gradients outside the device's memory, beside the optimizer's state.
+ON_HOST = {"optimizer": "host", "weights": True}
+ON_DISK = {"optimizer": "disk", "weights": True, "buffer_bytes": 1 << 18}
 
 
 LAYOUTS = {
@@ -362,6 +365,15 @@ SHARDING = {
         dp=2, tp=2, pp=2, vpp=2, schedule="dualpipev", zero=3, micro_batches=4
     ),
     "zero2 tp2 pp2": dict(dp=2, tp=2, pp=2, zero=2, model=GPT, micro_batches=3),
+    "zero3 weights on the host": dict(dp=2, zero=3, micro_batches=3, offload=ON_HOST),
+    "zero3 weights on the host, tp2 tied": dict(dp=2, tp=2, zero=3, model=TIED, offload=ON_HOST),
+    "zero3 weights on the host, pp2 tied": dict(
+        dp=2, pp=2, zero=3, model=TIED, micro_batches=4, offload=ON_HOST
+    ),
+    "hybrid zero3 weights on the host, gpt": dict(
+        dp=4, zero=3, zero_group=2, model=GPT, offload=ON_HOST
+    ),
+    "zero3 weights on a disk": dict(dp=2, zero=3, micro_batches=3, offload=ON_DISK),
 }
 
 #: Every token, head and feature draws what one process draws for it, however they are spread.

@@ -54,6 +54,7 @@ PIPE = {"pp": 2, "micro_batches": 4}
 DROPS = LLAMA | {"dropout": 0.1}
 PACKED = {"isolate_documents": True}
 HOST = {"optimizer": "host"}  # as JSON: test_gpu sends layouts to another process
+AWAY = HOST | {"weights": True}
 
 QUICK = {
     "one process": {},
@@ -71,6 +72,12 @@ QUICK = {
     "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
     "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
     "dp2 zero3 bf16, on the host": {"dp": 2, "zero": 3, "precision": "bf16", "offload": HOST},
+    "dp2 zero3 bf16, weights on the host": {
+        "dp": 2,
+        "zero": 3,
+        "precision": "bf16",
+        "offload": AWAY,
+    },
 }
 MORE = {
     "norms of heads, selective": {"model": LLAMA | {"qk_norm": True}, "recompute": "selective"},
@@ -113,6 +120,15 @@ MORE = {
     "tp2 without sp, 8 bits": {"matmul": "fp8_tensor", "tp": 2, "sp": False},
     "on the host": {"offload": HOST},
     "dp2 zero3, on the host": {"dp": 2, "zero": 3, "offload": HOST},
+    "dp2 zero3, weights on the host": {"dp": 2, "zero": 3, "offload": AWAY},
+    "pp2 dp2 zero3, weights on the host": PIPE | {"dp": 2, "zero": 3, "offload": AWAY},
+    "ep2 dp2 zero3, weights on the host": {
+        "dp": 2,
+        "ep": 2,
+        "zero": 3,
+        "offload": AWAY,
+        "model": LLAMA | {"moe": Moe(experts=8, top_k=2, ffn_hidden=48)},
+    },
     "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
     "GPT, tied, pp2": PIPE | {"model": GPT},
     "BERT, dropout": {"model": BERT | {"dropout": 0.1}},

@@ -167,6 +167,13 @@ class HostMemory:
         weakref.finalize(storage, self._free, storage.data_ptr())
         return tensor
 
+    def shard(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocates a 1-D tensor for shards of weights or gradients that no device computes with:
+        in pages of a file, or else on the host. Raises DiskError, MemoryError."""
+        if self.weights is None:
+            return self.zeros(numel, dtype)
+        return self.device_zeros(numel, dtype)
+
     def _free(self, address: int) -> None:
         self._files.pop(address).close()
 

@@ -22,6 +22,7 @@ from orchestrator.plan.offload import (
     STATE_KINDS,
     buffer_size,
     comm_buffer_of,
+    keeps_shards_away,
     offload_of,
     state_width,
 )
@@ -100,21 +101,12 @@ def param_state_bytes(
     recipe: Recipe = ORCH,
 ) -> StateBytes:
     """Returns the states of one parameter that `replicas` ranks hold, on each of them."""
-    weight: float = DTYPE_BYTES[train.precision]
-    moment = recipe.moment or max(weight, 4)
     shards = min(replicas, parallel.zero_group or replicas)
     optimizer_shards = shards if parallel.zero >= 1 else 1
     gradient_shards = shards if parallel.zero >= 2 else 1
-    master = 0 if weight >= 4 else 4
     offload = offload_of(train)
-    # The shard is the master copy, unless that is elsewhere or weights are gathered by step: also
-    # of an expert with one holder, whose shard is all of it.
-    if parallel.zero >= 3 and shard_ranks(parallel) > 1:
-        if recipe.own_master or offload.optimizer or gathers_by_step(parallel, recipe):
-            weight /= shards
-        else:
-            weight = (master or weight) / shards
-            master = 0
+    moment = recipe.moment or max(DTYPE_BYTES[train.precision], 4)
+    weight, master = _weight_bytes(shards, parallel, train, recipe)
     if not recipe.trained:
         return StateBytes(weight, 0.0, 0.0)
     gradient = gradient_bytes(train, recipe)
@@ -125,22 +117,41 @@ def param_state_bytes(
         # Master weights are a separate copy, even of weights that are as wide.
         master = state_width(train.precision)
     state = (recipe.moments * moment + master + recipe.more_optimizer) / optimizer_shards
+    gradient_share = gradient / gradient_shards
     if offload.optimizer == "host":
+        host_gradient = gradient / optimizer_shards * (1 + offload.delayed)
+        if keeps_shards_away(offload, parallel):
+            return StateBytes(0.0, 0.0, 0.0, host=state + host_gradient + weight)
         by_bucket = parallel.zero == 2 or gathers_by_step(parallel, recipe)
         passes_through = by_bucket and shards > 1
-        return StateBytes(
-            params=weight,
-            grads=0.0 if passes_through else gradient / gradient_shards,
-            optimizer=0.0,
-            host=state + gradient / optimizer_shards * (1 + offload.delayed),
-        )
-    gradient_share = gradient / gradient_shards
+        device_gradient = 0.0 if passes_through else gradient_share
+        return StateBytes(weight, device_gradient, 0.0, host=state + host_gradient)
     if offload.optimizer and offload.weights:
         return StateBytes(0.0, 0.0, 0.0, disk=state + weight + gradient_share)
     if offload.optimizer:  # gradients stay on the device
         return StateBytes(weight, gradient_share, 0.0, disk=state)
     more_bf16 = recipe.more_bf16 if train.precision == "bf16" else 0.0
     return StateBytes(weight + more_bf16, gradient_share, state)
+
+
+def _weight_bytes(
+    shards: int,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe,
+) -> tuple[float, int]:
+    """Returns the bytes of a weight in which ranks compute, and of its separate master copy before
+    sharding."""
+    weight: float = DTYPE_BYTES[train.precision]
+    master = 0 if weight >= 4 else 4
+    if parallel.zero < 3 or shard_ranks(parallel) == 1:
+        return weight, master
+    # The shard is the master copy, unless that is elsewhere or weights are gathered by step: also
+    # of an expert with one holder, whose shard is all of it.
+    by_step = gathers_by_step(parallel, recipe)
+    if recipe.own_master or offload_of(train).optimizer or by_step:
+        return weight / shards, master
+    return (master or weight) / shards, 0
 
 
 def gradient_bytes(train: Train, recipe: Recipe) -> float:

@@ -11,6 +11,7 @@ from .actions import RECEIVES, Action, Kind, ScheduleError, parse_action
 from .device import DeviceTimes, run_on_device
 from .lower import Batch, Program, lower, lower_to_batches, peer_of, receive_early, receive_of
 from .of_plan import (
+    WHOLE_BACKWARD,
     copies,
     copies_of,
     costs_of,
@@ -26,6 +27,7 @@ from .table import read_rows, read_table, write_table
 from .validate import problem, program_problem
 
 __all__ = [
+    "WHOLE_BACKWARD",
     "RECEIVES",
     "SCHEDULES",
     "TABLE",
