@@ -27,10 +27,10 @@ from .table import read_rows, read_table, write_table
 from .validate import problem, program_problem
 
 __all__ = [
-    "WHOLE_BACKWARD",
     "RECEIVES",
     "SCHEDULES",
     "TABLE",
+    "WHOLE_BACKWARD",
     "Action",
     "Batch",
     "Costs",
