@@ -12,6 +12,7 @@ from .matrix import AXES, MODELS, SECTIONS, UNEQUAL, Entry
 
 COLOUR = {"equal": GREEN, "DIFFERENT": RED, "failed": RED, "refused": YELLOW}
 COLUMNS = ("loss", "grad", "norm", "weight")
+CELL_COLUMNS = 7  # that say which cell a row of the page is
 
 
 def lines(verdict: Verdict, look: Style) -> list[str]:
@@ -94,12 +95,45 @@ TABLE = (
 )
 
 
-def _row(entry: Entry, verdict: Verdict) -> str:
+def read_equal(page: str, entries: Sequence[Entry]) -> dict[str, Verdict]:
+    """Returns those of the cells that a page has as equal, by name: their errors to one digit, and
+    0 for what the page does not show."""
+    rows = dict[tuple[str, ...], list[str]]()
+    for line in page.splitlines():
+        columns = [column.strip() for column in line.strip().strip("|").split("|")]
+        if columns[-1] == "equal":
+            rows[tuple(columns[:CELL_COLUMNS])] = columns[CELL_COLUMNS:-1]
+    verdicts = dict[str, Verdict]()
+    for entry in entries:
+        numbers = rows.get(tuple(_cell(entry)))
+        if numbers is not None:
+            verdicts[entry.name] = Verdict(name=entry.name, errors=_read_errors(numbers))
+    return verdicts
+
+
+def _read_errors(numbers: list[str]) -> dict[str, Errors]:
+    """Reads the columns of errors of a row."""
+    width = len(COLUMNS)
+    errors = dict[str, Errors]()
+    for precision, start in zip(ALWAYS, range(0, len(numbers), width), strict=True):
+        shown = numbers[start : start + width]
+        if all(shown):
+            values = dict(zip(COLUMNS, map(float, shown), strict=True))
+            errors[precision] = Errors(**values, worst_grad="", worst_weight="")
+    return errors
+
+
+def _cell(entry: Entry) -> list[str]:
+    """Returns the columns of a row that say which cell it is."""
     layout = (
         " + ".join(technique.name for technique in entry.techniques) or "one process, our engine"
     )
     model, buckets, *rest = entry.settings
-    cells = [layout, str(entry.processes), model, buckets.split()[0], *rest]
+    return [layout, str(entry.processes), model, buckets.split()[0], *rest]
+
+
+def _row(entry: Entry, verdict: Verdict) -> str:
+    cells = _cell(entry)
     for precision in ALWAYS:
         cells += _numbers(verdict.errors.get(precision))
     reason = verdict.refused or verdict.failed
@@ -118,7 +152,7 @@ def _escape(reason: str) -> str:
 def _largest(verdicts: Sequence[Verdict]) -> str:
     equal = [verdict for verdict in verdicts if verdict.equal]
     return ", ".join(
-        f"{precision} {max(errors):.1e} (limit {LIMITS[precision]:.0e})"
+        f"{precision} {max(errors):.0e} (limit {LIMITS[precision]:.0e})"
         for precision in ALWAYS
         if (errors := [v.errors[precision].largest for v in equal if precision in v.errors])
     )

@@ -11,7 +11,7 @@ from orchestrator.cli.verbs.verify import _versions
 from orchestrator.plan.parity import LIMITS, Errors, Verdict
 from orchestrator.style import Style
 from orchestrator.verify import matrix
-from orchestrator.verify.page import document, lines, summary
+from orchestrator.verify.page import document, lines, read_equal, summary
 
 
 def errors(**changes: float) -> Errors:
@@ -76,6 +76,10 @@ def test_the_document_has_a_row_for_every_cell():
     )
     assert "refused: zero=3 \\| is refused" in page and "orch 1, torch 2" in page
     assert f"{len(entries) - 1} equal, 1 refused" in page
+    # What is read of a page makes the same page again; the refused cell has to run.
+    read = read_equal(page, entries)
+    assert set(verdicts) - set(read) == {entries[3].name}
+    assert document(entries, verdicts | read, "orch 1, torch 2") == page
 
 
 def test_the_page_says_what_it_was_measured_with():

@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="write the matrix as a page (docs/parity.md)",
     )
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="with --out: run only cells that FILE does not have as equal, and add them to it",
+    )
     for moved in ("--against", "--precision"):
         parser.add_argument(moved, help=argparse.SUPPRESS)
 
@@ -57,6 +62,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return _data(args)
     if args.out and not args.matrix:
         raise OrchError("--out needs --matrix: it writes the page of a whole matrix")
+    if args.missing and not (args.out and args.out.exists()):
+        raise OrchError("--missing needs --out FILE: the page whose missing cells are run")
     if args.matrix and overrides:
         raise OrchError(
             f"{overrides[0]!r}: --matrix takes no overrides, it has its own layouts and models"
@@ -102,7 +109,13 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
     from orchestrator.verify.cells import cells_of_entries
 
     entries = matrix.quick() if args.matrix == "quick" else matrix.full()
-    cells = list(cells_of_entries(entries, args.config_dir))
+    measured = dict[str, Verdict]()
+    if args.missing:
+        from orchestrator.verify.page import read_equal
+
+        measured = read_equal(args.out.read_text(), entries)
+    missing = [entry for entry in entries if entry.name not in measured]
+    cells = list(cells_of_entries(missing, args.config_dir))
     verdicts = _show(cells, args.json, CELLS_PER_LAUNCH)
     if args.out:
         from orchestrator.cli.terminal import write_file
@@ -110,7 +123,7 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
 
         page = document(
             entries,
-            {verdict.name: verdict for verdict in verdicts},
+            measured | {verdict.name: verdict for verdict in verdicts},
             _versions(),
         )
         write_file(args.out, page.encode(), "--out")
