@@ -53,7 +53,10 @@ if TYPE_CHECKING:
     Buckets = GradBuckets | FullyShardedParameters
 
 #: The flat buckets of ZeRO stages that shard more than the optimizer's state.
-BUCKETS: dict[int, type[GradBuckets]] = {2: ShardedGradBuckets, 3: StepGatheredBuckets}
+BUCKETS: dict[int, type[GradBuckets]] = {
+    2: ShardedGradBuckets,
+    3: StepGatheredBuckets,
+}
 
 
 class Engine:
@@ -209,8 +212,9 @@ class Engine:
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
-        unsharded = self.mesh.size("shard") == 1  # then all ZeRO stages are equal
-        zero = min(par.zero, 1) if unsharded else par.zero
+        zero = par.zero
+        if self.mesh.size("shard") == 1:  # then all ZeRO stages are equal
+            zero = min(zero, 1)
         kind = BUCKETS.get(zero, GradBuckets)
         buckets = kind(
             list(self.part.parameters()),

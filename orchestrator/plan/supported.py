@@ -319,7 +319,7 @@ def zero_group(zero: int, group: int, ranks: int) -> str | None:
 
 
 def _sharding(case: Case) -> str | None:
-    """From ZeRO-2 on gradients leave in the order in which backward completes them, and two model
+    """Gradients leave in the order in which backward completes them, from ZeRO-2 on, and two model
     copies on one pipeline (dualpipe) complete them in different orders."""
     from .schedules import copies
 

@@ -54,8 +54,10 @@ def splits_backward(parallel: Parallel) -> bool:
 
 
 def shards_layers(parallel: Parallel) -> bool:
-    """Reports whether ZeRO-3 shards and gathers by layer, with torch's `fully_shard`. That does not
-    take a split backward, for which weights are gathered by bucket, when a step starts."""
+    """Reports whether ZeRO-3 gathers by layer, with torch's `fully_shard`.
+
+    That does not take a split backward. Then weights are gathered by bucket, when a step starts.
+    """
     return parallel.zero == 3 and not splits_backward(parallel)
 
 

@@ -22,6 +22,7 @@ from msgspec import structs
 
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.memory.recipe import ORCH
 from orchestrator.cost.model.layers import DTYPE_BYTES, params_outside_layers
 from orchestrator.cost.time.communication import (
     gradient_overlap,
@@ -303,7 +304,7 @@ class ZeroStage:
         self.pipeline = memory.is_sharded_pipeline(par, recipe)
         #: Bytes of a (dense, expert) parameter's weight that a step gathers if backward is split.
         self.step_weights = 0.0, 0.0
-        if par.zero >= 3 and recipe.name == memory.ORCH.name and shard_ranks(par) > 1:
+        if par.zero >= 3 and recipe.name == ORCH.name and shard_ranks(par) > 1:
             width = float(DTYPE_BYTES[self.context.train.precision])
             self.step_weights = width, width if self._replicas[1] > 1 else 0.0
         self.one_stage = memory.is_one_stage(par, recipe)
