@@ -299,6 +299,8 @@ class TrainSpec(Frozen):
     precision: Precision = "bf16"  # The format that layers compute in.
     #: The fp8 or fp4 recipe of the layers' matrix products. "": they compute in `precision`.
     matmul: Matmul = ""
+    #: With matmul: linears that compute in `precision`, as `wo`, `first`, `last` or `3.down`.
+    matmul_wide: list[str] = []
     grad_dtype: Precision = "fp32"  # The precision in which gradients are accumulated and reduced.
     #: `budget`: each layer recomputes as little as fits. None: nothing, or what a search finds.
     recompute: Recompute | Literal["budget"] | None = None

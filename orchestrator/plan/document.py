@@ -267,6 +267,8 @@ class Train(Frozen):
     #: true: GPUs use kernels and orders of sums that give the same bits in every run
     deterministic: bool | UnsetType = UNSET
     objective: Objective | UnsetType = UNSET  # UNSET: the next token
+    #: linears that stay wide while `Job.matmul` narrows the others (`plan.rounding.wide`)
+    matmul_wide: list[str] | UnsetType = UNSET
 
 
 class Optim(Frozen):

@@ -10,6 +10,8 @@ from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
 from orchestrator.plan.offload import STATE_KINDS, chunk_elements, state_width
 
+from .wide_products import wide_products
+
 
 def make_job(config: Config) -> doc.Job:
     """Returns the plan's `job`. Raises OrchError (65) if its keys contradict each other."""
@@ -99,6 +101,7 @@ def make_train(config: Config) -> doc.Train:
         "recompute_latents",
         "deterministic",
         "objective",
+        "matmul_wide",
     }
     copied_keys = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train)
@@ -121,6 +124,7 @@ def make_train(config: Config) -> doc.Train:
         deterministic=train.deterministic or UNSET,
         offload=make_offload(config),
         objective=objective_of(config),
+        matmul_wide=wide_products(config),
     )
 
 

@@ -98,6 +98,7 @@ def make_plan(
     offload: doc.Offload | dict | None = None,
     optim_kind: str | UnsetType = UNSET,
     optim_state: str | UnsetType = UNSET,
+    matmul_wide: list[str] | UnsetType = UNSET,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly
     over `nodes`."""
@@ -183,6 +184,7 @@ def make_plan(
                 deterministic=deterministic or UNSET,
                 objective=UNSET if model.causal else "masked",
                 offload=msgspec.convert(offload, doc.Offload) if offload else UNSET,
+                matmul_wide=matmul_wide,
             ),
             optim=doc.Optim(
                 lr=1e-3,

@@ -162,6 +162,18 @@ MORE = {
     "packed documents, dropout, two samples": PACKED | {"model": DROPS, "micro_batch_size": 2},
     "dropout, two samples": {"model": DROPS, "micro_batch_size": 2},
     "8 bits, full": {"matmul": "fp8_tensor", "recompute": "full"},
+    "8 bits, some linears wide": {"matmul": "fp8_tensor", "matmul_wide": ["wk", "wo", "down"]},
+    "8 bits, some linears wide, full": {
+        "matmul": "fp8_tensor",
+        "matmul_wide": ["up", "first"],
+        "recompute": "full",
+    },
+    "tp2, 8 bits, some linears wide": {
+        "matmul": "fp8_tensor",
+        "matmul_wide": ["wq", "1.wo", "last"],
+        "tp": 2,
+    },
+    "pp2, 8 bits, first layer wide": PIPE | {"matmul": "fp8_tensor", "matmul_wide": ["first"]},
 }
 _LATENT = Mla(
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
@@ -238,6 +250,10 @@ MORE_SPECIAL = {
     "many choices, full, 8 bits": FP8 | {"model": MANY} | FULL,
     "deepseek, full, 8 bits in blocks": IN_BLOCKS | {"model": DEEPSEEK} | FULL,
     "deepseek ep2, 8 bits in blocks": IN_BLOCKS | {"model": DEEPSEEK, "ep": 2},
+    "deepseek, 8 bits, some linears wide": FP8
+    | {"model": DEEPSEEK, "matmul_wide": ["experts.down", "shared.up", "wkv", "wo"]},
+    "experts, 8 bits, theirs wide": FP8
+    | {"model": MIXTURE, "matmul_wide": ["experts.gate", "up", "down"]},
 }
 STATES = ("params", "grads", "optimizer", "host")
 

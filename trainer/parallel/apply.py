@@ -33,6 +33,7 @@ from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
 from trainer.model.dropout import seed_dropout
 from trainer.model.fp8.delayed import declare_history
+from trainer.model.fp8.narrow import narrow_linears
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
 from trainer.model.prediction import MTP
@@ -186,7 +187,8 @@ class _Builder:
         with torch.device("meta"):
             stage = Stage(self.plan.model, layers, first=index == 0, last=last)
             if self.plan.job.matmul == "fp8_delayed":
-                declare_history(stage.layers)
+                for _, linear in narrow_linears(stage, self.plan.job.train):
+                    declare_history(linear)
             return stage
 
     def shard_parameters(self, stage: Stage) -> ParamTable:
