@@ -118,8 +118,14 @@ def _read_errors(numbers: list[str]) -> dict[str, Errors]:
     for precision, start in zip(ALWAYS, range(0, len(numbers), width), strict=True):
         shown = numbers[start : start + width]
         if all(shown):
-            values = dict(zip(COLUMNS, map(float, shown), strict=True))
-            errors[precision] = Errors(**values, worst_grad="", worst_weight="")
+            errors[precision] = Errors(
+                loss=float(shown[0]),
+                grad=float(shown[1]),
+                norm=float(shown[2]),
+                weight=float(shown[3]),
+                worst_grad="",
+                worst_weight="",
+            )
     return errors
 
 
