@@ -63,6 +63,33 @@ def test_the_price_is_what_link_memory_and_disk_take(tier):
     assert (UPDATE_BYTES, DISK_BYTES) == (28, 24)
 
 
+def test_shards_on_the_host_are_on_no_device_and_travel_for_each_gather():
+    """Two gathers and the first departure of each gradient, its return and a departure for each
+    later micro-batch, less the work that hides them."""
+    words = ["parallel=dp8_zero3", "train.offload=host", "parallel.micro_batch_size=1"]
+    beside = build_plan(config_of(*words))
+    away = build_plan(config_of(*words, "train.offload_weights=true"))
+    assert away.memory.params == away.memory.grads == 0
+    assert beside.memory.params > 0
+    assert away.memory.host == beside.memory.host + beside.memory.params
+    slower = [
+        build_plan(
+            config_of(
+                *words,
+                "train.offload_weights=true",
+                host=structs.replace(HOST, link_gb_per_s=link_gb_per_s),
+            )
+        )
+        for link_gb_per_s in (0.5, 0.25)
+    ]
+    shard = beside.memory.params / 2
+    passes = away.parallel.micro_batches
+    travel = shard * (2 * passes * 2 + (2 * passes - 1) * 4)
+    prices = [plan.time.terms["optimizer"] for plan in slower]
+    assert prices[1] - prices[0] == pytest.approx(travel / 0.5e9, rel=0.01)
+    assert away.time.terms["optimizer"] < prices[0]
+
+
 def test_nothing_is_added_to_other_plans():
     plan = build_plan(config_of())
     assert offload_seconds(1e9, 1, plan.job.train, plan.cluster, 1e-11) == 0.0
