@@ -32,6 +32,10 @@ WRONG_LINES = [
     ("completion", U, "name a shell: bash, fish, zsh"),
     ("config --choices clustr", U, "unknown group 'clustr'; did you mean 'cluster'?"),
     ("config --choices model train.steps=3", U, "'train.steps=3': --choices takes no overrides"),
+    ("precision --batches 0", U, "--batches 0: from 1 to 64"),
+    ("precision a-run model=tiny", U, "'model=tiny': a run has its own configuration"),
+    ("precision model=tiny --out map.png", U, "--out map.png: the file must end in .html"),
+    ("precision model=tiny train.matmul=fp8_row", C, "fp8_row: the trainer does not run it"),
     # groups
     ("plan +cluster=", U, "cluster= needs the name of a file; choices: a100x64"),
     ("plan clustr=local", U, "unknown group or key 'clustr'; did you mean 'cluster'?"),
@@ -99,6 +103,12 @@ WRONG_LINES = [
         C,
         "train.matmul=fp8_block: the trainer has blocks on CPUs only",
     ),
+    (
+        "plan train.matmul=fp8_tensor train.matmul_wide=[dwn]",
+        C,
+        "train.matmul_wide=[dwn]: tiny has no linear 'dwn'; did you mean 'down'? choices: wq, wk",
+    ),
+    ("plan train.matmul_wide=[wo]", C, "keeps linears wide while train.matmul narrows the others"),
     (
         "plan parallel=auto train.matmul=fp8_row",
         C,
