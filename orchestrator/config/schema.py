@@ -20,6 +20,7 @@ from orchestrator.plan.document import (
     Axis,
     CpMethod,
     Frozen,
+    GradWire,
     Matmul,
     Mla,
     Moe,
@@ -300,6 +301,8 @@ class TrainSpec(Frozen):
     #: The fp8 or fp4 recipe of the layers' matrix products. "": they compute in `precision`.
     matmul: Matmul = ""
     grad_dtype: Precision = "fp32"  # The precision in which gradients are accumulated and reduced.
+    #: The 16 bits in which gradients travel to be summed in `grad_dtype`. None: in `grad_dtype`.
+    grad_wire: GradWire | None = None
     #: `budget`: each layer recomputes as little as fits. None: nothing, or what a search finds.
     recompute: Recompute | Literal["budget"] | None = None
     #: Memory for the activations of a rank. None: what the GPU's memory leaves.

@@ -93,6 +93,7 @@ def _training(config: Config) -> dict[str, Any]:
         "comm_buffer_bytes": comm_buffer_bytes(train) or 0,
         "precision": train.precision,
         "grad_dtype": train.grad_dtype,
+        "grad_wire": train.grad_wire or UNSET,
     }
 
 

@@ -99,6 +99,7 @@ def make_train(config: Config) -> doc.Train:
         "recompute_latents",
         "deterministic",
         "objective",
+        "grad_wire",
     }
     copied_keys = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train)
@@ -121,6 +122,7 @@ def make_train(config: Config) -> doc.Train:
         deterministic=train.deterministic or UNSET,
         offload=make_offload(config),
         objective=objective_of(config),
+        grad_wire=train.grad_wire or UNSET,
     )
 
 

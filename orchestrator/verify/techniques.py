@@ -10,6 +10,12 @@ from typing import Any
 
 from orchestrator.plan.document import Mtp
 
+from .data_techniques import (
+    BLOCKS,
+    CONSTANT_BUFFERS,
+    HOST,
+    NARROW_WIRE,
+)
 from .expert_models import CAPPED, DEEPSEEK, MIXTURE
 from .expert_techniques import (
     BALANCED,
@@ -53,18 +59,15 @@ _LATENTS = tuple(
     )
 )
 
-#: Gradients, master weights and moments in the memory of the host.
-_HOST = {"offload": "host"}
-#: The same, updated while the next step computes with the weights before the update.
+#: Optimizer state in the memory of the host, updated while the next step computes with the weights
+#: before the update.
 _DELAYED = {"offload": "host", "offload_delayed": True}
-#: The same on a disk, with so small a buffer that every bucket takes several chunks.
+#: Optimizer state on a disk, with so small a buffer that every bucket takes several chunks.
 _DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
 #: Inputs of recomputed layers in the memory of the host.
 _INPUTS = {"offload_activations": "host"}
 #: Inputs of recomputed layers that tensor-parallel ranks share.
 _SHARED_INPUTS = {"partition_activations": True}
-#: Buckets so small that matrices are cut over several.
-_CONSTANT_BUFFERS = {"comm_buffer_mib": 0.005}
 #: Inputs of recomputed layers in a buffer that was reserved at the start.
 _RESERVED_INPUTS = {"contiguous_activations": True}
 _SHARED_LAYOUT = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
@@ -140,8 +143,6 @@ _DEEPSEEK_LAYOUTS: dict[str, dict[str, Any]] = {
         "zero": 2,
     },
 }
-#: A model in which the slices of two ranks have whole blocks of 128.
-_BLOCKS = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 256}
 _FP8 = (
     _fp8(""),
     *(_fp8(f"{mode}", recompute=mode) for mode in ("selective", "full", "budget")),
@@ -180,8 +181,8 @@ _FP8 = (
     _fp8("selective", "fp8_block", recompute="selective"),
     _fp8("pp2 zb_h1, full", "fp8_block", pp=2, schedule="zb_h1", recompute="full"),
     *(_fp8(f"dp2 zero{zero}", "fp8_block", dp=2, zero=zero) for zero in (1, 2, 3)),
-    _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=_BLOCKS),
-    _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=_BLOCKS),
+    _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=BLOCKS),
+    _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=BLOCKS),
     _fp8("tp2, blocks cut", "fp8_block", tp=2),
     _fp8(
         "tp2 sp cp2 zigzag, blocks cut",
@@ -223,13 +224,13 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
         Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
         Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
-        Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=_HOST),
+        Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=HOST),
         *(
             Technique(
                 f"zero{zero} on the host",
                 {"zero": zero, "dp": 2},
                 pairs="none",
-                train=_HOST,
+                train=HOST,
             )
             for zero in (0, 2, 3)
         ),
@@ -262,7 +263,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
                 f"{name}, constant buffers",
                 parallel,
                 pairs="none",
-                train=_CONSTANT_BUFFERS,
+                train=CONSTANT_BUFFERS,
             )
             for name, parallel in (
                 ("dp2", {"dp": 2}),
@@ -273,11 +274,12 @@ AXES: dict[str, tuple[Technique, ...]] = {
                 ("zero2 pp2", {"zero": 2, "dp": 2, "pp": 2}),
             )
         ),
+        *NARROW_WIRE,
         Technique(
             "zero2 hybrid on the host",
             {"zero": 2, "dp": 4, "zero_group": 2},
             pairs="none",
-            train=_HOST,
+            train=HOST,
         ),
     ),
     "tensor": (

@@ -229,23 +229,24 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     ZeRO-2: gradients of the bucket that is being filled and of two that are being reduced, unless
     it keeps constant buffers for them. ZeRO-3: weights of a layer and of the next one, which is
     being gathered, and of embedding and head, or of all layers in a pipeline; gradients of a layer
-    and their copy that is being reduced.
+    and their copy that is being reduced. A narrow wire has buffers of its own.
     """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
     weight = workload.width
     gradient = gradient_bytes(train, recipe)
+    wire = wire_buffers(workload)
     if parallel.zero < 2 and not (parallel.zero and recipe.buckets):
-        return 0.0
+        return wire
     if constant_buffers(workload):
-        return 0.0
+        return wire
     buckets = min(
         recipe.buckets or 3 * parallel.bucket_bytes,
         2 * unsharded_params(model, parallel) * gradient,
     )
     if parallel.zero < 3:
-        return buckets
+        return buckets + wire
     block = whole_layer(model, parallel)
     tables = model.vocab * model.hidden / parallel.tp * (1 if model.tied_embeddings else 2)
     if recipe.by_matrix:
@@ -254,6 +255,19 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     gathered = unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
     summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
     return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
+
+
+def wire_buffers(workload: Workload) -> float:
+    """Returns the bytes of gradients that are sent and received in `train.grad_wire`: those of two
+    buckets with ZeRO-1, of three with ZeRO-2."""
+    parallel = workload.parallel
+    shards = shard_ranks(parallel) * copies_of(parallel)
+    if not workload.train.grad_wire or shards == 1:
+        return 0.0
+    numbers = unsharded_params(workload.model, parallel)
+    of_bucket = parallel.bucket_bytes / workload.gradient_width
+    in_flight = min(numbers, (2 if parallel.zero == 1 else 3) * of_bucket)
+    return 2 * in_flight * workload.wire_width
 
 
 def memory_by_pp_rank(
@@ -289,7 +303,7 @@ def memory_by_pp_rank(
         states = _states_of_rank(workload, recipe, parameters, stages)
         whole_step_buffers = lasting
         if one_stage is not None:
-            backward = temporaries.layer + (zero if parallel.zero == 2 else 0.0)
+            backward = temporaries.layer + (zero if parallel.zero < 3 else 0.0)
             peak = peak_of_one_stage(
                 workload,
                 one_stage,
