@@ -1,6 +1,9 @@
-"""The techniques of data parallelism in the matrix that concern what ranks send."""
+"""The techniques of data parallelism in the matrix that concern what ranks send and keep: gradients
+on the wire, and the state of optimizers on the host."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from .technique import Technique
 
@@ -23,4 +26,28 @@ NARROW_WIRE = tuple(
         ("zero2 on the host", {"zero": 2, "dp": 2}, HOST),
         ("zero2, constant buffers", {"zero": 2, "dp": 2}, CONSTANT_BUFFERS),
     )
+)
+#: Keys of `optim` whose state differs from that of AdamW.
+_OPTIMIZERS: tuple[dict[str, Any], ...] = (
+    {"kind": "muon"},
+    {"kind": "sgd"},
+    {"state": "bf16"},
+    {"state": "8bit"},
+)
+#: Their state on the host.
+HOST_OPTIMIZERS = tuple(
+    Technique(
+        f"{layout} on the host, {keys.get('kind', keys.get('state'))}",
+        parallel,
+        model=BLOCKS if keys.get("state") == "8bit" else {},
+        pairs="none",
+        train=HOST,
+        optim=keys,
+    )
+    for layout, parallel in (
+        ("zero1", {"zero": 1, "dp": 2}),
+        ("zero2", {"zero": 2, "dp": 2}),
+        ("zero3 tp2", {"zero": 3, "dp": 2, "tp": 2}),
+    )
+    for keys in _OPTIMIZERS
 )

@@ -14,6 +14,7 @@ from .data_techniques import (
     BLOCKS,
     CONSTANT_BUFFERS,
     HOST,
+    HOST_OPTIMIZERS,
     NARROW_WIRE,
 )
 from .expert_models import CAPPED, DEEPSEEK, MIXTURE
@@ -249,6 +250,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
             pairs="none",
             train=_DELAYED,
         ),
+        *HOST_OPTIMIZERS,
         *(
             Technique(
                 f"zero{zero} on a disk",

@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 from orchestrator.cost.buckets import unsharded_params
 from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.model.stages import (
+    rank_matrices,
     rank_parameters,
     rank_stages,
     rank_vectors,
@@ -66,10 +67,12 @@ def rank_state_bytes(
     train: Train,
     recipe: Recipe = ORCH,
     vectors: float = 0.0,
+    matrices: float = 0.0,
 ) -> StateBytes:
     """Returns the states of a rank with `dense` and `experts` parameters before sharding.
 
-    `vectors` of the dense parameters are in norms and biases. Weights have the training precision.
+    `vectors` of the dense parameters are in norms and biases, `matrices` are in matrices of blocks.
+    Weights have the training precision.
     Gradients have `grad_dtype` or the recipe's width, and are unsharded with ZeRO-0 and 1. Moments
     are in fp32 (fp64 with fp64 weights), with an fp32 master copy if weights are narrower. Experts
     shard over cp * dp, all other weights over cp * ep * dp; if a pipeline holds the model twice,
@@ -92,9 +95,15 @@ def rank_state_bytes(
         disk += count * per_parameter.disk
     if recipe.wide_vectors:
         wide = structs.replace(recipe, moment=None)
-        narrow_state = param_state_bytes(dense_replicas, parallel, train, recipe).optimizer
-        wide_state = param_state_bytes(dense_replicas, parallel, train, wide).optimizer
-        optimizer += vectors * (wide_state - narrow_state)
+        narrow_state = param_state_bytes(dense_replicas, parallel, train, recipe)
+        wide_state = param_state_bytes(dense_replicas, parallel, train, wide)
+        optimizer += vectors * (wide_state.optimizer - narrow_state.optimizer)
+        host += vectors * (wide_state.host - narrow_state.host)
+    if recipe.whole_matrices:  # have one moment fewer; on the device that is an upper limit
+        fewer = structs.replace(recipe, moments=recipe.moments - 1)
+        of_others = param_state_bytes(dense_replicas, parallel, train, recipe).host
+        of_matrix = param_state_bytes(dense_replicas, parallel, train, fewer).host
+        host -= matrices * (of_others - of_matrix)
     return StateBytes(params, grads, optimizer, host, disk)
 
 
@@ -355,13 +364,16 @@ def _states_of_rank(
 ) -> StateBytes:
     """Returns the states of a pipeline rank with these (dense, expert) parameters and stages."""
     parallel = workload.parallel
-    vectors = rank_vectors(workload.model, parallel, stages) if recipe.wide_vectors else 0
+    model = workload.model
+    vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
+    matrices = rank_matrices(model, parallel, stages) if recipe.whole_matrices else 0
     return rank_state_bytes(
         *parameters,
         parallel=parallel,
         train=workload.train,
         recipe=recipe,
         vectors=vectors,
+        matrices=matrices,
     )
 
 
