@@ -221,6 +221,7 @@ class Engine:
             self.mesh,
             zero,
             reduce_dtype=self.recipe.reduce,
+            wire=self.recipe.wire,
             bucket_bytes=par.bucket_bytes,
             counter=self.counter,
             classes=classes_of(spread(par)),

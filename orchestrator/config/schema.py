@@ -20,6 +20,7 @@ from orchestrator.plan.document import (
     Axis,
     CpMethod,
     Frozen,
+    GradWire,
     Matmul,
     Mla,
     Moe,
@@ -302,6 +303,8 @@ class TrainSpec(Frozen):
     #: With matmul: linears that compute in `precision`, as `wo`, `first`, `last` or `3.down`.
     matmul_wide: list[str] = []
     grad_dtype: Precision = "fp32"  # The precision in which gradients are accumulated and reduced.
+    #: The 16 bits in which gradients travel to be summed in `grad_dtype`. None: in `grad_dtype`.
+    grad_wire: GradWire | None = None
     #: `budget`: each layer recomputes as little as fits. None: nothing, or what a search finds.
     recompute: Recompute | Literal["budget"] | None = None
     #: Memory for the activations of a rank. None: what the GPU's memory leaves.

@@ -19,6 +19,7 @@ from .document import (
     BatchRamp,
     Cluster,
     CpMethod,
+    GradWire,
     Matmul,
     Model,
     Objective,
@@ -68,6 +69,7 @@ class Case(Struct, frozen=True, kw_only=True):
     offload_weights: bool = False
     precision: Precision = "fp32"
     grad_dtype: Precision = "fp32"
+    grad_wire: GradWire | UnsetType = UNSET
     model: Model
     cluster: Cluster
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from msgspec import UnsetType
+
 from . import hierarchy
-from .document import Plan
+from .document import GradWire, Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .layer import KINDS, POST_NORM, PRE_NORM, layer_kind
 from .offload import comm_buffer_of, offload_of
-from .schedules import WHOLE_BACKWARD, schedule_of
+from .schedules import WHOLE_BACKWARD, copies, schedule_of
 from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
@@ -167,6 +169,32 @@ def _grad_dtype(case: Case) -> str | None:
     return f"{name}: legal is {' or '.join(legal)}"
 
 
+def _grad_wire(case: Case) -> str | None:
+    """Narrow gradients travel to the rank that sums them, in the format of the weights if that is
+    narrow too: fp16 needs its loss scale."""
+    wire = case.grad_wire
+    key = f"train.grad_wire={wire}"
+    if not wire:
+        return None
+    legal = "fp16" if case.precision == "fp16" else "bf16"
+    if case.precision == "fp64" or wire != legal:
+        lasting = "bf16, fp32 or fp16" if case.precision == "fp64" else case.precision
+        return f"{key} with train.precision={case.precision}: legal is {legal} with {lasting}"
+    if case.grad_dtype != "fp32":
+        return f"{key} with train.grad_dtype={case.grad_dtype}: legal is fp32, in which ranks sum"
+    shards = case.cp * case.ep * case.dp * copies(case.schedule_name, case.pp, case.vpp)
+    return wire_sharding(wire, case.zero, shards)
+
+
+def wire_sharding(wire: GradWire | UnsetType, zero: int, shards: int) -> str | None:
+    """Gradients that `shards` ranks sum in a wider format than they travel in have one rank for
+    each sum, which keeps it: with ZeRO-0 every rank would need all sums, and torch's fully_shard
+    sums in what travels."""
+    if not wire or zero in (1, 2) or shards == 1:
+        return None
+    return f"train.grad_wire={wire} with zero={zero}: legal is zero=1 or 2, whose ranks keep sums"
+
+
 def _objective(case: Case) -> str | None:
     """The next token is predicted from tokens before it, masked tokens from both sides; modules
     that predict further tokens follow the next one."""
@@ -287,6 +315,7 @@ TRAINER: dict[str, Rule] = MODELS | {
     "comm_buffer": _comm_buffer,
     "offload_weights": _offload_weights,
     "grad_dtype": _grad_dtype,
+    "grad_wire": _grad_wire,
     "predictions": _predictions,
 }
 
@@ -327,6 +356,7 @@ def case_of(plan: Plan) -> Case:
         offload_weights=offload_of(train).weights,
         precision=train.precision,
         grad_dtype=train.grad_dtype,
+        grad_wire=train.grad_wire,
         model=plan.model,
         cluster=cut(plan.cluster, range(nodes)),
     )

@@ -95,6 +95,7 @@ def _training(config: Config) -> dict[str, Any]:
         "offload_weights": train.offload_weights,
         "precision": train.precision,
         "grad_dtype": train.grad_dtype,
+        "grad_wire": train.grad_wire or UNSET,
     }
 
 

@@ -51,17 +51,24 @@ def make_optim(config: Config) -> doc.Optim:
     Raises OrchError (65) for an optimizer that the trainer cannot run with the other keys.
     """
     optim = config.optim
-    if optim.kind != "adamw" and config.train.offload != "none":
+    train = config.train
+    if train.offload == "disk" and (optim.kind, optim.state) != ("adamw", "wide"):
+        key = f"kind={optim.kind}" if optim.kind != "adamw" else f"state={optim.state}"
         raise OrchError(
-            f"optim.kind={optim.kind} keeps its state on the device:"
-            f" train.offload={config.train.offload} is for optim.kind=adamw",
+            f"optim.{key} with train.offload=disk, which holds the wide state of optim.kind=adamw,"
+            " in chunks that cut matrices: train.offload=host",
             Exit.CONFIG,
         )
-    if optim.state != "wide" and (optim.kind == "muon" or config.train.offload != "none"):
-        instead = "optim.kind=adamw or sgd" if optim.kind == "muon" else "train.offload=none"
+    if optim.kind == "muon" and train.offload_delayed:
         raise OrchError(
-            f"optim.state={optim.state} is kept by rules that look at each element alone, on the"
-            f" device: {instead}",
+            "train.offload_delayed updates beside the next step, with which ranks that compute"
+            " whole matrices together would compete: optim.kind=adamw or sgd",
+            Exit.CONFIG,
+        )
+    if optim.kind == "muon" and optim.state != "wide":
+        raise OrchError(
+            f"optim.state={optim.state} is kept by rules that look at each element alone:"
+            " optim.kind=adamw or sgd",
             Exit.CONFIG,
         )
     copied = {
@@ -102,6 +109,7 @@ def make_train(config: Config) -> doc.Train:
         "deterministic",
         "objective",
         "matmul_wide",
+        "grad_wire",
     }
     copied_keys = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train)
@@ -125,6 +133,7 @@ def make_train(config: Config) -> doc.Train:
         offload=make_offload(config),
         objective=objective_of(config),
         matmul_wide=wide_products(config),
+        grad_wire=train.grad_wire or UNSET,
     )
 
 

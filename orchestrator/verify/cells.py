@@ -156,7 +156,7 @@ def config_of_entry(base: Config, entry: Entry) -> Config:
         clip_grad_norm=CLIP if entry.variation.size != 2 else 0.0,
         **entry.train,
     )
-    optim = structs.replace(base.optim, warmup_steps=0)
+    optim = structs.replace(base.optim, warmup_steps=0, **entry.optim)
     cluster = few_nodes(base.cluster, entry.processes, entry.nodes)
     config = structs.replace(
         base,

@@ -6,6 +6,7 @@ from typing import Any
 
 from orchestrator.plan.document import Mtp
 
+from .data_techniques import BLOCKS
 from .expert_models import DEEPSEEK
 from .technique import Technique
 
@@ -68,8 +69,6 @@ _DEEPSEEK_LAYOUTS: dict[str, dict[str, Any]] = {
         "zero": 2,
     },
 }
-#: A model in which the slices of two ranks have whole blocks of 128.
-_BLOCKS = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 256}
 #: Layouts with linears that stay wide (`train.matmul_wide`): name, those linears, keys.
 _WIDE_LAYOUTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("dp2 zero2", "wk first", {"dp": 2, "zero": 2}),
@@ -128,8 +127,8 @@ NARROW_PRODUCTS = (
     _fp8("selective", "fp8_block", recompute="selective"),
     _fp8("pp2 zb_h1, full", "fp8_block", pp=2, schedule="zb_h1", recompute="full"),
     *(_fp8(f"dp2 zero{zero}", "fp8_block", dp=2, zero=zero) for zero in (1, 2, 3)),
-    _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=_BLOCKS),
-    _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=_BLOCKS),
+    _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=BLOCKS),
+    _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=BLOCKS),
     _fp8("tp2, blocks cut", "fp8_block", tp=2),
     _fp8(
         "tp2 sp cp2 zigzag, blocks cut",

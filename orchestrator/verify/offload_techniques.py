@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from .data_techniques import CONSTANT_BUFFERS, HOST
 from .expert_models import MIXTURE
 from .technique import Technique
 
-#: Gradients, master weights and moments in the memory of the host.
-_HOST = {"offload": "host"}
 #: The same, updated while the next step computes with the weights before the update.
 _DELAYED = {"offload": "host", "offload_delayed": True}
 #: The same on a disk, with so small a buffer that every bucket takes several chunks.
 DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
-#: Buckets so small that matrices are cut over several.
-_CONSTANT_BUFFERS = {"comm_buffer_mib": 0.005}
 #: The same with the shards of weights and gradients, which ZeRO-3 gathers from there.
-_SHARDS_ON_HOST = _HOST | {"offload_weights": True}
+_SHARDS_ON_HOST = HOST | {"offload_weights": True}
 _SHARDS_ON_DISK = DISK | {"offload_weights": True}
 _SHARDED: dict[str, dict[str, Any]] = {
     "zero3": {"dp": 2},
@@ -40,13 +37,13 @@ def _sharded(name: str, storage: str, train: dict[str, Any]) -> Technique:
 
 
 OFFLOADED = (
-    Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=_HOST),
+    Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=HOST),
     *(
         Technique(
             f"zero{zero} on the host",
             {"zero": zero, "dp": 2},
             pairs="none",
-            train=_HOST,
+            train=HOST,
         )
         for zero in (0, 2, 3)
     ),
@@ -54,7 +51,7 @@ OFFLOADED = (
         "zero3 pp2 zb_h1 on the host",
         {"zero": 3, "dp": 2, "pp": 2, "schedule": "zb_h1"},
         pairs="none",
-        train=_HOST,
+        train=HOST,
     ),
     *(
         Technique(
@@ -85,7 +82,7 @@ OFFLOADED = (
             f"{name}, constant buffers",
             parallel,
             pairs="none",
-            train=_CONSTANT_BUFFERS,
+            train=CONSTANT_BUFFERS,
         )
         for name, parallel in (
             ("dp2", {"dp": 2}),
@@ -100,7 +97,7 @@ OFFLOADED = (
         "zero2 hybrid on the host",
         {"zero": 2, "dp": 4, "zero_group": 2},
         pairs="none",
-        train=_HOST,
+        train=HOST,
     ),
     *(_sharded(name, "the host", _SHARDS_ON_HOST) for name in _SHARDED),
     *(_sharded(name, "a disk", _SHARDS_ON_DISK) for name in _SHARDED),

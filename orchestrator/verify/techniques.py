@@ -10,6 +10,10 @@ from typing import Any
 
 from orchestrator.plan.document import Mtp
 
+from .data_techniques import (
+    HOST_OPTIMIZERS,
+    NARROW_WIRE,
+)
 from .expert_models import CAPPED, DEEPSEEK, MIXTURE
 from .expert_techniques import (
     BALANCED,
@@ -107,6 +111,8 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
         Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
         *OFFLOADED,
+        *HOST_OPTIMIZERS,
+        *NARROW_WIRE,
     ),
     "tensor": (
         Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),

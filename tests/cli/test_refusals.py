@@ -119,6 +119,11 @@ WRONG_LINES = [
         C,
         "train.grad_dtype=fp16 with fp32: legal is fp32",
     ),
+    (
+        "plan parallel=auto train.grad_wire=fp16",
+        C,
+        "train.grad_wire=fp16 with train.precision=fp32: legal is bf16 with fp32",
+    ),
     ("plan parallel=auto train.precision=fp64", C, "with fp64: legal is fp64"),
     ("plan model.heads=7", U, "heads 7 is not a multiple of kv_heads 4"),
     (

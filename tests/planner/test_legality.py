@@ -148,6 +148,21 @@ UNTRAINED = {
         "experts have 8 bits on CPUs only",
     ),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
+    "grad_wire": (
+        shapes.tiny(),
+        {"grad_wire": "bf16", "zero": 3},
+        "train.grad_wire=bf16 with zero=3: legal is zero=1 or 2",
+    ),
+    "grad_wire ": (
+        shapes.tiny(),
+        {"grad_wire": "fp16", "zero": 1},
+        "train.grad_wire=fp16 with train.precision=fp32: legal is bf16 with fp32",
+    ),
+    "grad_wire  ": (
+        shapes.tiny(),
+        {"grad_wire": "bf16", "zero": 1, "precision": "bf16", "grad_dtype": "bf16"},
+        "train.grad_wire=bf16 with train.grad_dtype=bf16: legal is fp32",
+    ),
     "comm_buffer": (
         shapes.tiny(),
         {"comm_buffer_bytes": 1 << 20, "zero": 3},

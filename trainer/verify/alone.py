@@ -29,8 +29,11 @@ from .samples import step_batches
 
 def rounds_as_one(plan: Plan) -> bool:
     """Whether a layout rounds where one process does. A process that holds both uses of an
-    embedding adds their gradients in the parameter's precision."""
+    embedding adds their gradients in the parameter's precision; it sends no gradients, which a
+    narrow wire rounds."""
     par = plan.parallel
+    if plan.job.train.grad_wire:
+        return False
     return par.tp == par.cp == 1 and not (embeds_at_both_ends(plan.model) and par.pp > 1)
 
 

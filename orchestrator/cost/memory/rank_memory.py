@@ -13,7 +13,12 @@ from msgspec import Struct, structs
 
 from orchestrator.cost.buckets import unsharded_params
 from orchestrator.cost.model.layers import DTYPE_BYTES
-from orchestrator.cost.model.stages import rank_parameters, rank_stages, rank_vectors
+from orchestrator.cost.model.stages import (
+    rank_matrices,
+    rank_parameters,
+    rank_stages,
+    rank_vectors,
+)
 from orchestrator.cost.time.traffic import shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Memory, Parallel, Train
@@ -62,10 +67,12 @@ def rank_state_bytes(
     train: Train,
     recipe: Recipe = ORCH,
     vectors: float = 0.0,
+    matrices: float = 0.0,
 ) -> StateBytes:
     """Returns the states of a rank with `dense` and `experts` parameters before sharding.
 
-    `vectors` of the dense parameters are in norms and biases. Weights have the training precision.
+    `vectors` of the dense parameters are in norms and biases, `matrices` are in matrices of blocks.
+    Weights have the training precision.
     Gradients have `grad_dtype` or the recipe's width, and are unsharded with ZeRO-0 and 1. Moments
     are in fp32 (fp64 with fp64 weights), with an fp32 master copy if weights are narrower. Experts
     shard over cp * dp, all other weights over cp * ep * dp; if a pipeline holds the model twice,
@@ -88,9 +95,15 @@ def rank_state_bytes(
         disk += count * per_parameter.disk
     if recipe.wide_vectors:
         wide = structs.replace(recipe, moment=None)
-        narrow_state = param_state_bytes(dense_replicas, parallel, train, recipe).optimizer
-        wide_state = param_state_bytes(dense_replicas, parallel, train, wide).optimizer
-        optimizer += vectors * (wide_state - narrow_state)
+        narrow_state = param_state_bytes(dense_replicas, parallel, train, recipe)
+        wide_state = param_state_bytes(dense_replicas, parallel, train, wide)
+        optimizer += vectors * (wide_state.optimizer - narrow_state.optimizer)
+        host += vectors * (wide_state.host - narrow_state.host)
+    if recipe.whole_matrices:  # have one moment fewer; on the device that is an upper limit
+        fewer = structs.replace(recipe, moments=recipe.moments - 1)
+        of_others = param_state_bytes(dense_replicas, parallel, train, recipe).host
+        of_matrix = param_state_bytes(dense_replicas, parallel, train, fewer).host
+        host -= matrices * (of_others - of_matrix)
     return StateBytes(params, grads, optimizer, host, disk)
 
 
@@ -260,23 +273,24 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     it keeps constant buffers for them; the same for ZeRO-3 that gathers by step, beside
     `step_weights`. ZeRO-3: weights of a layer and of the next one, which is being gathered, and of
     embedding and head, or of all layers in a pipeline; gradients of a layer and their copy that is
-    being reduced.
+    being reduced. A narrow wire has buffers of its own.
     """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
     weight = workload.width
     gradient = gradient_bytes(train, recipe)
+    wire = wire_buffers(workload)
     if parallel.zero < 2 and not (parallel.zero and recipe.buckets):
-        return 0.0
+        return wire
     if constant_buffers(workload):
-        return 0.0
+        return wire
     buckets = min(
         recipe.buckets or 3 * parallel.bucket_bytes,
         2 * unsharded_params(model, parallel) * gradient,
     )
     if parallel.zero < 3 or gathers_by_step(parallel, recipe):
-        return buckets
+        return buckets + wire
     block = whole_layer(model, parallel)
     tables = model.vocab * model.hidden / parallel.tp * (1 if model.tied_embeddings else 2)
     if recipe.by_matrix:
@@ -285,6 +299,19 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     gathered = unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
     summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
     return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
+
+
+def wire_buffers(workload: Workload) -> float:
+    """Returns the bytes of gradients that are sent and received in `train.grad_wire`: those of two
+    buckets with ZeRO-1, of three with ZeRO-2."""
+    parallel = workload.parallel
+    shards = shard_ranks(parallel) * copies_of(parallel)
+    if not workload.train.grad_wire or shards == 1:
+        return 0.0
+    numbers = unsharded_params(workload.model, parallel)
+    of_bucket = parallel.bucket_bytes / workload.gradient_width
+    in_flight = min(numbers, (2 if parallel.zero == 1 else 3) * of_bucket)
+    return 2 * in_flight * workload.wire_width
 
 
 def memory_by_pp_rank(
@@ -320,7 +347,7 @@ def memory_by_pp_rank(
         states = _states_of_rank(workload, recipe, parameters, stages)
         whole_step_buffers = lasting
         if one_stage is not None:
-            backward = temporaries.layer + (zero if parallel.zero == 2 else 0.0)
+            backward = temporaries.layer + (zero if parallel.zero < 3 else 0.0)
             peak = peak_of_one_stage(
                 workload,
                 one_stage,
@@ -372,13 +399,16 @@ def _states_of_rank(
 ) -> StateBytes:
     """Returns the states of a pipeline rank with these (dense, expert) parameters and stages."""
     parallel = workload.parallel
-    vectors = rank_vectors(workload.model, parallel, stages) if recipe.wide_vectors else 0
+    model = workload.model
+    vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
+    matrices = rank_matrices(model, parallel, stages) if recipe.whole_matrices else 0
     return rank_state_bytes(
         *parameters,
         parallel=parallel,
         train=workload.train,
         recipe=recipe,
         vectors=vectors,
+        matrices=matrices,
     )
 
 

@@ -155,6 +155,23 @@ def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int
     return total
 
 
+def rank_matrices(model: Model, parallel: Parallel, stages: Sequence[int]) -> int:
+    """Returns the parameters in matrices of blocks, without experts, of a rank that holds
+    `stages`."""
+    kinds = [
+        0
+        if layer is None
+        else dense_on_rank(model, layer, parallel.tp) - vectors_on_rank(model, layer, parallel.tp)
+        for layer in sample_layers(model)
+    ]
+    total = 0
+    for stage in stages:
+        held = held_layers(model, parallel, stage)
+        numbers = dense_and_moe(model, held.start, held.stop)
+        total += sum(count * matrices for count, matrices in zip(numbers, kinds, strict=True))
+    return total
+
+
 def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     """Returns the (dense, expert) parameters of each pipeline rank, over all of its virtual stages.
 

@@ -46,6 +46,7 @@ def offload_seconds(
     byte_s: Number,
     gpu_work_s: Number = 0.0,
     shards_away: bool = False,
+    narrow_bytes: float = 0.0,
 ) -> Number:
     """Returns the seconds that an offloaded update adds to a step; 0.0 if nothing is offloaded.
 
@@ -55,7 +56,8 @@ def offload_seconds(
     `byte_s` is the seconds per byte of memory if the ranks compute on CPUs whose hosts are not
     described. `gpu_work_s` is the seconds of GPU work per step, which hide a delayed update;
     weights come back and gradients go down before it starts. `shards_away`: both stay on the host
-    between uses, and `travel_seconds` are their price.
+    between uses, and `travel_seconds` are their price. `narrow_bytes` is the bytes per parameter
+    that narrow moments add to an update.
     """
     offload = offload_of(train)
     if not offload.optimizer:
@@ -65,11 +67,12 @@ def offload_seconds(
     ranks = cluster.gpus_per_node
     wide = DTYPE_BYTES[train.precision]
     gradient = DTYPE_BYTES[train.grad_dtype]
-    update: Number = shard * UPDATE_BYTES * ranks / host.memory_bytes_per_s
+    update_bytes = shard * (UPDATE_BYTES + narrow_bytes)
+    update: Number = update_bytes * ranks / host.memory_bytes_per_s
     down: Number = shard * gradient / host.link_bytes_per_s
     up: Number = shard * wide / host.link_bytes_per_s
     if cluster.device == "cpu" and cluster.host is UNSET:
-        update = shard * UPDATE_BYTES * byte_s
+        update = update_bytes * byte_s
         down = 2 * shard * gradient * byte_s
         up = 2 * shard * wide * byte_s
     if shards_away:

@@ -274,8 +274,9 @@ class StepCost:
         work = self.work
         most_parameters = max(map(sum, self.work.held))
         shards = shard_ranks(par)
+        narrow_bytes = NARROW_STATE.get(work.state, 0.0)
         if work.offload is None or not offload_of(self.workload.train).optimizer:
-            narrow = NARROW_STATE.get(work.state, 0.0) * most_parameters / shards
+            narrow = narrow_bytes * most_parameters / shards
             optimizer_s = constant_seconds(par, work.rate, most_parameters, work.nodes)
             return optimizer_s + narrow * work.rate.byte_s
         train = self.workload.train
@@ -290,6 +291,7 @@ class StepCost:
             train,
             work.offload,
             shards_away=away,
+            narrow_bytes=narrow_bytes,
             **costs,
         )
         if away:

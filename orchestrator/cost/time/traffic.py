@@ -472,7 +472,10 @@ def _gradient_operations(workload: Workload, parameters: int, once: int) -> list
         return [("all_reduce", gradients / buckets, buckets, "backward")]
     rounds = reductions(parallel, workload.software.reduces_by_round)
     window: Window = "backward" if rounds == 1 else "compute"
-    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * rounds, window)
+    # Narrow gradients travel by an all-to-all, and are summed on arrival.
+    operation: Operation = "all_to_all" if workload.train.grad_wire else "reduce_scatter"
+    sent = parameters * workload.wire_width / buckets
+    scatter: SizedOperation = (operation, sent, buckets * rounds, window)
     if parallel.zero < 3 or parallel.pp > 1 or splits_backward(parallel):
         return [scatter, ("all_gather", weights / buckets, buckets, "none")]
     twice = 2 - once / parameters

@@ -29,6 +29,7 @@ from orchestrator.cost.time.communication import (
     gradient_seconds,
     transfer_seconds,
 )
+from orchestrator.cost.time.fabric import Pattern
 from orchestrator.cost.time.pipeline import EQUAL
 from orchestrator.cost.time.step_time import constant_seconds, step_factor
 from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions, shard_ranks
@@ -273,10 +274,16 @@ class DegreesBound:
         mesh = self.mesh
         of_experts = replicas(self.mesh)
         members = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp
+        narrow = self.cost.context.train.grad_wire
+        patterns: tuple[Pattern, ...] = ("ring", "exchange") if narrow else ("ring",)
         dense_s, experts_s = (
             (member_count - 1)
             / member_count
-            * min(best.per_byte(paths[replica_axes, "ring"]) for paths in self.nestings)
+            * min(
+                best.per_byte(paths[replica_axes, pattern])
+                for paths in self.nestings
+                for pattern in patterns
+            )
             for member_count, replica_axes in zip(
                 members,
                 (DENSE_REPLICAS, of_experts),
@@ -313,7 +320,7 @@ class ZeroStage:
         zero_bytes = memory.zero_buffers(workload, recipe)
         by_moment = self.one_stage or self.pipeline
         self.buffer_bytes = lasting if by_moment else lasting + zero_bytes
-        self.bucket_bytes = zero_bytes if par.zero == 2 else 0.0
+        self.bucket_bytes = zero_bytes if par.zero < 3 else 0.0
         self._overlap = gradient_overlap(par, self.context.rate, self.context.software)
         self._sent: dict[tuple[tuple[int, int], int], list[float]] = {}
         self._constant: dict[int, float] = {}

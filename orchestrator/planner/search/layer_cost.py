@@ -195,7 +195,7 @@ class LayerCost:
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.compute = context.compute(par)
         self.paths = best.paths(mesh, False)
-        self.widths = DTYPE_BYTES[train.precision], context.workload(par, train).gradient_width
+        self.widths = DTYPE_BYTES[train.precision], context.workload(par, train).wire_width
         blocks = model.layers + prediction_blocks(model)
         self.dense, self.moe = dense_and_moe(model, 0, blocks)
         self.mixed = bool(self.dense and self.moe)

@@ -26,7 +26,7 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, broken, sharding, zero_group
-from orchestrator.plan.trained import TRAINER, expert_sharding
+from orchestrator.plan.trained import TRAINER, expert_sharding, wire_sharding
 from orchestrator.planner.degrees import unit_case
 
 from .layout import CP_METHODS, RECOMPUTE_MODES, Fold, Layout, Mesh, Variant
@@ -34,7 +34,14 @@ from .layout import CP_METHODS, RECOMPUTE_MODES, Fold, Layout, Mesh, Variant
 #: Rules that depend on the variant of a mesh.
 VARIANT_RULES = ("sequence", "ulysses")
 #: Rules that only a complete layout can break.
-LAYOUT_RULES = ("virtual_stages", "zero_group", "schedule", "sharding", *VARIANT_RULES)
+LAYOUT_RULES = (
+    "virtual_stages",
+    "zero_group",
+    "schedule",
+    "sharding",
+    "grad_wire",
+    *VARIANT_RULES,
+)
 #: Rules about tp alone, checked once per tp.
 TP_RULES = ("heads", "kv_heads", "ffn", "nvlink")
 
@@ -277,11 +284,13 @@ class Space:
         model_copies = copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
         ep = spread(mesh) if "expert_parallel" in self.rules else 1
+        wire = self.base.grad_wire if "grad_wire" in self.rules else UNSET
         return lambda zero: (
             not (
                 zero_group(zero, group, replicas)
                 or sharding(zero, schedule, model_copies)
                 or expert_sharding(zero, ep, group)
+                or wire_sharding(wire, zero, replicas * model_copies)
             )
         )
 
