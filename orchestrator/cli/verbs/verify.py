@@ -109,7 +109,7 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
     from orchestrator.verify.cells import cells_of_entries
 
     entries = matrix.quick() if args.matrix == "quick" else matrix.full()
-    measured = dict[str, Verdict]()
+    measured: dict[str, Verdict] = {}
     if args.missing:
         from orchestrator.verify.page import read_equal
 
