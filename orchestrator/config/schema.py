@@ -322,7 +322,7 @@ class TrainSpec(Frozen):
     offload_delayed: bool = False
     #: Where the inputs of recomputed layers are until backward; none: on the device.
     offload_activations: Literal["none", "host", "disk"] = "none"
-    #: Weights and gradients are elsewhere too: ZeRO-3's shards, or mapped pages of a CPU's disk.
+    #: Weights and gradients are where the optimizer is: ZeRO-3's shards, or on CPUs all, on a disk.
     offload_weights: bool = False
     #: With offload=disk: a folder on a disk of each node. None: a folder in the run folder.
     offload_dir: Path | None = None

@@ -41,7 +41,8 @@ def offload_of(train: Train) -> Offload:
 def keeps_shards_away(offload: Offload, parallel: Parallel) -> bool:
     """Whether the shards of ZeRO-3 are outside the device's memory between uses."""
     replicas = parallel.dp * parallel.cp * parallel.ep
-    return offload.weights and parallel.zero >= 3 and replicas > 1
+    shards = min(replicas, parallel.zero_group or replicas)
+    return offload.weights and parallel.zero >= 3 and shards > 1
 
 
 def comm_buffer_of(train: Train) -> int | None:

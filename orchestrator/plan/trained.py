@@ -14,7 +14,7 @@ from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .layer import KINDS, POST_NORM, PRE_NORM, layer_kind
 from .offload import comm_buffer_of, offload_of
-from .schedules import WHOLE_BACKWARD, copies, schedule_of
+from .schedules import TABLE, WHOLE_BACKWARD, copies, read_rows, schedule_of
 from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
@@ -108,8 +108,8 @@ BUCKET_ALIGN = 64
 
 
 def _comm_buffer(case: Case) -> str | None:
-    """ZeRO-3 gathers whole layers, which no bound on buckets limits, and a bucket holds at least
-    one aligned shard for every replica."""
+    """ZeRO-3 gathers whole layers or stages, which no bound on buckets limits, and a bucket holds
+    at least one aligned shard for every replica."""
     if not case.comm_buffer_bytes:
         return None
     key = f"train.comm_buffer_mib={case.comm_buffer_bytes / MIB:g}"
@@ -128,34 +128,43 @@ def _comm_buffer(case: Case) -> str | None:
 
 
 def _offload_weights(case: Case) -> str | None:
-    """Ranks that compute with weights where they are do so in memory or in mapped pages. ZeRO-3
-    gathers weights instead, from memory that a GPU can copy from: mapped pages are not."""
+    """ZeRO-3 gathers weights from the host, so its shards may be there. Other stages compute with
+    weights where they are, which on CPUs may be mapped pages of a disk. A GPU cannot copy from
+    mapped pages."""
     if not case.offload_weights:
         return None
     key = f"train.offload_weights=true with train.offload={case.offload}"
     replicas = case.cp * case.ep * case.dp
-    gathers = case.zero == 3 and replicas > 1
+    shards = case.zero_group or replicas
+    gathers = case.zero == 3 and shards > 1
     if case.offload == "host" and not gathers:
         return (
             f"{key}: only ZeRO-3 over several ranks brings weights from the host; legal: zero=3"
-            " with dp, cp or ep above 1"
+            " with dp, cp or ep above 1, and no zero_group of 1"
         )
     if case.offload == "disk" and case.cluster.device == "cuda":
         return (
             f"{key} on GPUs, which cannot copy from mapped pages, since these are not page-locked;"
             " legal: train.offload=host with zero=3"
         )
-    if gathers and case.pp > 1 and case.schedule_name not in WHOLE_BACKWARD:
+    if gathers and _splits_backward(case):
         return (
             f"{key} and schedule {case.schedule_name}, for which ZeRO-3 gathers from the device;"
             f" legal schedules: {', '.join(WHOLE_BACKWARD)}"
         )
-    if gathers and (case.zero_group or replicas) == spread(case) > 1:
+    if gathers and shards == spread(case) > 1:
         return (
-            f"{key}: each expert is on one rank alone, which gathers nothing; legal: dp above"
-            f" {case.dp}, or zero=2 on a disk of CPUs"
+            f"{key}: each expert is on one rank alone, which gathers nothing; legal: a larger dp"
+            " (and zero_group), or zero=2 on a disk of CPUs"
         )
     return None
+
+
+def _splits_backward(case: Case) -> bool:
+    """Whether the schedule computes gradients of inputs before those of weights."""
+    if case.schedule_name == TABLE and case.schedule_rows:
+        return read_rows(case.schedule_rows).splits_backward
+    return case.schedule_name not in WHOLE_BACKWARD
 
 
 def _grad_dtype(case: Case) -> str | None:
@@ -187,9 +196,9 @@ def _grad_wire(case: Case) -> str | None:
 
 
 def wire_sharding(wire: GradWire | UnsetType, zero: int, shards: int) -> str | None:
-    """Gradients that `shards` ranks sum in a wider format than they travel in have one rank for
-    each sum, which keeps it: with ZeRO-0 every rank would need all sums, and torch's fully_shard
-    sums in what travels."""
+    """Of gradients that travel narrow, one of `shards` ranks makes each sum and keeps it, as ZeRO-1
+    and -2 do. With ZeRO-0 every rank needs all sums, and torch's fully_shard sums in the format
+    that travels."""
     if not wire or zero in (1, 2) or shards == 1:
         return None
     return f"train.grad_wire={wire} with zero={zero}: legal is zero=1 or 2, whose ranks keep sums"

@@ -192,10 +192,12 @@ def small(
     chosen = own_batch or "experiment" in keys
     micro_batches = scale.micro_batches(config, degrees, small_degrees, chosen)
     tp_pieces = _tensor_pieces(config, degrees)
+    layers_before = config.model.layers
     config = scale.scaled(config, degrees, small_degrees, named)
     cluster = _small_cluster(config, small_degrees)
     par = structs.replace(config.parallel, allow_tp_across_nvlink=True, tp_pieces=tp_pieces)
-    train = _judged_train(config.train, keys, config.model.layers)
+    wide = in_fewer_layers(config.train.matmul_wide, config.model.layers, layers_before)
+    train = structs.replace(_judged_train(config.train, keys), matmul_wide=wide)
     if not fits:
         par = structs.replace(par, order=None)
     if not fits or "train.seq_len" not in keys:
@@ -253,20 +255,14 @@ def _small_cluster(config: Config, small_degrees: scale.Degrees) -> ClusterSpec:
     return structs.replace(cluster, device="cpu") if config.train.matmul else cluster
 
 
-def _judged_train(train: TrainSpec, keys: set[str], layers: int) -> TrainSpec:
+def _judged_train(train: TrainSpec, keys: set[str]) -> TrainSpec:
     """Returns the training settings of a comparison: fp32 unless the user sets a precision (both
-    fp64 and fp32 are compared), clipped gradients, no batch ramp, which only changes the number of
-    samples, and wide linears of the layers that the model has."""
+    fp64 and fp32 are compared), clipped gradients, and no batch ramp, which only changes the number
+    of samples."""
     if "train.precision" not in keys:
         train = structs.replace(train, precision="fp32", grad_dtype="fp32")
     clip = train.clip_grad_norm if "train.clip_grad_norm" in keys else CLIP
-    wide = in_fewer_layers(train.matmul_wide, layers)
-    return structs.replace(
-        train,
-        batch_ramp=None,
-        clip_grad_norm=clip,
-        matmul_wide=wide,
-    )
+    return structs.replace(train, batch_ramp=None, clip_grad_norm=clip)
 
 
 def few_nodes(cluster: ClusterSpec, gpus: int, nodes: int = 1) -> ClusterSpec:

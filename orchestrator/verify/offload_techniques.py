@@ -102,6 +102,13 @@ OFFLOADED = (
     *(_sharded(name, "the host", _SHARDS_ON_HOST) for name in _SHARDED),
     *(_sharded(name, "a disk", _SHARDS_ON_DISK) for name in _SHARDED),
     Technique(
+        "zero3, weights on the host, muon",
+        {"zero": 3, "dp": 2},
+        pairs="none",
+        train=_SHARDS_ON_HOST,
+        optim={"kind": "muon"},
+    ),
+    Technique(
         "zero3, weights on the host, delayed",
         {"zero": 3, "dp": 2},
         pairs="none",

@@ -95,10 +95,12 @@ TABLE = (
 )
 
 
-def read_equal(page: str, entries: Sequence[Entry]) -> dict[str, Verdict]:
-    """Returns those of the cells that a page has as equal, by name: their errors to one digit, and
-    0 for what the page does not show."""
+def read_equal(page: str, entries: Sequence[Entry], versions: str) -> dict[str, Verdict]:
+    """Returns those of the cells that a page has as equal, by name, with their errors to one digit.
+    A page that was measured with other versions has none."""
     rows = dict[tuple[str, ...], list[str]]()
+    if f"\nMeasured with {versions}:" not in page:
+        return {}
     for line in page.splitlines():
         columns = [column.strip() for column in line.strip().strip("|").split("|")]
         if columns[-1] == "equal":

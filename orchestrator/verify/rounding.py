@@ -24,7 +24,7 @@ from orchestrator.plan import Exit, Plan
 from orchestrator.plan.document import Matmul
 from orchestrator.plan.exits import MEANING
 from orchestrator.plan.rounding.measurement import Answer, Measurement, Request
-from orchestrator.plan.trained import FP8
+from orchestrator.plan.trained import FP8, refusal
 
 from .run_cells import last_line, running
 
@@ -70,6 +70,8 @@ def measure(
             code = wait()
         if measurement is None or code:
             message = last_line(errors).removeprefix("trainer.rounding: ")
+            if code < 0:
+                message = f"the measurement was ended by signal {-code}"
             raise OrchError(message, Exit(code) if code in MEANING else Exit.INTERNAL)
         return measurement
 
@@ -123,6 +125,7 @@ def document(plan: Plan, measurement: Measurement) -> dict[str, object]:
         "model": plan.model.name,
         **msgspec.to_builtins(measurement),
         "matmul_wide": patterns,
+        "refusal": refusal(plan) or "",  # why the trainer does not run this plan
         "prices": (
             {"problem": costs}
             if isinstance(costs, str)

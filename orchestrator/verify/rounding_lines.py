@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from orchestrator.plan import Plan
 from orchestrator.plan.rounding.measurement import LinearErrors, Measurement
 from orchestrator.plan.rounding.proposal import MOST_ERROR
+from orchestrator.plan.trained import refusal
 from orchestrator.style import GRAY, RED, Style, seconds, si
 
 from .rounding import Prices, prices
@@ -28,6 +29,7 @@ def lines(plan: Plan, measurement: Measurement, look: Style) -> list[str]:
         *_losses(measurement),
         "",
         *proposal_lines(plan, measurement, look),
+        *(f"note: {problem}" for problem in filter(None, [refusal(plan)])),
     ]
 
 

@@ -16,6 +16,7 @@ from orchestrator.config.schema import HostSpec
 from orchestrator.cost.time.offload import ASSUMED, DISK_BYTES, UPDATE_BYTES, offload_seconds
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.trained import refusal
 from orchestrator.planner.explain import explain
 from tests.planner.configs import build_plan
 
@@ -88,6 +89,32 @@ def test_shards_on_the_host_are_on_no_device_and_travel_for_each_gather():
     prices = [plan.time.terms["optimizer"] for plan in slower]
     assert prices[1] - prices[0] == pytest.approx(travel / 0.5e9, rel=0.01)
     assert away.time.terms["optimizer"] < prices[0]
+
+
+def test_layouts_with_shards_on_the_host_are_explained_and_searched():
+    """The smallest layout of such a job is not that of one GPU, which has nothing to gather."""
+    words = ["train.offload=host", "train.offload_weights=true"]
+    config = config_of("parallel=dp8_zero3", *words)
+    plan = build_plan(config)
+    explain(config, resolve(config.cluster), plan, limit=3)
+    found = build_plan(config_of("parallel=auto", *words))
+    assert found.parallel.zero == 3
+    assert found.memory.params == 0
+    with pytest.raises(OrchError, match="only ZeRO-3 over several ranks"):
+        build_plan(config_of("parallel=auto", "parallel.zero=1", *words))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (["parallel.schedule=zb_h1"], "legal schedules: afab, 1f1b, interleaved"),
+        (["parallel.zero_group=1"], "no zero_group of 1"),
+    ],
+)
+def test_shards_leave_the_device_only_where_they_are_gathered_by_layer(keys, problem):
+    words = ["model=llama3_8b", "parallel=dp8_zero3", "train.offload=host"]
+    words.append("train.offload_weights=true")
+    assert problem in (refusal(build_plan(config_of(*words, *keys))) or "")
 
 
 def test_nothing_is_added_to_other_plans():

@@ -159,6 +159,18 @@ def test_bounds_of_memory_count_no_communicator_that_a_layout_may_lack(gpus, par
     )
 
 
+def test_bounds_of_memory_count_no_gradients_that_leave_for_the_host():
+    config = configs.config(
+        configs.cluster(1, 4),
+        small_model(moe=False),
+        {"auto": True, "tp": 1, "pp": 2, "zero": 3, "schedule": "zb_h1"},
+        seq_len=1024,
+        global_batch_samples=16,
+    )
+    train = structs.replace(config.train, offload="host")
+    costs_as_much_as_its_bounds(structs.replace(config, train=train))
+
+
 def costs_as_much_as_its_bounds(config):
     search = configs.search(config, any_layout=True)
     families = [

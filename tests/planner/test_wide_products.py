@@ -119,9 +119,12 @@ def test_one_layer_costs_its_share():
 
 
 def test_layers_that_a_smaller_model_lacks_become_its_last_one():
-    assert in_fewer_layers(["wo", "first", "3.down", "30.down"], 4) == [
+    words = ["wo", "first", "3.down", "30.down", "32.project"]
+    assert in_fewer_layers(words, 4, before=32) == [
         "wo",
         "first",
         "3.down",
         "3.down",
+        "4.project",
     ]
+    assert in_fewer_layers(["4.wo", "3.wo"], 4, before=4) == ["4.wo", "3.wo"]

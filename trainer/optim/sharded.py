@@ -145,7 +145,9 @@ class ShardedOptimizer:
         for index, bucket in reversed(list(enumerate(self.buckets.buckets))):
             # A narrow gradient is widened for the update: never that of the whole model at once.
             widened = bucket.grad_shard.dtype != self.master_dtype
-            single = self.buckets.gathers or self.host is not None or widened
+            # Whole matrices share the ranks that compute them, one matrix each.
+            on_host = self.host is not None and not bucket.kind.whole_matrix
+            single = self.buckets.gathers or on_host or widened
             kind = bucket.kind.decay, bucket.kind.whole_matrix, bucket.kind.narrow
             if not single and kind in shared:
                 shared[kind].append(index)
@@ -307,7 +309,7 @@ class ShardedOptimizer:
             master = shard.master[span].view(shape)
             grad = shard.grad[span].view(shape)
             cuts = cuts_of(info, self.buckets.mesh, rows)
-            device = bucket.param_shard.device
+            device = bucket.param_shard.device if self.host is None else self.host.device
             yield Matrix(info, master, grad, state, cuts, device=device)
 
     # -------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@ bits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from orchestrator.plan import Plan
+from orchestrator.plan.parity import HOPELESS
 from orchestrator.plan.rounding.measurement import (
     Answer,
     LinearErrors,
@@ -19,6 +21,7 @@ from orchestrator.plan.rounding.measurement import (
 from orchestrator.plan.rounding.proposal import propose
 from orchestrator.plan.rounding.wide import is_wide, linears
 from trainer.data.batch import MicroBatch
+from trainer.errors import CheckpointError
 from trainer.model.experts import GroupedLinear
 from trainer.model.fp8.experts import ExpertOp, expert_by_expert
 from trainer.model.linear import PLAIN, Linear, LinearOp
@@ -34,7 +37,7 @@ Key = tuple[int, str]
 
 def measure(request: Request) -> Iterator[Answer]:
     """Measures a model, and yields its progress; the last answer has the measurement. Raises
-    DataError, CheckpointError."""
+    DataError, CheckpointError, MemoryError."""
     plan = in_one_process(request.plan, request.batches)
     checkpoint = newest_checkpoint(request.checkpoints) if request.checkpoints else None
     batches = read_batches(plan, checkpoint)
@@ -43,6 +46,11 @@ def measure(request: Request) -> Iterator[Answer]:
     progress = _Progress(len(rounding.linears.modules) + len(rounding.names) + 3)
     yield progress("errors of products")
     errors, wide_loss = rounding.errors()
+    if not math.isfinite(wide_loss):
+        raise CheckpointError(
+            f"the loss of {plan.model.name} is {wide_loss} without 8 bits: there is nothing to"
+            " compare with"
+        )
     yield progress("loss with every linear in 8 bits")
     narrow_loss = rounding.loss(rounding.keys)
     changes_by_name = {}
@@ -139,7 +147,8 @@ class _Rounding:
         for key, module in self.linears.modules.items():
             plain = PLAIN if isinstance(module, Linear) else expert_by_expert
             _set_op(module, self.linears.ops[key]() if key in chosen else plain)
-        return float(sum(float(self._batch_loss(batch)) for batch in self.batches))
+        loss = sum(float(self._batch_loss(batch)) for batch in self.batches)
+        return loss if math.isfinite(loss) else HOPELESS
 
     def _batch_loss(self, batch: MicroBatch) -> Tensor:
         """Returns a batch's share of the mean loss over valid tokens, with the terms that modules

@@ -12,7 +12,7 @@ from msgspec import UNSET, structs
 from torch import Tensor
 
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Coord
+from orchestrator.plan.document import Coord, Model
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.load import VerifiedCheckpoint, newest
 from trainer.checkpoint.restore import StoredState
@@ -73,8 +73,9 @@ def newest_checkpoint(folder: str) -> VerifiedCheckpoint:
 
 def make_stage(plan: Plan, checkpoint: VerifiedCheckpoint | None) -> Stage:
     """Returns the whole model with initial weights or those of a checkpoint. Raises
-    CheckpointError."""
+    CheckpointError, and MemoryError for a model that this machine has no room for."""
     model = plan.model
+    check_room(model)
     stage = Stage(model, range(model.layers), first=True, last=True)
     if plan.job.matmul == "fp8_delayed":
         for _, linear in narrow_linears(stage, plan.job.train):
@@ -94,6 +95,20 @@ def make_stage(plan: Plan, checkpoint: VerifiedCheckpoint | None) -> Stage:
         if isinstance(module, MixtureOfExperts | Stage):
             module.terms = terms
     return stage
+
+
+def check_room(model: Model) -> None:
+    """Raises MemoryError if weights and gradients take more than the memory that is free."""
+    width = 8 if model.parameters <= MOST_IN_FP64 else 4
+    size = 2 * width * model.parameters
+    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next(int(words[1]) << 10 for words in fields if words[0] == "MemAvailable:")
+    if size > free:
+        raise MemoryError(
+            f"weights and gradients of {model.name} take {size / 2**30:,.1f} GiB, and"
+            f" {free / 2**30:,.1f} GiB of this machine's memory are free; fewer model.layers"
+            " measure a part of it"
+        )
 
 
 @torch.no_grad()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orchestrator.plan.parity import HOPELESS
 from trainer.model.fp8.experts import expert_by_expert
 from trainer.model.linear import PLAIN, LinearOp
 
@@ -29,8 +31,9 @@ class RelativeError:
 
     @property
     def value(self) -> float:
-        """The error; 0 of a product that is zero."""
-        return (self.squared_differences / self.squares) ** 0.5 if self.squares else 0.0
+        """The error; 0 of a product that is zero, HOPELESS if a number is not finite."""
+        error = (self.squared_differences / self.squares) ** 0.5 if self.squares else 0.0
+        return error if math.isfinite(error) else HOPELESS
 
 
 class ProductErrors:

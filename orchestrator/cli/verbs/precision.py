@@ -59,12 +59,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     plan = with_matmul(plan, args.matmul)
     request = Request(plan=plan, checkpoints=checkpoints, batches=args.batches)
     measurement = measure(request, show_progress)
-    if args.out:
-        _write_page(args.out, plan, measurement)
     if args.json:
         print_json(document(plan, measurement))
     else:
         print("\n".join(lines(plan, measurement, style())))
+    if args.out:
+        _write_page(args.out, plan, measurement)
     return Exit.DONE
 
 
@@ -79,6 +79,8 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
         raise OrchError(f"--batches {args.batches}: from 1 to {MOST_BATCHES}")
     if args.out and args.out.suffix.lower() != ".html":
         raise OrchError(f"--out {args.out}: the file must end in .html")
+    if args.out and not args.out.absolute().parent.is_dir():
+        raise OrchError(f"--out {args.out}: there is no folder {args.out.absolute().parent}")
 
 
 def _of_run(name: str | None) -> tuple[Plan, str]:

@@ -22,7 +22,7 @@ from orchestrator.cost.model.stages import (
 from orchestrator.cost.time.traffic import shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Memory, Parallel, Train
-from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import (
     STATE_KINDS,
     buffer_size,
@@ -86,8 +86,13 @@ def rank_state_bytes(
     copies = copies_of(parallel)
     dense_replicas = copies * parallel.cp * parallel.ep * parallel.dp
     expert_replicas = copies * expert_mesh(parallel).edp
-    for count, replicas in ((dense, dense_replicas), (experts, expert_replicas)):
-        per_parameter = param_state_bytes(replicas, parallel, train, recipe)
+    # A group of shards holds an expert on fewer ranks than other weights.
+    expert_group = parallel.zero_group // spread(parallel)
+    for count, replicas, group in (
+        (dense, dense_replicas, parallel.zero_group),
+        (experts, expert_replicas, expert_group),
+    ):
+        per_parameter = param_state_bytes(replicas, parallel, train, recipe, group=group)
         params += count * per_parameter.params
         grads += count * per_parameter.grads
         optimizer += count * per_parameter.optimizer
@@ -112,9 +117,13 @@ def param_state_bytes(
     parallel: Parallel,
     train: Train,
     recipe: Recipe = ORCH,
+    *,
+    group: int | None = None,
 ) -> StateBytes:
-    """Returns the states of one parameter that `replicas` ranks hold, on each of them."""
-    shards = min(replicas, parallel.zero_group or replicas)
+    """Returns the states of one parameter that `replicas` ranks hold, on each of them. `group` of
+    these share them, 0: all (None: `parallel.zero_group`)."""
+    size = parallel.zero_group if group is None else group
+    shards = min(replicas, size or replicas)
     optimizer_shards = shards if parallel.zero >= 1 else 1
     gradient_shards = shards if parallel.zero >= 2 else 1
     offload = offload_of(train)
@@ -261,7 +270,7 @@ def step_weights(
     if not gathers_by_step(parallel, recipe):
         return 0.0
     dense, experts = parameters
-    if expert_mesh(parallel).edp == 1:
+    if expert_mesh(parallel).edp == 1 or parallel.zero_group == spread(parallel):
         experts = 0
     return (dense + experts) * workload.width
 

@@ -98,15 +98,20 @@ def unknown_patterns(patterns: Iterable[str], model: Model) -> list[str]:
     ]
 
 
-def in_fewer_layers(patterns: Iterable[str], layers: int) -> list[str]:
-    """The patterns for a smaller model that stands for a larger one: numbers that it does not have
-    become those of its last layer."""
+def in_fewer_layers(patterns: Iterable[str], layers: int, before: int) -> list[str]:
+    """The patterns for a model of `layers` decoder layers that stands for one of `before`: numbers
+    that it does not have become that of its last layer, and blocks that predict further tokens
+    follow it."""
     smaller = []
     for pattern in patterns:
         where, _, name = pattern.partition(".")
-        number = _number(where, layers)
-        is_beyond = number is not None and number >= layers
-        smaller.append(f"{layers - 1}.{name}" if is_beyond else pattern)
+        number = _number(where, before)
+        if number is None or where in (FIRST, LAST) or number < min(layers, before):
+            smaller.append(pattern)
+        elif number >= before:
+            smaller.append(f"{layers + number - before}.{name}")
+        else:
+            smaller.append(f"{layers - 1}.{name}")
     return smaller
 
 

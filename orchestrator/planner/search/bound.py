@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from orchestrator.cost.context import CostContext
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.memory import rank_memory as memory
 from orchestrator.cost.memory.recipe import ORCH
@@ -35,7 +36,8 @@ from orchestrator.cost.time.step_time import constant_seconds, step_factor
 from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions, shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import CpMethod, Parallel
-from orchestrator.plan.expert_mesh import expert_mesh, replicas
+from orchestrator.plan.expert_mesh import expert_mesh, replicas, spread
+from orchestrator.plan.offload import offload_of
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost
@@ -230,6 +232,12 @@ def gradient_shares(mesh: Mesh, cost: LayerCost) -> list[GradientShare]:
     ]
 
 
+def _updated(context: CostContext, parameters: float) -> float:
+    """Returns the parameters whose update a bound counts: none if the host computes it, which may
+    overlap with other work."""
+    return 0.0 if offload_of(context.train).optimizer else parameters
+
+
 class DegreesBound:
     """Values that meshes of the same degrees share, whatever their micro-batches."""
 
@@ -246,14 +254,8 @@ class DegreesBound:
         self.nodes = -(-par.world_size // context.cluster.gpus_per_node)
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
         dense, experts = min(layer_cost.average_params(mesh.pp) for layer_cost in folds)
-        self.constant_s = value_of(
-            constant_seconds(
-                par,
-                context.rate,
-                dense + experts,
-                self.nodes,
-            )
-        )
+        updated = _updated(context, dense + experts)
+        self.constant_s = value_of(constant_seconds(par, context.rate, updated, self.nodes))
         dense_s, experts_s = self._byte_seconds(best)
         experts_s *= len(folds) == 1  # the replicas of experts differ between folds
         self.byte_s = dense_s, experts_s
@@ -313,7 +315,8 @@ class ZeroStage:
         self.step_weights = 0.0, 0.0
         if par.zero >= 3 and recipe.name == ORCH.name and shard_ranks(par) > 1:
             width = float(DTYPE_BYTES[self.context.train.precision])
-            self.step_weights = width, width if self._replicas[1] > 1 else 0.0
+            gathers_experts = self._replicas[1] > 1 and par.zero_group != spread(par)
+            self.step_weights = width, width if gathers_experts else 0.0
         self.one_stage = memory.is_one_stage(par, recipe)
         self.dense_bytes, self.expert_bytes = self._peak_state_bytes()
         workload = Workload(self.context.model, par, self.context.train)
@@ -351,6 +354,14 @@ class ZeroStage:
         """Returns the device bytes of a dense parameter and of an expert parameter."""
         dense, experts = self.states(copies)
         return dense.on_device, experts.on_device
+
+    def split_state_bytes(self, copies: int) -> tuple[float, float]:
+        """Returns the least device bytes of a dense parameter and of an expert parameter if
+        backward is split: gradients that the host takes pass through buffers."""
+        dense, experts = self.states(copies)
+        if self.par.zero < 3 or offload_of(self.context.train).optimizer != "host":
+            return dense.on_device, experts.on_device
+        return dense.params + dense.optimizer, experts.params + experts.optimizer
 
     def _peak_state_bytes(self) -> tuple[float, float]:
         """Returns the least bytes of (a dense, an expert) parameter's state at the peak."""
@@ -410,7 +421,8 @@ class ZeroStage:
     def constant(self, parameters: int) -> float:
         """Returns the seconds of optimizer and network for a rank with these parameters."""
         if parameters not in self._constant:
-            seconds = constant_seconds(self.par, self.context.rate, parameters, self.nodes)
+            updated = _updated(self.context, parameters)
+            seconds = constant_seconds(self.par, self.context.rate, updated, self.nodes)
             self._constant[parameters] = value_of(seconds)
         return self._constant[parameters]
 

@@ -207,7 +207,8 @@ class PipelineBound:
             return self._one_stage(sharded) * ROUNDING
         if sharded.pipeline and not self.split:
             return self._sharded_pipeline(activation_bytes, sharded) * ROUNDING
-        dense, expert = sharded.state_bytes(self.shape.copies)
+        states = sharded.split_state_bytes if self.split else sharded.state_bytes
+        dense, expert = states(self.shape.copies)
         if self.split:
             dense += sharded.step_weights[0]
             expert += sharded.step_weights[1]

@@ -25,7 +25,7 @@ from orchestrator.plan.document import Model
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
-from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, broken, sharding, zero_group
+from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, sharding, zero_group
 from orchestrator.plan.trained import TRAINER, expert_sharding, wire_sharding
 from orchestrator.planner.degrees import unit_case
 
@@ -40,6 +40,7 @@ LAYOUT_RULES = (
     "schedule",
     "sharding",
     "grad_wire",
+    "offload_weights",
     *VARIANT_RULES,
 )
 #: Rules about tp alone, checked once per tp.
@@ -79,12 +80,20 @@ class Space:
         self.base = unit_case(config, context.cluster, context.model)
         self.samples = self.base.global_batch_samples
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
-        # Degrees can only add to what is wrong.
-        if not any_layout and (breach := broken(self.base, TRAINER)):
+        # Degrees can only add to what is wrong with this case.
+        if not any_layout and (breach := broken(self._least_case(), TRAINER)):
             raise OrchError(
                 f"parallel=auto: {breach[1]}; --any searches layouts for another program",
                 Exit.CONFIG,
             )
+
+    def _least_case(self) -> Case:
+        """Returns the case of one GPU, or of two with ZeRO-3 if nothing smaller offloads weights to
+        the host."""
+        base = self.base
+        if base.offload_weights and base.offload == "host" and self.par.zero in (None, 3):
+            return structs.replace(base, zero=3, dp=2)
+        return base
 
     # -------------------------------------------------------------------------------------- meshes
 

@@ -146,10 +146,12 @@ class UnitReduceScatter(FsdpReduceScatter):
         if sums.device != input_tensor.device:
             sums = torch.empty_like(output_tensor, device=input_tensor.device)
         reduce_scatter(input_tensor, group, "dp", self.counter, out=sums)
-        for bucket, shard in zip(self.buckets, sums.split(self.sizes), strict=True):
+        earlier = [self._back_on_device(bucket) for bucket in self.buckets] if self.passes else []
+        for number, shard in enumerate(sums.split(self.sizes)):
+            bucket = self.buckets[number]
             grad = shard[: bucket.grad_shard.numel()]  # without padding
-            if self.passes:
-                grad.add_(self._back_on_device(bucket))
+            if earlier:
+                grad.add_(earlier[number])
             self._send(bucket, grad)
         self.passes += 1
 
