@@ -196,7 +196,7 @@ def _grad_wire(case: Case) -> str | None:
 
 
 def wire_sharding(wire: GradWire | UnsetType, zero: int, shards: int) -> str | None:
-    """Of gradients that travel narrow, one of `shards` ranks makes each sum and keeps it, as ZeRO-1
+    """One of `shards` ranks makes each sum of gradients that travel narrow and keeps it, as ZeRO-1
     and -2 do. With ZeRO-0 every rank needs all sums, and torch's fully_shard sums in the format
     that travels."""
     if not wire or zero in (1, 2) or shards == 1:

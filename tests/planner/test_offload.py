@@ -97,9 +97,9 @@ def test_layouts_with_shards_on_the_host_are_explained_and_searched():
     config = config_of("parallel=dp8_zero3", *words)
     plan = build_plan(config)
     explain(config, resolve(config.cluster), plan, limit=3)
-    found = build_plan(config_of("parallel=auto", *words))
-    assert found.parallel.zero == 3
-    assert found.memory.params == 0
+    searched = build_plan(config_of("parallel=auto", *words))
+    assert searched.parallel.zero == 3
+    assert searched.memory.params == 0
     with pytest.raises(OrchError, match="only ZeRO-3 over several ranks"):
         build_plan(config_of("parallel=auto", "parallel.zero=1", *words))
 

@@ -101,8 +101,9 @@ def check_room(model: Model) -> None:
     """Raises MemoryError if weights and gradients take more than the memory that is free."""
     width = 8 if model.parameters <= MOST_IN_FP64 else 4
     size = 2 * width * model.parameters
-    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next(int(words[1]) << 10 for words in fields if words[0] == "MemAvailable:")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(maxsplit=1) for line in lines)
+    free = int(fields["MemAvailable:"].split()[0]) << 10
     if size > free:
         raise MemoryError(
             f"weights and gradients of {model.name} take {size / 2**30:,.1f} GiB, and"

@@ -276,12 +276,20 @@ class _Groups:
         """Yields the ranks that send each other their gradients (`train.grad_wire`)."""
         if not self.workload.train.grad_wire or self.parallel.zero not in (1, 2):
             return
-        if not 0 < size < size_of(replicated):
-            yield Use("gradients", replicated, peers=size_of(replicated))
+        ranks = size_of(replicated)
+        positions = None
+        if not 0 < size < ranks:
+            size = ranks
         elif is_run(replicated, size):
-            yield Use("gradients", cut(replicated, size)[0], peers=size)
+            replicated = cut(replicated, size)[0]
         else:
-            yield Use("gradients", replicated, peers=size, positions=range(size))
+            positions = range(size)
+        yield Use(
+            "gradients",
+            replicated,
+            peers=size,
+            positions=positions,
+        )
 
     def _experts(self) -> Iterator[Use]:
         parallel = self.parallel

@@ -355,14 +355,6 @@ class ZeroStage:
         dense, experts = self.states(copies)
         return dense.on_device, experts.on_device
 
-    def split_state_bytes(self, copies: int) -> tuple[float, float]:
-        """Returns the least device bytes of a dense parameter and of an expert parameter if
-        backward is split: gradients that the host takes pass through buffers."""
-        dense, experts = self.states(copies)
-        if self.par.zero < 3 or offload_of(self.context.train).optimizer != "host":
-            return dense.on_device, experts.on_device
-        return dense.params + dense.optimizer, experts.params + experts.optimizer
-
     def _peak_state_bytes(self) -> tuple[float, float]:
         """Returns the least bytes of (a dense, an expert) parameter's state at the peak."""
         # Gradients may come after the peak.

@@ -81,19 +81,11 @@ class Space:
         self.samples = self.base.global_batch_samples
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
         # Degrees can only add to what is wrong with this case.
-        if not any_layout and (breach := broken(self._least_case(), TRAINER)):
+        if not any_layout and (breach := broken(_least(self.base, par), TRAINER)):
             raise OrchError(
                 f"parallel=auto: {breach[1]}; --any searches layouts for another program",
                 Exit.CONFIG,
             )
-
-    def _least_case(self) -> Case:
-        """Returns the case of one GPU, or of two with ZeRO-3 if nothing smaller offloads weights to
-        the host."""
-        base = self.base
-        if base.offload_weights and base.offload == "host" and self.par.zero in (None, 3):
-            return structs.replace(base, zero=3, dp=2)
-        return base
 
     # -------------------------------------------------------------------------------------- meshes
 
@@ -354,6 +346,14 @@ class Space:
         )
         train = structs.replace(self.config.train, recompute=layout.recompute)
         return structs.replace(self.config, parallel=parallel, train=train)
+
+
+def _least(base: Case, par: ParallelSpec) -> Case:
+    """Returns the case of one GPU, or of two with ZeRO-3 if nothing smaller offloads weights to the
+    host."""
+    if base.offload_weights and base.offload == "host" and par.zero in (None, 3):
+        return structs.replace(base, zero=3, dp=2)
+    return base
 
 
 def _check_searchable(config: Config, model: Model) -> None:
