@@ -294,8 +294,11 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
         return wire
     if constant_buffers(workload):
         return wire
+    filled: float = parallel.bucket_bytes
+    if gathers_by_step(parallel, recipe):  # a token table has a bucket of its own
+        filled = max(filled, model.vocab * model.hidden / parallel.tp * gradient)
     buckets = min(
-        recipe.buckets or 3 * parallel.bucket_bytes,
+        recipe.buckets or filled + 2 * parallel.bucket_bytes,
         2 * unsharded_params(model, parallel) * gradient,
     )
     if parallel.zero < 3 or gathers_by_step(parallel, recipe):
