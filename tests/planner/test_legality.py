@@ -181,7 +181,7 @@ UNTRAINED = {
     "offload_weights  ": (
         shapes.mixtral_8x7b(),
         {"offload": "host", "offload_weights": True, "zero": 3, "ep": 8, "dp": 1, "tp": 8},
-        "each expert is on one rank alone, which gathers nothing; legal: dp above 1",
+        "each expert is on one rank alone, which gathers nothing; legal: a larger dp",
     ),
     "comm_buffer ": (
         shapes.tiny(),
