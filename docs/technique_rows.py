@@ -72,9 +72,9 @@ ZERO = (
         "5.3",
         words="parallel.zero=3",
         beside="parallel=dp8",
-        cells=("zero3", "zero3 hybrid"),
-        memory=("dp2 zero3", "dp2 zero3 bf16", "pp2 dp2 zero3"),
-        sent=("ep2 dp2 zero3",),
+        cells=("zero3", "zero3 hybrid", "zero3 pp2 zb_h1 on the host"),
+        memory=("dp2 zero3", "dp2 zero3 bf16", "pp2 dp2 zero3", "pp2 dp2 zero3 zb_h1"),
+        sent=("ep2 dp2 zero3", "pp2 dp2 zb_h1, zero3"),
         measured=("tests/trainer/test_zero_formulas.py::test_bytes_sent_and_held",),
         price=("dp", "optimizer"),
         pages=(
@@ -192,7 +192,7 @@ OFFLOAD = (
         "5.1",
         words="train.offload=host",
         beside="parallel=dp8",
-        cells=("zero1 on the host", "zero3 on the host"),
+        cells=("zero1 on the host", "zero3 on the host", "zero3 pp2 zb_h1 on the host"),
         shown_by=(
             "tests/trainer/test_offload.py::test_weights_and_states_are_those_of_the_device",
             "benchmarks/results/gpu_parity_h200.json::optimizer on the host",
@@ -223,6 +223,8 @@ OFFLOAD = (
     ),
 )
 
+_SHARDS_AWAY = "offload.md#shards-of-zero-3-outside-the-device"
+
 INFINITY = (
     Technique(
         "Infinity offload engine: optimizer state on NVMe",
@@ -247,26 +249,36 @@ INFINITY = (
         ),
         price=("optimizer",),
         pages=("offload.md", "offload.md#measured"),
-        note="In mapped pages of the disk, under ZeRO-0 to -2.",
+        note="In mapped pages of the disk, whole; with ZeRO-3 shards of them.",
         setting="model=tiny",
     ),
     Technique(
-        "Infinity offload engine: partitioned parameters (P_p) on NVMe",
+        "Infinity offload engine: partitioned parameters (P_p) and gradients in CPU memory",
+        "5.1.1, 6.3",
+        words="train.offload=host train.offload_weights=true",
+        beside="parallel=dp8_zero3",
+        cells=("zero3, weights on the host", "zero3 hybrid, weights on the host"),
+        memory=("dp2 zero3, weights on the host",),
+        price=("optimizer",),
+        pages=(_SHARDS_AWAY,),
+    ),
+    Technique(
+        "Infinity offload engine: partitioned parameters (P_p) and gradients on NVMe, of CPUs",
         "5.1.1, 6.3",
         words="train.offload=disk train.offload_weights=true",
         beside="cluster=local parallel=dp8_zero3",
-        reason="shards of ZeRO-3 are torch's fully_shard's, in the device's memory",
-        pages=("offload.md",),
+        cells=("zero3, weights on a disk", "zero3 hybrid, weights on a disk"),
+        price=("optimizer",),
+        pages=(_SHARDS_AWAY,),
         setting="model=tiny",
     ),
     Technique(
-        "Infinity offload engine: parameters of GPUs in CPU memory or on NVMe",
+        "Infinity offload engine: parameters of GPUs on NVMe",
         "5.1.1, 6.3",
         words="train.offload=disk train.offload_weights=true",
-        beside="cluster=h100x8 parallel=dp8",
-        reason="weights that a GPU computes with are in its own memory",
-        pages=("offload.md",),
-        setting="model=llama32_1b",
+        beside="parallel=dp8_zero3",
+        reason="pages of a disk are not page-locked, so a GPU cannot copy from them",
+        pages=(_SHARDS_AWAY,),
     ),
     Technique(
         "CPU offload of activations",

@@ -22,7 +22,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.batch import computed, replica_of, taken
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.offload import comm_buffer_of, offload_of
-from orchestrator.plan.schedules import peak_inputs, schedule_of
+from orchestrator.plan.schedules import peak_inputs, schedule_of, shards_layers
 
 from .checkpoint.format import StatePiece
 from .comm.collectives import CommCounter, all_reduce
@@ -40,6 +40,7 @@ from .optim.sharded import ShardedOptimizer, rules_of
 from .parallel import apply
 from .parallel.context.apply import shard_batch
 from .parallel.data.buckets import GradBuckets
+from .parallel.data.step_gathers import StepGatheredBuckets
 from .parallel.data.zero2 import ShardedGradBuckets
 from .parallel.params import STALE, classes_of
 from .parallel.reserved_inputs import ReservedInputs
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
     from .parallel.data.fsdp import FullyShardedParameters
 
     Buckets = GradBuckets | FullyShardedParameters
+
+#: The flat buckets of ZeRO stages that shard more than the optimizer's state.
+BUCKETS: dict[int, type[GradBuckets]] = {
+    2: ShardedGradBuckets,
+    3: StepGatheredBuckets,
+}
 
 
 class Engine:
@@ -87,7 +94,7 @@ class Engine:
         self._reserve(stage_numbers)
         rules = rules_of(plan.job.optim, plan.job.train.seed)
         self._mark_parameters(rules)
-        self.buckets = self._fully_sharded() if self._shards_weights else self._flat_buckets()
+        self.buckets = self._fully_sharded() if self._shards_layers else self._flat_buckets()
         self.optimizer = self._optimizer(rules, folder)
         replica = replica_of(par, mesh.coord)
         computed_micro_batches = computed(par, replica)
@@ -113,8 +120,8 @@ class Engine:
         )
 
     @property
-    def _shards_weights(self) -> bool:
-        return self.plan.parallel.zero == 3 and self.mesh.size("shard") > 1
+    def _shards_layers(self) -> bool:
+        return shards_layers(self.plan.parallel) and self.mesh.size("shard") > 1
 
     @property
     def _state_host(self) -> HostMemory | None:
@@ -133,7 +140,7 @@ class Engine:
         return HostMemory(
             self.device,
             takes_gradients=offload.optimizer == "host",
-            weights=folder if offload.weights else None,
+            weights=folder if offload.weights and offload.optimizer == "disk" else None,
         )
 
     def _activation_store(self, folder: Path) -> ActivationStore | None:
@@ -160,12 +167,12 @@ class Engine:
         self.reserved.reserve(slots)
 
     def _build_part(self, stage_numbers: list[int]) -> apply.ModelPart:
-        """Builds this rank's stages, in the master dtype if the shards of ZeRO-3 are the master
-        weights."""
-        holds_masters = self._shards_weights and not self.offload.optimizer
+        """Builds this rank's stages, in the master dtype if the shards of `fully_shard` are the
+        master weights, which it makes later, unit by unit."""
+        holds_masters = self._shards_layers and not self.offload.optimizer
         dtype = self.recipe.master if holds_masters else self.recipe.param
         allocate = None
-        if self.host is not None and self.offload.weights:
+        if self.host is not None and self.offload.weights and not self._shards_layers:
             allocate = self.host.device_zeros
         return apply.build(
             self.plan,
@@ -175,6 +182,7 @@ class Engine:
             dtype,
             indices=stage_numbers,
             allocate=allocate,
+            deferred=self._shards_layers,
             store=self.store or self.reserved,
         )
 
@@ -204,17 +212,16 @@ class Engine:
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
-        unsharded = self.mesh.size("shard") == 1  # then all ZeRO stages are equal
-        kind: type[GradBuckets] = GradBuckets
-        zero = min(par.zero, 1)
-        if par.zero == 2 and not unsharded:
-            kind = ShardedGradBuckets
-            zero = 2
+        zero = par.zero
+        if self.mesh.size("shard") == 1:  # then all ZeRO stages are equal
+            zero = min(zero, 1)
+        kind = BUCKETS.get(zero, GradBuckets)
         buckets = kind(
             list(self.part.parameters()),
             self.mesh,
             zero,
             reduce_dtype=self.recipe.reduce,
+            wire=self.recipe.wire,
             bucket_bytes=par.bucket_bytes,
             counter=self.counter,
             classes=classes_of(spread(par)),
@@ -238,6 +245,8 @@ class Engine:
             interleaved=self.plan.parallel.pp > 1,
             classes=classes_of(spread(self.plan.parallel)),
             host=self._state_host,
+            away=self.offload.weights,
+            fill=self.part.fill,
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:

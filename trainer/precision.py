@@ -22,11 +22,13 @@ DTYPES = {
 @dataclass(frozen=True)
 class Recipe:
     """`param`: weights, activations, pipeline messages. `reduce`: gradient accumulation and
-    reduction. `master`: the optimizer's weights and moments."""
+    sums. `master`: the optimizer's weights and moments. `wire`: gradients on their way to the rank
+    that sums them in `reduce`; None: they are summed as they travel, in `reduce`."""
 
     param: torch.dtype
     reduce: torch.dtype
     master: torch.dtype
+    wire: torch.dtype | None = None
 
 
 def recipe(train: Train) -> Recipe:
@@ -42,7 +44,13 @@ def recipe(train: Train) -> Recipe:
             f"grad_dtype {train.grad_dtype} with precision fp32 loses digits and saves nothing; use"
             " fp32"
         )
-    return Recipe(param, reduce, torch.promote_types(param, torch.float32))
+    master = torch.promote_types(param, torch.float32)
+    return Recipe(
+        param,
+        reduce,
+        master,
+        wire=DTYPES.get(train.grad_wire or ""),
+    )
 
 
 #: For parity tests: everything in double, where a real bug cannot hide behind rounding.

@@ -120,6 +120,10 @@ EXAMPLES = {
         "orch verify parallel=tp2_pp2_zero1",
         "orch verify --matrix quick",
     ],
+    "precision": [
+        "orch precision tiny-tp2-1129 --out precision.html",
+        "orch precision model=tiny train.matmul=fp8_tensor",
+    ],
     "twin": [
         "orch twin cluster=h100x64 model=llama3_8b parallel=tp8_zero1",
         "orch twin cluster=h100x8 model=gpt2 parallel=ddp --all",

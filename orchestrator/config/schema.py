@@ -20,6 +20,7 @@ from orchestrator.plan.document import (
     Axis,
     CpMethod,
     Frozen,
+    GradWire,
     Matmul,
     Mla,
     Moe,
@@ -299,7 +300,11 @@ class TrainSpec(Frozen):
     precision: Precision = "bf16"  # The format that layers compute in.
     #: The fp8 or fp4 recipe of the layers' matrix products. "": they compute in `precision`.
     matmul: Matmul = ""
+    #: With matmul: linears that compute in `precision`, as `wo`, `first`, `last` or `3.down`.
+    matmul_wide: list[str] = []
     grad_dtype: Precision = "fp32"  # The precision in which gradients are accumulated and reduced.
+    #: The 16 bits in which gradients travel to be summed in `grad_dtype`. None: in `grad_dtype`.
+    grad_wire: GradWire | None = None
     #: `budget`: each layer recomputes as little as fits. None: nothing, or what a search finds.
     recompute: Recompute | Literal["budget"] | None = None
     #: Memory for the activations of a rank. None: what the GPU's memory leaves.
@@ -317,7 +322,7 @@ class TrainSpec(Frozen):
     offload_delayed: bool = False
     #: Where the inputs of recomputed layers are until backward; none: on the device.
     offload_activations: Literal["none", "host", "disk"] = "none"
-    #: With offload=disk on CPUs: weights and gradients are in mapped pages of the disk too.
+    #: Weights and gradients are where the optimizer is: ZeRO-3's shards, or on CPUs all, on a disk.
     offload_weights: bool = False
     #: With offload=disk: a folder on a disk of each node. None: a folder in the run folder.
     offload_dir: Path | None = None

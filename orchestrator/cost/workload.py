@@ -56,8 +56,14 @@ class Workload:
 
     @property
     def gradient_width(self) -> int:
-        """Bytes of a gradient on the wire."""
+        """Bytes of a gradient that ranks have summed, also on the wire."""
         return self.software.grad_bytes or DTYPE_BYTES[self.train.grad_dtype]
+
+    @property
+    def wire_width(self) -> int:
+        """Bytes of a gradient on its way to the rank that sums it."""
+        wire = self.train.grad_wire
+        return DTYPE_BYTES[wire] if wire else self.gradient_width
 
     @property
     def tokens(self) -> float:

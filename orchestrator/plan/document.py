@@ -30,6 +30,7 @@ AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")
 
 #: fp64 is slow and serves verification (`orch verify`): its rounding errors hide no mistakes.
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+GradWire = Literal["bf16", "fp16"]
 #: The recipe of scaling for matrix products that are narrower than their tensors; "": none. The
 #: 8-bit recipes have one scale per tensor, per row, per block of 128 (DeepSeek-V3, arXiv
 #: 2412.19437) and per block of 32 (OCP MX); the 4-bit recipe has one per block of 16.
@@ -267,6 +268,10 @@ class Train(Frozen):
     #: true: GPUs use kernels and orders of sums that give the same bits in every run
     deterministic: bool | UnsetType = UNSET
     objective: Objective | UnsetType = UNSET  # UNSET: the next token
+    #: linears that stay wide while `Job.matmul` narrows the others (`plan.rounding.wide`)
+    matmul_wide: list[str] | UnsetType = UNSET
+    #: format in which gradients travel to the rank that sums them; UNSET: `grad_dtype`
+    grad_wire: GradWire | UnsetType = UNSET
 
 
 class Optim(Frozen):

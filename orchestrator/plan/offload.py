@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from .document import Train
+    from .document import Parallel, Train
 
 BLOCK = 4096  # bytes; transfers begin and end on multiples of it
 STATE_KINDS = 3  # master weights and AdamW's two moments
@@ -27,7 +27,8 @@ class Offload(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omi
     activations: Literal["", "host", "disk"] = ""  # place of the inputs of recomputed layers
     #: for "host": an update runs during the next step, which computes with the older weights
     delayed: bool = False
-    weights: bool = False  # for "disk": also weights and gradients, in pages of a mapped file
+    #: also weights and gradients: on the host with ZeRO-3, or in pages of a mapped file
+    weights: bool = False
     dir: str = ""  # for "disk"; "": the run folder
     buffer_bytes: int = 0  # for "disk": host memory per rank through which the state passes
 
@@ -35,6 +36,13 @@ class Offload(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omi
 def offload_of(train: Train) -> Offload:
     """The plan's offloading; no offloading if the plan has none."""
     return train.offload or Offload()
+
+
+def keeps_shards_away(offload: Offload, parallel: Parallel) -> bool:
+    """Whether the shards of ZeRO-3 are outside the device's memory between uses."""
+    replicas = parallel.dp * parallel.cp * parallel.ep
+    shards = min(replicas, parallel.zero_group or replicas)
+    return offload.weights and parallel.zero >= 3 and shards > 1
 
 
 def comm_buffer_of(train: Train) -> int | None:

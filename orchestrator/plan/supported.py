@@ -19,6 +19,7 @@ from .document import (
     BatchRamp,
     Cluster,
     CpMethod,
+    GradWire,
     Matmul,
     Model,
     Objective,
@@ -27,8 +28,6 @@ from .document import (
 from .domains import domains_of
 from .expert_mesh import axes, expert_mesh, folds_cp, in_words
 
-#: Schedules that do not split the backward pass.
-WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
 #: Methods of context parallelism that give each rank two pieces of a sequence, so that all ranks
 #: have equal work in causal attention.
 BALANCED = ("zigzag", "allgather")
@@ -66,8 +65,11 @@ class Case(Struct, frozen=True, kw_only=True):
     matmul: Matmul = ""
     optim_state: str = ""  # the same as `Optim.state`
     comm_buffer_bytes: int = 0  # 0: unbounded
+    offload: str = ""  # the same as `Offload.optimizer`
+    offload_weights: bool = False
     precision: Precision = "fp32"
     grad_dtype: Precision = "fp32"
+    grad_wire: GradWire | UnsetType = UNSET
     model: Model
     cluster: Cluster
 
@@ -319,27 +321,17 @@ def zero_group(zero: int, group: int, ranks: int) -> str | None:
 
 
 def _sharding(case: Case) -> str | None:
-    """ZeRO-3 gathers weights by torch's fully_shard, which does not know a backward in two parts.
-    From ZeRO-2 on gradients leave in the order in which backward completes them, and two model
+    """Gradients leave in the order in which backward completes them, from ZeRO-2 on, and two model
     copies on one pipeline (dualpipe) complete them in different orders."""
     from .schedules import copies
 
-    return sharding(
-        case.zero,
-        case.pp,
-        case.schedule_name,
-        copies(case.schedule_name, case.pp, case.vpp),
-    )
+    schedule = case.schedule_name
+    return sharding(case.zero, schedule, copies(schedule, case.pp, case.vpp))
 
 
-def sharding(zero: int, pp: int, schedule: str, copies: int) -> str | None:
+def sharding(zero: int, schedule: str, copies: int) -> str | None:
     """Checks a ZeRO stage against a schedule that holds `copies` of the model on one pipeline
     (dualpipe: 2)."""
-    if zero == 3 and pp > 1 and schedule not in WHOLE_BACKWARD:
-        return (
-            f"zero=3 with schedule {schedule}: torch's fully_shard does not take a split backward;"
-            f" legal schedules: {', '.join(WHOLE_BACKWARD)}, or zero 0 to 2"
-        )
     if zero >= 2 and copies > 1:
         return (
             f"zero={zero} with schedule {schedule}: both ranks of a stage complete its gradients in"

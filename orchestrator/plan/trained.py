@@ -6,13 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from msgspec import UnsetType
+
 from . import hierarchy
-from .document import Plan
+from .document import GradWire, Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .layer import KINDS, POST_NORM, PRE_NORM, layer_kind
-from .offload import comm_buffer_of
-from .schedules import schedule_of
+from .offload import comm_buffer_of, offload_of
+from .schedules import TABLE, WHOLE_BACKWARD, copies, read_rows, schedule_of
 from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
@@ -106,8 +108,8 @@ BUCKET_ALIGN = 64
 
 
 def _comm_buffer(case: Case) -> str | None:
-    """ZeRO-3 gathers whole layers, which no bound on buckets limits, and a bucket holds at least
-    one aligned shard for every replica."""
+    """ZeRO-3 gathers whole layers or stages, which no bound on buckets limits, and a bucket holds
+    at least one aligned shard for every replica."""
     if not case.comm_buffer_bytes:
         return None
     key = f"train.comm_buffer_mib={case.comm_buffer_bytes / MIB:g}"
@@ -125,6 +127,46 @@ def _comm_buffer(case: Case) -> str | None:
     return None
 
 
+def _offload_weights(case: Case) -> str | None:
+    """ZeRO-3 gathers weights from the host, so its shards may be there. Other stages compute with
+    weights where they are, which on CPUs may be mapped pages of a disk. A GPU cannot copy from
+    mapped pages."""
+    if not case.offload_weights:
+        return None
+    key = f"train.offload_weights=true with train.offload={case.offload}"
+    replicas = case.cp * case.ep * case.dp
+    shards = case.zero_group or replicas
+    gathers = case.zero == 3 and shards > 1
+    if case.offload == "host" and not gathers:
+        return (
+            f"{key}: only ZeRO-3 over several ranks brings weights from the host; legal: zero=3"
+            " with dp, cp or ep above 1, and no zero_group of 1"
+        )
+    if case.offload == "disk" and case.cluster.device == "cuda":
+        return (
+            f"{key} on GPUs, which cannot copy from mapped pages, since these are not page-locked;"
+            " legal: train.offload=host with zero=3"
+        )
+    if gathers and _splits_backward(case):
+        return (
+            f"{key} and schedule {case.schedule_name}, for which ZeRO-3 gathers from the device;"
+            f" legal schedules: {', '.join(WHOLE_BACKWARD)}"
+        )
+    if gathers and shards == spread(case) > 1:
+        return (
+            f"{key}: each expert is on one rank alone, which gathers nothing; legal: a larger dp"
+            " (and zero_group), or zero=2 on a disk of CPUs"
+        )
+    return None
+
+
+def _splits_backward(case: Case) -> bool:
+    """Whether the schedule computes gradients of inputs before those of weights."""
+    if case.schedule_name == TABLE and case.schedule_rows:
+        return read_rows(case.schedule_rows).splits_backward
+    return case.schedule_name not in WHOLE_BACKWARD
+
+
 def _grad_dtype(case: Case) -> str | None:
     """Gradients narrower than fp32 weights lose digits and save nothing, and fp16 overflows in
     sums; fp64 is for weights and gradients together."""
@@ -134,6 +176,32 @@ def _grad_dtype(case: Case) -> str | None:
         return None
     name = f"train.grad_dtype={case.grad_dtype} with {case.precision}"
     return f"{name}: legal is {' or '.join(legal)}"
+
+
+def _grad_wire(case: Case) -> str | None:
+    """Narrow gradients travel to the rank that sums them, in the format of the weights if that is
+    narrow too: fp16 needs its loss scale."""
+    wire = case.grad_wire
+    key = f"train.grad_wire={wire}"
+    if not wire:
+        return None
+    legal = "fp16" if case.precision == "fp16" else "bf16"
+    if case.precision == "fp64" or wire != legal:
+        lasting = "bf16, fp32 or fp16" if case.precision == "fp64" else case.precision
+        return f"{key} with train.precision={case.precision}: legal is {legal} with {lasting}"
+    if case.grad_dtype != "fp32":
+        return f"{key} with train.grad_dtype={case.grad_dtype}: legal is fp32, in which ranks sum"
+    shards = case.cp * case.ep * case.dp * copies(case.schedule_name, case.pp, case.vpp)
+    return wire_sharding(wire, case.zero, shards)
+
+
+def wire_sharding(wire: GradWire | UnsetType, zero: int, shards: int) -> str | None:
+    """One of `shards` ranks makes each sum of gradients that travel narrow and keeps it, as ZeRO-1
+    and -2 do. With ZeRO-0 every rank needs all sums, and torch's fully_shard sums in the format
+    that travels."""
+    if not wire or zero in (1, 2) or shards == 1:
+        return None
+    return f"train.grad_wire={wire} with zero={zero}: legal is zero=1 or 2, whose ranks keep sums"
 
 
 def _objective(case: Case) -> str | None:
@@ -254,7 +322,9 @@ TRAINER: dict[str, Rule] = MODELS | {
     "matmul": _matmul,
     "optim_state": _optim_state,
     "comm_buffer": _comm_buffer,
+    "offload_weights": _offload_weights,
     "grad_dtype": _grad_dtype,
+    "grad_wire": _grad_wire,
     "predictions": _predictions,
 }
 
@@ -291,8 +361,11 @@ def case_of(plan: Plan) -> Case:
         matmul=plan.job.matmul,
         optim_state=plan.job.optim.state or "",
         comm_buffer_bytes=comm_buffer_of(train) or 0,
+        offload=offload_of(train).optimizer,
+        offload_weights=offload_of(train).weights,
         precision=train.precision,
         grad_dtype=train.grad_dtype,
+        grad_wire=train.grad_wire,
         model=plan.model,
         cluster=cut(plan.cluster, range(nodes)),
     )

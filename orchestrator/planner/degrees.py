@@ -91,8 +91,11 @@ def _training(config: Config) -> dict[str, Any]:
         "matmul": train.matmul,
         "optim_state": _narrow_state(config.optim),
         "comm_buffer_bytes": comm_buffer_bytes(train) or 0,
+        "offload": "" if train.offload == "none" else train.offload,
+        "offload_weights": train.offload_weights,
         "precision": train.precision,
         "grad_dtype": train.grad_dtype,
+        "grad_wire": train.grad_wire or UNSET,
     }
 
 

@@ -24,7 +24,7 @@ from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import expert_mesh, folds_cp, tensor_ranks
 from orchestrator.plan.offload import comm_buffer_of
-from orchestrator.plan.schedules import SCHEDULES
+from orchestrator.plan.schedules import SCHEDULES, shards_layers
 from orchestrator.plan.trained import refusal
 from orchestrator.planner.search.costed_layout import CostedLayout
 from orchestrator.planner.search.layout import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
@@ -161,11 +161,11 @@ def _layout_changes(config: Config, cluster: doc.Cluster, plan: Plan) -> CostedC
 def bucket_choice(plan: Plan) -> str:
     """Returns the size of a plan's gradient buckets with its reason.
 
-    It is empty if ranks sum no gradients over replicas, or whole layers (ZeRO-3).
+    It is empty if ranks sum no gradients over replicas, or whole layers (`shards_layers`).
     """
     parallel = plan.parallel
     replicas = parallel.cp * parallel.ep * parallel.dp
-    if replicas == 1 or parallel.zero == 3 or not parallel.bucket_bytes:
+    if replicas == 1 or shards_layers(parallel) or not parallel.bucket_bytes:
         return ""
     train = plan.job.train
     width = DTYPE_BYTES[train.grad_dtype]

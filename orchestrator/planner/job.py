@@ -10,6 +10,8 @@ from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
 from orchestrator.plan.offload import STATE_KINDS, chunk_elements, state_width
 
+from .wide_products import wide_products
+
 
 def make_job(config: Config) -> doc.Job:
     """Returns the plan's `job`. Raises OrchError (65) if its keys contradict each other."""
@@ -49,17 +51,24 @@ def make_optim(config: Config) -> doc.Optim:
     Raises OrchError (65) for an optimizer that the trainer cannot run with the other keys.
     """
     optim = config.optim
-    if optim.kind != "adamw" and config.train.offload != "none":
+    train = config.train
+    if train.offload == "disk" and (optim.kind, optim.state) != ("adamw", "wide"):
+        key = f"kind={optim.kind}" if optim.kind != "adamw" else f"state={optim.state}"
         raise OrchError(
-            f"optim.kind={optim.kind} keeps its state on the device:"
-            f" train.offload={config.train.offload} is for optim.kind=adamw",
+            f"optim.{key} with train.offload=disk, which holds the wide state of optim.kind=adamw,"
+            " in chunks that cut matrices: train.offload=host",
             Exit.CONFIG,
         )
-    if optim.state != "wide" and (optim.kind == "muon" or config.train.offload != "none"):
-        instead = "optim.kind=adamw or sgd" if optim.kind == "muon" else "train.offload=none"
+    if optim.kind == "muon" and train.offload_delayed:
         raise OrchError(
-            f"optim.state={optim.state} is kept by rules that look at each element alone, on the"
-            f" device: {instead}",
+            "train.offload_delayed updates beside the next step, with which ranks that compute"
+            " whole matrices together would compete: optim.kind=adamw or sgd",
+            Exit.CONFIG,
+        )
+    if optim.kind == "muon" and optim.state != "wide":
+        raise OrchError(
+            f"optim.state={optim.state} is kept by rules that look at each element alone:"
+            " optim.kind=adamw or sgd",
             Exit.CONFIG,
         )
     copied = {
@@ -99,6 +108,8 @@ def make_train(config: Config) -> doc.Train:
         "recompute_latents",
         "deterministic",
         "objective",
+        "matmul_wide",
+        "grad_wire",
     }
     copied_keys = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train)
@@ -121,6 +132,8 @@ def make_train(config: Config) -> doc.Train:
         deterministic=train.deterministic or UNSET,
         offload=make_offload(config),
         objective=objective_of(config),
+        matmul_wide=wide_products(config),
+        grad_wire=train.grad_wire or UNSET,
     )
 
 
@@ -185,30 +198,25 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
         )
     if offload.activations == "disk":
         offload = structs.replace(offload, dir=train.offload_dir or "")
+    if train.offload_weights and train.offload == "none":
+        raise OrchError(
+            "train.offload_weights follows the optimizer's state: train.offload=host or"
+            " train.offload=disk",
+            Exit.CONFIG,
+        )
     if train.offload != "disk":
-        if train.offload_weights:
-            raise OrchError(
-                "train.offload_weights follows the optimizer's state to the disk:"
-                " train.offload=disk",
-                Exit.CONFIG,
-            )
         if train.offload == "host":
-            offload = structs.replace(offload, optimizer="host", delayed=train.offload_delayed)
+            offload = structs.replace(
+                offload,
+                optimizer="host",
+                delayed=train.offload_delayed,
+                weights=train.offload_weights,
+            )
         return UNSET if offload == doc.Offload() else offload
     if config.checkpoint.memory_every_steps:
         raise OrchError(
             "train.offload=disk keeps state that is larger than memory: copies in memory"
             " (checkpoint.memory_every_steps) need checkpoint.memory_every_steps=0",
-            Exit.CONFIG,
-        )
-    if train.offload_weights and (config.cluster.device != "cpu" or config.parallel.zero == 3):
-        condition = (
-            "on a GPU, whose weights are in its own memory"
-            if config.cluster.device != "cpu"
-            else "with zero3"
-        )
-        raise OrchError(
-            f"train.offload_weights is not there {condition}: train.offload_weights=false",
             Exit.CONFIG,
         )
     buffer_bytes = int(train.offload_buffer_mib * 2**20)

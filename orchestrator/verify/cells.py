@@ -17,6 +17,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.batch import suited_pieces
 from orchestrator.plan.parity import Cell, Verdict
+from orchestrator.plan.rounding.wide import in_fewer_layers
 from orchestrator.plan.trained import problems
 
 from . import scale
@@ -155,7 +156,7 @@ def config_of_entry(base: Config, entry: Entry) -> Config:
         clip_grad_norm=CLIP if entry.variation.size != 2 else 0.0,
         **entry.train,
     )
-    optim = structs.replace(base.optim, warmup_steps=0)
+    optim = structs.replace(base.optim, warmup_steps=0, **entry.optim)
     cluster = few_nodes(base.cluster, entry.processes, entry.nodes)
     config = structs.replace(
         base,
@@ -191,10 +192,11 @@ def small(
     chosen = own_batch or "experiment" in keys
     micro_batches = scale.micro_batches(config, degrees, small_degrees, chosen)
     tp_pieces = _tensor_pieces(config, degrees)
+    layers_before = config.model.layers
     config = scale.scaled(config, degrees, small_degrees, named)
     cluster = _small_cluster(config, small_degrees)
     par = structs.replace(config.parallel, allow_tp_across_nvlink=True, tp_pieces=tp_pieces)
-    train = _judged_train(config.train, keys)
+    train = _judged_train(config.train, keys, config.model.layers, layers_before)
     if not fits:
         par = structs.replace(par, order=None)
     if not fits or "train.seq_len" not in keys:
@@ -252,14 +254,20 @@ def _small_cluster(config: Config, small_degrees: scale.Degrees) -> ClusterSpec:
     return structs.replace(cluster, device="cpu") if config.train.matmul else cluster
 
 
-def _judged_train(train: TrainSpec, keys: set[str]) -> TrainSpec:
+def _judged_train(train: TrainSpec, keys: set[str], layers: int, before: int) -> TrainSpec:
     """Returns the training settings of a comparison: fp32 unless the user sets a precision (both
-    fp64 and fp32 are compared), clipped gradients, and no batch ramp, which only changes the
-    number of samples."""
+    fp64 and fp32 are compared), clipped gradients, no batch ramp, which only changes the number of
+    samples, and wide linears of the layers that remain of `before`."""
     if "train.precision" not in keys:
         train = structs.replace(train, precision="fp32", grad_dtype="fp32")
     clip = train.clip_grad_norm if "train.clip_grad_norm" in keys else CLIP
-    return structs.replace(train, batch_ramp=None, clip_grad_norm=clip)
+    wide = in_fewer_layers(train.matmul_wide, layers, before)
+    return structs.replace(
+        train,
+        batch_ramp=None,
+        clip_grad_norm=clip,
+        matmul_wide=wide,
+    )
 
 
 def few_nodes(cluster: ClusterSpec, gpus: int, nodes: int = 1) -> ClusterSpec:

@@ -183,6 +183,14 @@ class Entry(NamedTuple):
         return keys
 
     @property
+    def optim(self) -> dict[str, Any]:
+        """The further keys of `optim` that the techniques set."""
+        keys = dict[str, Any]()
+        for technique in self.techniques:
+            keys |= technique.optim
+        return keys
+
+    @property
     def compile(self) -> bool:
         return any(technique.compile for technique in self.techniques)
 

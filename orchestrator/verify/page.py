@@ -95,10 +95,12 @@ TABLE = (
 )
 
 
-def read_equal(page: str, entries: Sequence[Entry]) -> dict[str, Verdict]:
-    """Returns those of the cells that a page has as equal, by name: their errors to one digit, and
-    0 for what the page does not show."""
+def read_equal(page: str, entries: Sequence[Entry], versions: str) -> dict[str, Verdict]:
+    """Returns those of the cells that a page has as equal, by name, with their errors to one digit.
+    A page that was measured with other versions has none."""
     rows = dict[tuple[str, ...], list[str]]()
+    if f"\nMeasured with {versions}:" not in page:
+        return {}
     for line in page.splitlines():
         columns = [column.strip() for column in line.strip().strip("|").split("|")]
         if columns[-1] == "equal":
@@ -118,8 +120,14 @@ def _read_errors(numbers: list[str]) -> dict[str, Errors]:
     for precision, start in zip(ALWAYS, range(0, len(numbers), width), strict=True):
         shown = numbers[start : start + width]
         if all(shown):
-            values = dict(zip(COLUMNS, map(float, shown), strict=True))
-            errors[precision] = Errors(**values, worst_grad="", worst_weight="")
+            errors[precision] = Errors(
+                loss=float(shown[0]),
+                grad=float(shown[1]),
+                norm=float(shown[2]),
+                weight=float(shown[3]),
+                worst_grad="",
+                worst_weight="",
+            )
     return errors
 
 

@@ -18,4 +18,5 @@ class Technique(NamedTuple):
     dropout: float = 0.0
     model: dict[str, Any] = {}  # fields of the model that it needs
     train: dict[str, Any] = {}  # further keys of `train`
+    optim: dict[str, Any] = {}  # further keys of `optim`
     nodes: int = 1  # nodes of its ranks

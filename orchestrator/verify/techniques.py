@@ -10,6 +10,10 @@ from typing import Any
 
 from orchestrator.plan.document import Mtp
 
+from .data_techniques import (
+    HOST_OPTIMIZERS,
+    NARROW_WIRE,
+)
 from .expert_models import CAPPED, DEEPSEEK, MIXTURE
 from .expert_techniques import (
     BALANCED,
@@ -20,6 +24,8 @@ from .expert_techniques import (
     FOLDED,
     JITTER,
 )
+from .narrow_techniques import NARROW_PRODUCTS
+from .offload_techniques import DISK, OFFLOADED
 from .technique import Technique
 
 
@@ -53,18 +59,10 @@ _LATENTS = tuple(
     )
 )
 
-#: Gradients, master weights and moments in the memory of the host.
-_HOST = {"offload": "host"}
-#: The same, updated while the next step computes with the weights before the update.
-_DELAYED = {"offload": "host", "offload_delayed": True}
-#: The same on a disk, with so small a buffer that every bucket takes several chunks.
-_DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
 #: Inputs of recomputed layers in the memory of the host.
 _INPUTS = {"offload_activations": "host"}
 #: Inputs of recomputed layers that tensor-parallel ranks share.
 _SHARED_INPUTS = {"partition_activations": True}
-#: Buckets so small that matrices are cut over several.
-_CONSTANT_BUFFERS = {"comm_buffer_mib": 0.005}
 #: Inputs of recomputed layers in a buffer that was reserved at the start.
 _RESERVED_INPUTS = {"contiguous_activations": True}
 _SHARED_LAYOUT = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
@@ -86,117 +84,6 @@ def _offloaded_inputs(
         train=train,
     )
 
-
-def _fp8(name: str, matmul: str = "fp8_tensor", **parallel: Any) -> Technique:
-    recompute = parallel.pop("recompute", "none")
-    model = parallel.pop("model", {})
-    even = parallel.get("schedule") == "dualpipe"
-    train = {"matmul": matmul}
-    return Technique(
-        f"{matmul} {name}".strip(),
-        parallel,
-        recompute,
-        even,
-        model=model,
-        pairs="none",
-        train=train,
-    )
-
-
-#: DeepSeek-V3's block, whose model predicts one more token.
-_AHEAD = {**DEEPSEEK, "mtp": Mtp(depth=1, weight=0.3)}
-_DEEPSEEK_LAYOUTS: dict[str, dict[str, Any]] = {
-    "": {},
-    "tp2 sp selective": {
-        "tp": 2,
-        "sp": True,
-        "recompute": "selective",
-    },
-    "tp2": {"tp": 2, "sp": False},
-    "ep2 tp2 sp": {
-        "ep": 2,
-        "tp": 2,
-        "sp": True,
-    },
-    "tp2 etp1 ep2": {
-        "tp": 2,
-        "etp": 1,
-        "sp": True,
-    },
-    "ep2 cp2 zigzag full": {
-        "ep": 2,
-        "cp": 2,
-        "cp_method": "zigzag",
-        "recompute": "full",
-    },
-    "ep2 pp2 dualpipe": {
-        "ep": 2,
-        "pp": 2,
-        "schedule": "dualpipe",
-    },
-    "ep2 dp2 zero2": {
-        "ep": 2,
-        "dp": 2,
-        "zero": 2,
-    },
-}
-#: A model in which the slices of two ranks have whole blocks of 128.
-_BLOCKS = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 256}
-_FP8 = (
-    _fp8(""),
-    *(_fp8(f"{mode}", recompute=mode) for mode in ("selective", "full", "budget")),
-    *(_fp8(f"dp2 zero{zero}", dp=2, zero=zero) for zero in (0, 1, 2, 3)),
-    _fp8("tp2", tp=2, sp=False),
-    _fp8("tp4 sp", tp=4, sp=True, model={"kv_heads": 4}),
-    _fp8("tp4, shared key-value heads", tp=4),
-    _fp8("tp2 sp selective", tp=2, sp=True, recompute="selective"),
-    *(
-        _fp8(f"cp2 {method}", cp=2, cp_method=method)
-        for method in ("zigzag", "ring", "allgather", "ulysses")
-    ),
-    *(
-        _fp8(f"pp2 {schedule}", pp=2, schedule=schedule)
-        for schedule in ("1f1b", "zb_h1", "zb_h2", "dualpipe")
-    ),
-    *(
-        _fp8(f"pp2 {schedule}", pp=2, vpp=2, schedule=schedule)
-        for schedule in ("interleaved", "zbv", "dualpipev")
-    ),
-    _fp8("tp2 sp cp2 dp2 zero1", tp=2, cp=2, dp=2, zero=1),
-    _fp8("tp2 sp cp2 pp2, zb_h1, full", tp=2, cp=2, pp=2, schedule="zb_h1", recompute="full"),
-    _fp8("", "fp8_delayed"),
-    *(_fp8(mode, "fp8_delayed", recompute=mode) for mode in ("selective", "full")),
-    *(_fp8(f"dp2 zero{zero}", "fp8_delayed", dp=2, zero=zero) for zero in (1, 2, 3)),
-    _fp8("tp2", "fp8_delayed", tp=2, sp=False),
-    _fp8("tp2 sp selective", "fp8_delayed", tp=2, sp=True, recompute="selective"),
-    _fp8("tp4, shared key-value heads", "fp8_delayed", tp=4),
-    _fp8("cp2 zigzag", "fp8_delayed", cp=2, cp_method="zigzag"),
-    *(
-        _fp8(f"pp2 {schedule}", "fp8_delayed", pp=2, schedule=schedule)
-        for schedule in ("1f1b", "zb_h1", "dualpipe")
-    ),
-    _fp8("tp2 sp cp2 dp2 zero1", "fp8_delayed", tp=2, cp=2, dp=2, zero=1),
-    _fp8("", "fp8_block"),
-    _fp8("selective", "fp8_block", recompute="selective"),
-    _fp8("pp2 zb_h1, full", "fp8_block", pp=2, schedule="zb_h1", recompute="full"),
-    *(_fp8(f"dp2 zero{zero}", "fp8_block", dp=2, zero=zero) for zero in (1, 2, 3)),
-    _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=_BLOCKS),
-    _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=_BLOCKS),
-    _fp8("tp2, blocks cut", "fp8_block", tp=2),
-    _fp8(
-        "tp2 sp cp2 zigzag, blocks cut",
-        "fp8_block",
-        tp=2,
-        sp=True,
-        cp=2,
-        cp_method="zigzag",
-    ),
-    *(
-        _fp8(f"{name} deepseek, mtp".strip(), matmul, model=_AHEAD, **parallel)
-        for matmul in ("fp8_tensor", "fp8_delayed", "fp8_block")
-        for name, parallel in _DEEPSEEK_LAYOUTS.items()
-    ),
-)
 
 #: BERT's model (arXiv 1810.04805), which predicts masked tokens.
 _BERT = {
@@ -223,62 +110,9 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
         Technique("zero3 hybrid", {"zero": 3, "dp": 4, "zero_group": 2}),
         Technique("dp4 zero1", {"zero": 1, "dp": 4}, pairs="none"),
-        Technique("zero1 on the host", {"zero": 1}, pairs="deep", train=_HOST),
-        *(
-            Technique(
-                f"zero{zero} on the host",
-                {"zero": zero, "dp": 2},
-                pairs="none",
-                train=_HOST,
-            )
-            for zero in (0, 2, 3)
-        ),
-        *(
-            Technique(
-                f"zero{zero} on the host, delayed",
-                {"zero": zero, "dp": 2},
-                pairs="none",
-                train=_DELAYED,
-            )
-            for zero in range(4)
-        ),
-        Technique(
-            "zero1 tp2 pp2, delayed",
-            {"zero": 1, "dp": 2, "tp": 2, "pp": 2},
-            pairs="none",
-            train=_DELAYED,
-        ),
-        *(
-            Technique(
-                f"zero{zero} on a disk",
-                {"zero": zero, "dp": 2},
-                pairs="none",
-                train=_DISK,
-            )
-            for zero in (1, 2, 3)
-        ),
-        *(
-            Technique(
-                f"{name}, constant buffers",
-                parallel,
-                pairs="none",
-                train=_CONSTANT_BUFFERS,
-            )
-            for name, parallel in (
-                ("dp2", {"dp": 2}),
-                ("zero1", {"zero": 1, "dp": 2}),
-                ("zero2", {"zero": 2, "dp": 2}),
-                ("zero2 hybrid", {"zero": 2, "dp": 4, "zero_group": 2}),
-                ("zero1 tp2", {"zero": 1, "dp": 2, "tp": 2}),
-                ("zero2 pp2", {"zero": 2, "dp": 2, "pp": 2}),
-            )
-        ),
-        Technique(
-            "zero2 hybrid on the host",
-            {"zero": 2, "dp": 4, "zero_group": 2},
-            pairs="none",
-            train=_HOST,
-        ),
+        *OFFLOADED,
+        *HOST_OPTIMIZERS,
+        *NARROW_WIRE,
     ),
     "tensor": (
         Technique("tp2 sp", {"tp": 2, "sp": True}, deep=True),
@@ -351,7 +185,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
             pairs="none",
             train=_SHARED_INPUTS | _INPUTS,
         ),
-        _offloaded_inputs("selective", "disk", "pp2 zb_h1 ", **_DISK),
+        _offloaded_inputs("selective", "disk", "pp2 zb_h1 ", **DISK),
         *(
             Technique(
                 f"{name}{mode}, inputs in a buffer",
@@ -404,7 +238,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
             deep=True,
         ),
     ),
-    "products": _FP8,
+    "products": NARROW_PRODUCTS,
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
     "objective": (
         Technique("masked", {}, model=_BERT, pairs="deep"),
@@ -414,10 +248,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
 }
 
 #: Pairs that the trainer refuses. Each is a cell with the reason; products avoid them.
-REFUSED = {
-    ("zero3", f"pp2 {schedule}") for schedule in ("zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipev")
-}
-REFUSED |= {("zero2", "pp2 dualpipe")}
+REFUSED = {("zero2", "pp2 dualpipe"), ("zero3", "pp2 dualpipe")}
 REFUSED |= {("ep2", "masked"), ("ep2 deepseek", "masked"), ("mtp", "masked")}
 #: Hybrid groups do not fit the ranks with the same experts.
 REFUSED |= {(f"zero{zero} hybrid", "ep4") for zero in (1, 2, 3)}

@@ -94,10 +94,12 @@ def make_plan(
     partition_activations: bool = False,
     contiguous_activations: bool = False,
     comm_buffer_bytes: int = 0,
+    grad_wire: str | UnsetType = UNSET,
     deterministic: bool = False,
     offload: doc.Offload | dict | None = None,
     optim_kind: str | UnsetType = UNSET,
     optim_state: str | UnsetType = UNSET,
+    matmul_wide: list[str] | UnsetType = UNSET,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly
     over `nodes`."""
@@ -181,8 +183,10 @@ def make_plan(
                 contiguous_activations=contiguous_activations or UNSET,
                 comm_buffer_bytes=comm_buffer_bytes or UNSET,
                 deterministic=deterministic or UNSET,
+                grad_wire=grad_wire,
                 objective=UNSET if model.causal else "masked",
                 offload=msgspec.convert(offload, doc.Offload) if offload else UNSET,
+                matmul_wide=matmul_wide,
             ),
             optim=doc.Optim(
                 lr=1e-3,

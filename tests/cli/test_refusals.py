@@ -32,6 +32,10 @@ WRONG_LINES = [
     ("completion", U, "name a shell: bash, fish, zsh"),
     ("config --choices clustr", U, "unknown group 'clustr'; did you mean 'cluster'?"),
     ("config --choices model train.steps=3", U, "'train.steps=3': --choices takes no overrides"),
+    ("precision --batches 0", U, "--batches 0: from 1 to 64"),
+    ("precision a-run model=tiny", U, "'model=tiny': a run has its own configuration"),
+    ("precision model=tiny --out map.png", U, "--out map.png: the file must end in .html"),
+    ("precision model=tiny train.matmul=fp8_row", C, "fp8_row: the trainer does not run it"),
     # groups
     ("plan +cluster=", U, "cluster= needs the name of a file; choices: a100x64"),
     ("plan clustr=local", U, "unknown group or key 'clustr'; did you mean 'cluster'?"),
@@ -100,6 +104,12 @@ WRONG_LINES = [
         "train.matmul=fp8_block: the trainer has blocks on CPUs only",
     ),
     (
+        "plan train.matmul=fp8_tensor train.matmul_wide=[dwn]",
+        C,
+        "train.matmul_wide=[dwn]: tiny has no linear 'dwn'; did you mean 'down'? choices: wq, wk",
+    ),
+    ("plan train.matmul_wide=[wo]", C, "keeps linears wide while train.matmul narrows the others"),
+    (
         "plan parallel=auto train.matmul=fp8_row",
         C,
         "the trainer does not run it yet; legal: fp8_tensor, fp8_delayed, fp8_block",
@@ -108,6 +118,11 @@ WRONG_LINES = [
         "plan parallel=auto train.grad_dtype=fp16",
         C,
         "train.grad_dtype=fp16 with fp32: legal is fp32",
+    ),
+    (
+        "plan parallel=auto train.grad_wire=fp16",
+        C,
+        "train.grad_wire=fp16 with train.precision=fp32: legal is bf16 with fp32",
     ),
     ("plan parallel=auto train.precision=fp64", C, "with fp64: legal is fp64"),
     ("plan model.heads=7", U, "heads 7 is not a multiple of kv_heads 4"),

@@ -53,7 +53,7 @@ BROKEN = {
         shapes.gpt2(), cp=8, cp_method="ulysses", seq_len=1024, global_batch_samples=64
     ),
     "zero_group": case(zero=1, zero_group=5),
-    "sharding": case(pp=4, schedule="zb_h1", zero=3),
+    "sharding": case(pp=4, schedule="dualpipe", zero=3),
     "positions": case(shapes.gpt2(), seq_len=2048),
     "batch": case(global_batch_samples=100),
     "schedule": case(pp=4, schedule="1f1b", vpp=2),
@@ -148,10 +148,40 @@ UNTRAINED = {
         "experts have 8 bits on CPUs only",
     ),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
+    "grad_wire": (
+        shapes.tiny(),
+        {"grad_wire": "bf16", "zero": 3},
+        "train.grad_wire=bf16 with zero=3: legal is zero=1 or 2",
+    ),
+    "grad_wire ": (
+        shapes.tiny(),
+        {"grad_wire": "fp16", "zero": 1},
+        "train.grad_wire=fp16 with train.precision=fp32: legal is bf16 with fp32",
+    ),
+    "grad_wire  ": (
+        shapes.tiny(),
+        {"grad_wire": "bf16", "zero": 1, "precision": "bf16", "grad_dtype": "bf16"},
+        "train.grad_wire=bf16 with train.grad_dtype=bf16: legal is fp32",
+    ),
     "comm_buffer": (
         shapes.tiny(),
         {"comm_buffer_bytes": 1 << 20, "zero": 3},
         "train.comm_buffer_mib=1 with zero=3",
+    ),
+    "offload_weights": (
+        shapes.tiny(),
+        {"offload": "host", "offload_weights": True, "zero": 2},
+        "only ZeRO-3 over several ranks brings weights from the host; legal: zero=3",
+    ),
+    "offload_weights ": (
+        shapes.tiny(),
+        {"offload": "disk", "offload_weights": True, "zero": 3},
+        "mapped pages, since these are not page-locked; legal: train.offload=host with zero=3",
+    ),
+    "offload_weights  ": (
+        shapes.mixtral_8x7b(),
+        {"offload": "host", "offload_weights": True, "zero": 3, "ep": 8, "dp": 1, "tp": 8},
+        "each expert is on one rank alone, which gathers nothing; legal: a larger dp",
     ),
     "comm_buffer ": (
         shapes.tiny(),

@@ -16,6 +16,7 @@ from orchestrator.config.schema import HostSpec
 from orchestrator.cost.time.offload import ASSUMED, DISK_BYTES, UPDATE_BYTES, offload_seconds
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.trained import refusal
 from orchestrator.planner.explain import explain
 from tests.planner.configs import build_plan
 
@@ -61,6 +62,59 @@ def test_the_price_is_what_link_memory_and_disk_take(tier):
     expected = max(update, up, down, disk) if tier == "disk" else max(update, up) + down
     assert plan.time.terms["optimizer"] == pytest.approx(expected, rel=0.05)
     assert (UPDATE_BYTES, DISK_BYTES) == (28, 24)
+
+
+def test_shards_on_the_host_are_on_no_device_and_travel_for_each_gather():
+    """Two gathers and the first departure of each gradient, its return and a departure for each
+    later micro-batch, less the work that hides them."""
+    words = ["parallel=dp8_zero3", "train.offload=host", "parallel.micro_batch_size=1"]
+    beside = build_plan(config_of(*words))
+    away = build_plan(config_of(*words, "train.offload_weights=true"))
+    assert away.memory.params == away.memory.grads == 0
+    assert beside.memory.params > 0
+    assert away.memory.host == beside.memory.host + beside.memory.params
+    slower = [
+        build_plan(
+            config_of(
+                *words,
+                "train.offload_weights=true",
+                host=structs.replace(HOST, link_gb_per_s=link_gb_per_s),
+            )
+        )
+        for link_gb_per_s in (0.5, 0.25)
+    ]
+    shard = beside.memory.params / 2
+    passes = away.parallel.micro_batches
+    travel = shard * (2 * passes * 2 + (2 * passes - 1) * 4)
+    prices = [plan.time.terms["optimizer"] for plan in slower]
+    assert prices[1] - prices[0] == pytest.approx(travel / 0.5e9, rel=0.01)
+    assert away.time.terms["optimizer"] < prices[0]
+
+
+def test_layouts_with_shards_on_the_host_are_explained_and_searched():
+    """The smallest layout of such a job is not that of one GPU, which has nothing to gather."""
+    words = ["train.offload=host", "train.offload_weights=true"]
+    config = config_of("parallel=dp8_zero3", *words)
+    plan = build_plan(config)
+    explain(config, resolve(config.cluster), plan, limit=3)
+    searched = build_plan(config_of("parallel=auto", *words))
+    assert searched.parallel.zero == 3
+    assert searched.memory.params == 0
+    with pytest.raises(OrchError, match="only ZeRO-3 over several ranks"):
+        build_plan(config_of("parallel=auto", "parallel.zero=1", *words))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (["parallel.schedule=zb_h1"], "legal schedules: afab, 1f1b, interleaved"),
+        (["parallel.zero_group=1"], "no zero_group of 1"),
+    ],
+)
+def test_shards_leave_the_device_only_where_they_are_gathered_by_layer(keys, problem):
+    words = ["model=llama3_8b", "parallel=dp8_zero3", "train.offload=host"]
+    words.append("train.offload_weights=true")
+    assert problem in (refusal(build_plan(config_of(*words, *keys))) or "")
 
 
 def test_nothing_is_added_to_other_plans():

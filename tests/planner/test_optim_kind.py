@@ -39,11 +39,14 @@ def test_plans_of_adamw_do_not_name_it():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optim.kind=sgd", "train.offload=host"], "optim.kind=sgd keeps its state on the device"),
+        (["optim.kind=sgd", "train.offload=disk"], "optim.kind=sgd with train.offload=disk"),
+        (["optim.kind=muon", "train.offload=disk"], "chunks that cut matrices: train.offload=host"),
+        (["optim.state=8bit", "train.offload=disk"], "optim.state=8bit with train.offload=disk"),
         (
-            ["optim.kind=muon", "train.offload=disk"],
-            "optim.kind=muon keeps its state on the device",
+            ["optim.kind=muon", "train.offload=host", "train.offload_delayed=true"],
+            "train.offload_delayed updates beside the next step",
         ),
+        (["optim.kind=muon", "optim.state=bf16"], "look at each element alone"),
         (["optim.kind=moun"], "did you mean 'muon'"),
     ],
 )

@@ -96,6 +96,26 @@ def test_equals_costing_every_layout(config):
     assert bool(everything) == bool(answer.front)
 
 
+@pytest.mark.parametrize("moe", [False, True])
+def test_narrow_gradients_are_searched(moe):
+    """Their all-to-alls cost more across nodes than rings, and ZeRO-1 and -2 alone run them."""
+    config = configs.config(
+        configs.cluster(2, 2),
+        small_model(moe),
+        {"auto": True},
+        seq_len=1024,
+        global_batch_samples=16,
+        grad_wire="bf16",
+    )
+    answer = configs.search(config, any_layout=True).run()
+    everything = front(every_layout(config))
+    assert [costed.layout for costed in answer.front] == [costed.layout for costed in everything]
+    for costed in configs.search(config).run().front:
+        mesh = costed.layout.mesh
+        assert costed.layout.zero in (1, 2) or mesh.dp * mesh.cp * mesh.ep == 1
+        costs_as_much_as_its_bounds(config)
+
+
 def test_the_memory_of_an_answer_is_that_of_its_plan():
     """Tokens that go by domain have more communicators than those that go directly."""
     model = small_model(moe=True)
@@ -137,6 +157,18 @@ def test_bounds_of_memory_count_no_communicator_that_a_layout_may_lack(gpus, par
             global_batch_samples=16,
         )
     )
+
+
+def test_bounds_of_memory_count_no_gradients_that_leave_for_the_host():
+    config = configs.config(
+        configs.cluster(1, 4),
+        small_model(moe=False),
+        {"auto": True, "tp": 1, "pp": 2, "zero": 3, "schedule": "zb_h1"},
+        seq_len=1024,
+        global_batch_samples=16,
+    )
+    train = structs.replace(config.train, offload="host")
+    costs_as_much_as_its_bounds(structs.replace(config, train=train))
 
 
 def costs_as_much_as_its_bounds(config):

@@ -22,6 +22,9 @@ EIGHT = tiny_model(layers=8)
 EIGHT_TIED = tiny_model(layers=8, tied_embeddings=True)
 NINE = tiny_model(layers=9)  # no pp divides it
 MODES = ["full", "none", "selective", "full"]
+#: Shards of weights and gradients outside the device's memory, beside the optimizer's state.
+ON_HOST = {"optimizer": "host", "weights": True}
+ON_DISK = {"optimizer": "disk", "weights": True, "buffer_bytes": 1 << 18}
 
 
 LAYOUTS = {
@@ -351,7 +354,26 @@ SHARDING = {
     "zero3 pp2 afab": dict(dp=2, pp=2, schedule="afab", zero=3, model=GPT, micro_batches=3),
     "hybrid zero3": dict(dp=4, zero=3, zero_group=2, model=TIED),
     "zero3 tp2 pp2": dict(dp=2, tp=2, pp=2, zero=3, model=GPT, micro_batches=3),
+    "zero3 pp2 zb_h1, tied": dict(
+        dp=2, pp=2, schedule="zb_h1", zero=3, model=TIED, micro_batches=4, bucket_bytes=1 << 10
+    ),
+    "zero3 pp2 zbv": dict(dp=2, pp=2, vpp=2, schedule="zbv", zero=3, model=GPT, micro_batches=3),
+    "hybrid zero3 pp2 zb_h2": dict(
+        dp=4, pp=2, schedule="zb_h2", zero=3, zero_group=2, micro_batches=3
+    ),
+    "zero3 tp2 pp2 dualpipev": dict(
+        dp=2, tp=2, pp=2, vpp=2, schedule="dualpipev", zero=3, micro_batches=4
+    ),
     "zero2 tp2 pp2": dict(dp=2, tp=2, pp=2, zero=2, model=GPT, micro_batches=3),
+    "zero3 weights on the host": dict(dp=2, zero=3, micro_batches=3, offload=ON_HOST),
+    "zero3 weights on the host, tp2 tied": dict(dp=2, tp=2, zero=3, model=TIED, offload=ON_HOST),
+    "zero3 weights on the host, pp2 tied": dict(
+        dp=2, pp=2, zero=3, model=TIED, micro_batches=4, offload=ON_HOST
+    ),
+    "hybrid zero3 weights on the host, gpt": dict(
+        dp=4, zero=3, zero_group=2, model=GPT, offload=ON_HOST
+    ),
+    "zero3 weights on a disk": dict(dp=2, zero=3, micro_batches=3, offload=ON_DISK),
 }
 
 #: Every token, head and feature draws what one process draws for it, however they are spread.
@@ -451,6 +473,7 @@ EXPERTS = {
             "ep2 tp2 sp": dict(ep=2, tp=2, micro_batch_size=2),
             "ep2 tp2 without sp": dict(ep=2, tp=2, sp=False),
             "ep2 cp2 zigzag": dict(ep=2, cp=2),
+            "ep2 pp2 zero3 zb_h1": dict(ep=2, pp=2, zero=3, schedule="zb_h1", micro_batches=3),
             "ep2 cp2 zero3, ulysses": dict(ep=2, cp=2, zero=3, cp_method="ulysses"),
             "ep2 pp2": dict(ep=2, pp=2, micro_batches=3),
             "ep2 pp2 interleaved full": dict(

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict] = {
     "dp2 zero0": {"dp": 2},
     "dp2 zero2": {"dp": 2, "zero": 2, **SMALL_BUCKETS},
     "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3},
+    "pp2 dp2 zero3 zb_h1": {"pp": 2, "dp": 2, "zero": 3, "schedule": "zb_h1", **SMALL_BUCKETS},
     "dp4 zero1 hybrid": {"dp": 4, "zero": 1, "zero_group": 2},
     "tp4 shared kv heads": {"tp": 4},
     "pp3 uneven": {"pp": 3, "stage_layers": [1, 2, 1]},

@@ -67,6 +67,11 @@ MORE = {
     "dp2 zero1, updates delayed": (
         {"dp": 2, "zero": 1, "offload": {"optimizer": "host", "delayed": True}}
     ),
+    "dp2 zero3, weights on the host": {"dp": 2, "zero": 3, "offload": planned.AWAY},
+    "pp2 dp2 zero3, weights on the host": PIPE | {"dp": 2, "zero": 3, "offload": planned.AWAY},
+    "dp4 zero3 hybrid, weights on the host": (
+        {"dp": 4, "zero": 3, "zero_group": 2, "offload": planned.AWAY}
+    ),
 }
 #: Products in 8 bits are emulated, on CPUs alone.
 ON_CPUS = {name for name, case in test_twin.MORE.items() if "matmul" in case}
@@ -127,6 +132,7 @@ OF_OFFLOAD = (
     "zero2.py:_arrive",
     "clip.py:grad_norm",
     "memory.py:settle",
+    "fsdp_offload.py:finish",
 )
 #: The one place where the host waits for what routers chose.
 OF_EXPERTS = ("permutation.py:read_counts",)

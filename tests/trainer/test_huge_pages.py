@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.host import huge_pages
+from trainer import huge_pages
 
 
 def test_only_whole_huge_pages_of_private_memory_without_a_file(monkeypatch):

@@ -40,6 +40,10 @@ TIED = tiny_model(**WIDE, **GPT, tied_embeddings=True)
 UPDATE = Update(1e-3, torch.tensor(1.0), torch.tensor(0.0))
 
 
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_numbers_are_those_of_the_definition(signed):
     book = codebook(signed)
@@ -52,7 +56,7 @@ def test_what_is_kept_in_8_bits_is_nearest_and_stays():
         8 * BLOCK, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     ).exp()
     for kind, value in (("exp_avg_sq", x), ("exp_avg", x * torch.randn(8 * BLOCK).sign())):
-        stored = Eight(kind, value.numel(), torch.float64, torch.device("cpu"))
+        stored = Eight(kind, value.numel(), torch.float64, zeros)
         assert not stored.load(0, value.numel()).any()
         stored.store(0, value, UPDATE)
         loaded = stored.load(0, value.numel())
@@ -121,7 +125,7 @@ def test_bytes_of_an_update_are_those_that_predictions_take():
                 [piece],
                 numel=count,
                 dtype=torch.float32,
-                device=torch.device("cpu"),
+                zeros=zeros,
                 seed=1,
             )
             for kind in rule.kinds

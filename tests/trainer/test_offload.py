@@ -13,13 +13,17 @@ import torch
 from msgspec import structs
 
 from orchestrator.config.compose import load
+from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
+from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.workload import Workload
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Offload
 from orchestrator.plan.offload import BLOCK, buffer_size, chunk_elements
-from tests.beds.plans import make_plan
+from tests.beds.plans import make_plan, tiny_model
 from tests.planner.configs import build_plan
 from tests.trainer.samples import GQA, LLAMA, engine_of, small
+from tests.trainer.together import run_together, told
 from trainer.checkpoint.format import StatePiece
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
@@ -47,10 +51,19 @@ LAYOUTS = {
 
 
 PAGES = structs.replace(DISK, weights=True)
+#: Slices of two ranks are whole blocks of 64, and matrices of blocks are equally large.
+WIDE = tiny_model(hidden=128, kv_heads=4, head_dim=32, ffn_hidden=128, vocab=256, layers=2)
+OPTIMIZERS = {
+    "muon": {"optim_kind": "muon"},
+    "sgd": {"optim_kind": "sgd"},
+    "bf16 state": {"optim_state": "bf16"},
+    "8-bit state": {"optim_state": "8bit", "model": WIDE},
+}
 
 
-def plan_of(layout: str, offload: Offload | None):
-    return make_plan(model=small(**LLAMA, **GQA, layers=4), offload=offload, **LAYOUTS[layout])
+def plan_of(layout: str, offload: Offload | None, optimizer: str = ""):
+    keys = {"model": small(**LLAMA, **GQA, layers=4)} | OPTIMIZERS.get(optimizer, {})
+    return make_plan(offload=offload, **(keys | LAYOUTS[layout]))
 
 
 def train(engine: Engine, steps: range) -> None:
@@ -84,15 +97,17 @@ def start_rounded(engine: Engine) -> None:
             piece.data.copy_(piece.data.to(engine.recipe.param))
 
 
-def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
+def moved(rank: int, layout: str, offload: Offload, optimizer: str = "") -> dict[str, bool]:
     """Three steps on the device, and three offloaded of which the last follows on a copy of the
     state."""
-    device, away = (engine_of(plan_of(layout, placement), rank) for placement in (None, offload))
+    device, away = (
+        engine_of(plan_of(layout, placement, optimizer), rank) for placement in (None, offload)
+    )
     if layout == "zero3":
         start_rounded(device)
     train(device, range(2))
     train(away, range(2))
-    resumed = engine_of(plan_of(layout, offload), rank)
+    resumed = engine_of(plan_of(layout, offload, optimizer), rank)
     pieces = {(p.kind, p.info.name, p.offset): p.data for p in away.state_pieces(to_write=False)}
     for piece in resumed.state_pieces(to_write=False):
         piece.data.copy_(pieces[piece.kind, piece.info.name, piece.offset])
@@ -130,6 +145,51 @@ def test_weights_and_states_are_those_of_the_device(layout, placement):
         assert len(equal) > 10 and all(equal.values()), [
             name for name, matches in equal.items() if not matches
         ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_other_optimizers_on_the_host_are_those_of_the_device(optimizer):
+    cases = {layout: (layout, HOST, optimizer) for layout in LAYOUTS}
+    for layout, answers in run_together(moved, 2, cases).items():
+        with told(layout):
+            for equal in answers:
+                assert len(equal) > 10 and all(equal.values()), [
+                    name for name, matches in equal.items() if not matches
+                ]
+
+
+def kept_on_the_host(rank: int, layout: dict) -> dict[str, int]:
+    plan = make_plan(offload=HOST, **({"model": WIDE} | layout))
+    engine = engine_of(plan, rank)
+    train(engine, range(1))
+    recipe = recipe_of("orch", plan.job.optim)
+    account = memory_by_pp_rank(Workload.of_plan(plan), plan.cluster, recipe)[engine.mesh.coord.pp]
+    return {
+        "kept": sum(tensor.nbytes for tensor in engine.host.tensors),
+        "planned": account.host,
+        "on the device": sum(tensor.nbytes for tensor in engine.optimizer.tensors()),
+    }
+
+
+@pytest.mark.process
+def test_other_optimizers_take_the_planned_bytes_of_the_host():
+    layouts = {
+        "dp2": {"dp": 2},
+        "zero1": {"dp": 2, "zero": 1, "precision": "bf16"},
+        "zero2": {"dp": 2, "zero": 2},
+        "zero3": {"dp": 2, "zero": 3, "precision": "bf16"},
+        "pp2": {"pp": 2},
+    }
+    cases = {
+        f"{optimizer}, {name}": (layout | {"bucket_bytes": 1 << 22} | keys,)
+        for optimizer, keys in OPTIMIZERS.items()
+        for name, layout in layouts.items()
+    }
+    for name, answers in run_together(kept_on_the_host, 2, cases).items():
+        with told(name):
+            for answer in answers:
+                assert answer["kept"] == answer["planned"] > 0 == answer["on the device"]
 
 
 def on_the_device(rank: int, placement: Offload) -> tuple[int, int, list[str]]:
@@ -340,8 +400,7 @@ def test_a_state_file_has_no_name_and_holds_what_was_written(tmp_path):
             "checkpoint.memory_every_steps=0",
         ),
         (["train.offload=disk", "train.offload_buffer_mib=0.01"], "too small: at least 0.1"),
-        (["train.offload_weights=true"], "train.offload=disk"),
-        (["train.offload=disk", "train.offload_weights=true"], "on a GPU"),
+        (["train.offload_weights=true"], "train.offload=host or train.offload=disk"),
         (["train.offload=host", "train.offload_dir=/x"], "is the folder of train.offload=disk"),
     ],
 )

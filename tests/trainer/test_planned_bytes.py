@@ -78,6 +78,9 @@ CASES = {
     "ep2 dp2 zero1": dict(ep=2, dp=2, zero=1),
     "ep2 dp2 zero2": dict(ep=2, dp=2, zero=2),
     "ep2 dp2 zero3": dict(ep=2, dp=2, zero=3),
+    "pp2 dp2 zb_h1, zero3": dict(pp=2, dp=2, schedule="zb_h1", micro_batches=4, zero=3),
+    "ep2 dp2 zero1, 16-bit wire": dict(ep=2, dp=2, zero=1, grad_wire="bf16"),
+    "ep2 dp2 zero2, 16-bit wire": dict(ep=2, dp=2, zero=2, grad_wire="bf16"),
     "tp2 dp2 zero1": dict(tp=2, dp=2, zero=1),
     "cp2 dp2 folded, zero2 hybrid": dict(cp=2, dp=2, fold_cp=True, zero=2, zero_group=2),
     "ep4 by domain": dict(ep=4, **DOMAINS),
@@ -172,6 +175,18 @@ def test_ranks_send_what_is_planned(cases):
 @pytest.mark.process
 def test_ranks_of_four_axes_send_what_is_planned():
     assert_sent_as_planned({name: {"model": SHARED, **case} for name, case in WIDE.items()})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_narrow_wire_halves_what_gradients_send(zero):
+    layout = dict(dp=2, zero=zero, model=tiny_model(**SHAPE))
+    cases = {"wide": layout, "narrow": layout | {"grad_wire": "bf16"}}
+    assert_sent_as_planned(cases)
+    wide, narrow = (planned(make_plan(seq_len=48, **case), 0)["dp"] for case in cases.values())
+    numbers = tiny_model(**SHAPE).parameters
+    passes = 1 if zero == 1 else 2
+    assert wide - narrow == pytest.approx(passes * numbers * 2 / 2)  # n-1 of n bytes leave a rank
 
 
 DROPPING = {(name,): {"model": CAPPED, **case} for name, case in (CASES | WIDE).items()}

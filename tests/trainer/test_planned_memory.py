@@ -54,6 +54,7 @@ PIPE = {"pp": 2, "micro_batches": 4}
 DROPS = LLAMA | {"dropout": 0.1}
 PACKED = {"isolate_documents": True}
 HOST = {"optimizer": "host"}  # as JSON: test_gpu sends layouts to another process
+AWAY = HOST | {"weights": True}
 
 QUICK = {
     "one process": {},
@@ -71,6 +72,12 @@ QUICK = {
     "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
     "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
     "dp2 zero3 bf16, on the host": {"dp": 2, "zero": 3, "precision": "bf16", "offload": HOST},
+    "dp2 zero3 bf16, weights on the host": {
+        "dp": 2,
+        "zero": 3,
+        "precision": "bf16",
+        "offload": AWAY,
+    },
 }
 MORE = {
     "norms of heads, selective": {"model": LLAMA | {"qk_norm": True}, "recompute": "selective"},
@@ -95,6 +102,13 @@ MORE = {
     "dp2 zero2": {"dp": 2, "zero": 2},
     "dp2 zero3": {"dp": 2, "zero": 3},
     "pp2 dp2 zero3": PIPE | {"dp": 2, "zero": 3},
+    "pp2 dp2 zero3 zb_h1": PIPE | {"dp": 2, "zero": 3, "schedule": "zb_h1"},
+    "pp2 dp2 zero3 zb_h1 bf16": (
+        PIPE | {"dp": 2, "zero": 3, "schedule": "zb_h1", "precision": "bf16"}
+    ),
+    "pp2 dp2 zero3 zb_h1, on the host": (
+        PIPE | {"dp": 2, "zero": 3, "schedule": "zb_h1", "offload": HOST}
+    ),
     "tp2 pp2 dp2 zero1": PIPE | {"tp": 2, "dp": 2, "zero": 1},
     "pp2 zb_h1": PIPE | {"schedule": "zb_h1"},
     "pp2 zb_h1 selective": PIPE | {"schedule": "zb_h1", "recompute": "selective"},
@@ -106,6 +120,15 @@ MORE = {
     "tp2 without sp, 8 bits": {"matmul": "fp8_tensor", "tp": 2, "sp": False},
     "on the host": {"offload": HOST},
     "dp2 zero3, on the host": {"dp": 2, "zero": 3, "offload": HOST},
+    "dp2 zero3, weights on the host": {"dp": 2, "zero": 3, "offload": AWAY},
+    "pp2 dp2 zero3, weights on the host": PIPE | {"dp": 2, "zero": 3, "offload": AWAY},
+    "ep2 dp2 zero3, weights on the host": {
+        "dp": 2,
+        "ep": 2,
+        "zero": 3,
+        "offload": AWAY,
+        "model": LLAMA | {"moe": Moe(experts=8, top_k=2, ffn_hidden=48)},
+    },
     "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
     "GPT, tied, pp2": PIPE | {"model": GPT},
     "BERT, dropout": {"model": BERT | {"dropout": 0.1}},
@@ -139,6 +162,18 @@ MORE = {
     "packed documents, dropout, two samples": PACKED | {"model": DROPS, "micro_batch_size": 2},
     "dropout, two samples": {"model": DROPS, "micro_batch_size": 2},
     "8 bits, full": {"matmul": "fp8_tensor", "recompute": "full"},
+    "8 bits, some linears wide": {"matmul": "fp8_tensor", "matmul_wide": ["wk", "wo", "down"]},
+    "8 bits, some linears wide, full": {
+        "matmul": "fp8_tensor",
+        "matmul_wide": ["up", "first"],
+        "recompute": "full",
+    },
+    "tp2, 8 bits, some linears wide": {
+        "matmul": "fp8_tensor",
+        "matmul_wide": ["wq", "1.wo", "last"],
+        "tp": 2,
+    },
+    "pp2, 8 bits, first layer wide": PIPE | {"matmul": "fp8_tensor", "matmul_wide": ["first"]},
 }
 _LATENT = Mla(
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
@@ -215,6 +250,10 @@ MORE_SPECIAL = {
     "many choices, full, 8 bits": FP8 | {"model": MANY} | FULL,
     "deepseek, full, 8 bits in blocks": IN_BLOCKS | {"model": DEEPSEEK} | FULL,
     "deepseek ep2, 8 bits in blocks": IN_BLOCKS | {"model": DEEPSEEK, "ep": 2},
+    "deepseek, 8 bits, some linears wide": FP8
+    | {"model": DEEPSEEK, "matmul_wide": ["experts.down", "shared.up", "wkv", "wo"]},
+    "experts, 8 bits, theirs wide": FP8
+    | {"model": MIXTURE, "matmul_wide": ["experts.gate", "up", "down"]},
 }
 STATES = ("params", "grads", "optimizer", "host")
 

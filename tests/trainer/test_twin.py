@@ -139,7 +139,7 @@ EVERY = {(name,): layout for name, layout in (QUICK | MORE).items()}
 KINDS = (
     "8 bits", "two samples", "full", "tp2 without sp, selective", "cp2 ulysses", "cp2 all-gather", "pp2 zbv",
     "dp2 zero2, on the host", "dp2 zero2, unequal", "pp2 dualpipev", "pp2, budget", "GPT, tied",
-    "cp2 packed documents", "cp4 ring", "tp2 pp2 dualpipe", "dp4 zero3 in pairs",
+    "cp2 packed documents", "cp4 ring", "tp2 pp2 dualpipe", "dp4 zero3 in pairs", "pp2 dp2 zero3 zb_h1 bf16",
     "deepseek, tp2 etp1", "many choices, by domain", "experts that drop, tp2",
 )  # fmt: skip
 

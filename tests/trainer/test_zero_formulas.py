@@ -96,9 +96,10 @@ def test_hybrid_sends_shards_inside_and_sums_them_across():
             assert result["held"][2] == 12 * psi // 2
 
 
-def test_zero3_under_a_pipeline_gathers_once_a_step():
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_zero3_under_a_pipeline_gathers_once_a_step(schedule):
     """Weights once, gradients once a micro-batch; each rank of the pipeline for its own stage."""
-    plan = make_plan(model=MODEL, dp=2, pp=2, zero=3, micro_batches=3)
+    plan = make_plan(model=MODEL, dp=2, pp=2, zero=3, schedule=schedule, micro_batches=3)
     results = run_ranks(measure, 4, plan)
     stage_psi = (
         MODEL.parameters - 64

@@ -25,7 +25,7 @@ from orchestrator.run.store_socket import StoreSocket
 from tests.beds.held import sitecustomize as hold
 from tests.patience import PATIENCE_S
 from trainer.__main__ import main
-from trainer.host.huge_pages import collapse
+from trainer.huge_pages import collapse
 from trainer.preload import prepare as _in_memory_before_the_fork  # noqa: F401
 from trainer.train import Run
 

@@ -77,9 +77,10 @@ def test_the_document_has_a_row_for_every_cell():
     assert "refused: zero=3 \\| is refused" in page and "orch 1, torch 2" in page
     assert f"{len(entries) - 1} equal, 1 refused" in page
     # What is read of a page makes the same page again; the refused cell has to run.
-    read = read_equal(page, entries)
+    read = read_equal(page, entries, "orch 1, torch 2")
     assert set(verdicts) - set(read) == {entries[3].name}
     assert document(entries, verdicts | read, "orch 1, torch 2") == page
+    assert read_equal(page, entries, "orch 1, torch 3") == {}
 
 
 def test_the_page_says_what_it_was_measured_with():

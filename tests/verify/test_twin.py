@@ -260,6 +260,7 @@ LAYOUTS = (
     "model=llama32_1b parallel=pp2_dp4_zero3",
     "model=llama32_1b parallel=pp4_dp2_zero3 train.recompute=full",
     "model=llama32_1b parallel=tp2_pp2_dp2_zero3",
+    "model=llama32_1b parallel=pp2_dp4_zero3 parallel.schedule=zb_h1",
     "model=tiny_moe parallel=pp2_ep2_dp2_zero3",
     (
         "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full"

@@ -33,7 +33,7 @@ class HostMemory:
         weights: Path | None = None,
     ):
         """`takes_gradients` sends summed gradients to the host. `weights` is the folder of a disk
-        that holds weights and gradients, or None to keep them on the device."""
+        that holds weights and gradients, or None if they are in memory."""
         self.device = device
         self.takes_gradients = takes_gradients
         self.weights = weights
@@ -166,6 +166,13 @@ class HostMemory:
         self._files[storage.data_ptr()] = file
         weakref.finalize(storage, self._free, storage.data_ptr())
         return tensor
+
+    def shard(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocates a 1-D tensor for shards of weights or gradients that no device computes with:
+        in pages of a file, or else on the host. Raises DiskError, MemoryError."""
+        if self.weights is None or not numel:
+            return self.zeros(numel, dtype)
+        return self.device_zeros(numel, dtype)
 
     def _free(self, address: int) -> None:
         self._files.pop(address).close()

@@ -347,7 +347,7 @@ class StepMemory:
         if engine.host is not None:
             host = engine.host  # first: a gradient shard on the host is not on the device
             registered = {"host": lambda: host.tensors, **registered}
-            if engine.offload.weights:  # pages of a disk
+            if host.weights is not None:  # pages of a disk
                 registered = {name: registered[name] for name in ("host", "optimizer")}
         running = engine.pipeline.action_times.running
         opaque = engine.plan.job.train.compile

@@ -23,7 +23,6 @@ from orchestrator.plan.expert_capacity import expert_capacity
 
 from .balance import batch_balance, sequence_balance, z_sum
 from .capacity import first_choices
-from .fp8.experts import ExpertOp
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
@@ -40,6 +39,8 @@ from .permutation import (
 from .router import Router, Routing
 from .segments import segmented
 
+#: (x [n, in] sorted by expert, weight [experts, out, in], rows of each expert) -> [n, out]
+GroupedOp = Callable[[Tensor, Tensor, list[int]], Tensor]
 #: A computation that overlaps with the transfer of tokens to experts of other ranks.
 Meanwhile = Callable[[], Tensor | None]
 #: (x [n, hidden], routing, experts, meanwhile) -> [n, hidden], and the result of `meanwhile`
@@ -63,7 +64,7 @@ class GroupedLinear(nn.Module):
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
-        self.op: ExpertOp | None = None
+        self.op: GroupedOp | None = None
 
     def segments(self, counts: Tensor) -> Tensor | list[int]:
         """`counts` int64 [experts] -> the `segments` of `forward`."""

@@ -36,14 +36,16 @@ def init_stage(
     seed: int,
     table: Mapping[str, Slice] | None = None,
 ) -> None:
-    """Fills every parameter in place. `table` gives the slice of the full tensor that a parameter
-    holds (default: all).
+    """Fills parameters in place. `table` gives the slice of the full tensor that a parameter holds;
+    others are left alone (default: all are filled, whole).
 
     Numbers are drawn in fp32 and then rounded, so all precisions start from the same numbers. The
     device of the parameter draws them: CPU and CUDA differ.
     """
     for name, param in stage.named_parameters():
         if param.is_meta:  # a dry build: shapes only
+            continue
+        if table is not None and name not in table:
             continue
         shape = tuple(param.shape)
         if table is None:

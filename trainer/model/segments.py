@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.host.huge_pages import prefer_huge_pages
+from trainer.huge_pages import prefer_huge_pages
 
 from .mlp import ACTIVATIONS, GRADIENTS
 

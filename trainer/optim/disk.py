@@ -60,11 +60,11 @@ class DiskOptimizer:
         host: HostMemory,
     ):
         """`folder` receives the file; `buffer_bytes` is the most host memory to use. Raises
-        LayoutError for whole matrices and for too small a buffer, DiskError if the file cannot be
-        made large enough."""
-        if any(bucket.kind.whole_matrix for bucket in buckets.buckets):
+        LayoutError for whole matrices, narrow state and too small a buffer, DiskError if the file
+        cannot be made large enough."""
+        if rules.matrices is not None or rules.state:
             raise LayoutError(
-                "an optimizer of whole matrices computes on the device: train.offload=none"
+                "a disk holds wide state, in chunks that cut matrices: train.offload=host"
             )
         self.buckets = buckets
         self.rules = rules

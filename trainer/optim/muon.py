@@ -3,7 +3,8 @@
 The orthogonal part comes from five Newton-Schulz steps, which bring every singular value near 1.
 The steps need the whole matrix: its owner computes them (`owners`), so every layout gets the result
 of one process. They are computed in the master dtype: in bf16, which is common elsewhere, layouts
-would differ.
+would differ. They are computed on the device, also if the momentum is on the host: a matrix takes
+fifteen products of its size, for two copies over the link.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Muon:
             group = [matrices[at] for at in indices]
             momenta = [matrix.grad + self.momentum * matrix.state["momentum"] for matrix in group]
             lookaheads = [
-                matrix.grad + self.momentum * momentum
+                (matrix.grad + self.momentum * momentum).to(matrix.device)
                 for matrix, momentum in zip(group, momenta, strict=True)
             ]
             cuts = [matrix.cuts for matrix in group]
@@ -56,7 +57,8 @@ class Muon:
             for matrix, momentum, direction in zip(group, momenta, directions, strict=True):
                 size = update.lr * RMS * max(matrix.info.global_shape) ** 0.5
                 update.set(matrix.state["momentum"], momentum)
-                update.set(matrix.master, matrix.master * keep - direction * size)
+                move = direction.to(matrix.master.device) * size
+                update.set(matrix.master, matrix.master * keep - move)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

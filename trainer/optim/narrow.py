@@ -16,7 +16,7 @@ update).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -53,6 +53,8 @@ def codebook(signed: bool) -> Tensor:
 
 #: (parameter, kind of state, start and stop in its flat local elements, live view).
 NarrowSlice = tuple[ParamInfo, StateKind, int, int, Tensor]
+#: (elements, dtype) -> zeros where the state is kept.
+Zeros = Callable[[int, torch.dtype], Tensor]
 
 
 class NarrowState(Protocol):
@@ -78,19 +80,19 @@ def narrow_state(
     *,
     numel: int,
     dtype: torch.dtype,
-    device: torch.device,
+    zeros: Zeros,
     seed: int,
 ) -> NarrowState:
     """Returns state of zeros for the parameters `ranges` of a shard, whose master weights have
     `dtype`."""
     if form == "8bit":
-        return Eight(kind, numel, dtype, device)
+        return Eight(kind, numel, dtype, zeros)
     return Rounded(
         kind,
         ranges,
         numel=numel,
         dtype=dtype,
-        device=device,
+        zeros=zeros,
         seed=seed,
     )
 
@@ -103,15 +105,15 @@ class Eight:
         kind: StateKind,
         numel: int,
         dtype: torch.dtype,
-        device: torch.device,
+        zeros: Zeros,
     ):
         self.kind = kind
         book = codebook(signed=kind not in UNSIGNED)
+        self.codes = zeros(numel, torch.uint8).fill_(int((book == 0).nonzero()))
+        self.largest = zeros(numel // BLOCK, dtype)
+        device = self.codes.device
         self.book = book.to(device, dtype)
         self.between = ((book[1:] + book[:-1]) / 2).to(device, dtype)
-        zero = int((book == 0).nonzero())
-        self.codes = torch.full((numel,), zero, dtype=torch.uint8, device=device)
-        self.largest = torch.zeros(numel // BLOCK, dtype=dtype, device=device)
 
     def load(self, start: int, stop: int) -> Tensor:
         values = self.book[self.codes[start:stop].int()].view(-1, BLOCK)
@@ -170,13 +172,14 @@ class Rounded:
         *,
         numel: int,
         dtype: torch.dtype,
-        device: torch.device,
+        zeros: Zeros,
         seed: int,
     ):
         self.kind = kind
         self.ranges = list(ranges)
         self.dtype = dtype
-        self.values = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        self.values = zeros(numel, torch.bfloat16)
+        device = self.values.device
         names = (f"{seed}/state/{kind}/{info.name}" for info, *_ in ranges)
         self.salts = [torch.tensor(salt_of(name), device=device) for name in names]
 

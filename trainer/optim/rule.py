@@ -61,6 +61,8 @@ class Matrix:
     grad: Tensor
     state: dict[StateKind, Tensor]
     cuts: tuple[Cut, ...]  # how ranks hold its parts: cuts of tensor parallelism, of ZeRO-3
+    #: computes what takes the whole matrix; `master` and `state` may be on the host
+    device: torch.device
 
 
 class ElementRule(Protocol):

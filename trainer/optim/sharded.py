@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from orchestrator.plan.document import Optim
 from trainer.compat import foreach_copy_, foreach_mul_
-from trainer.errors import LayoutError
 from trainer.host.memory import HostMemory
 from trainer.parallel.data.buckets import ShardedBucket, Sharding
 from trainer.parallel.params import ParamInfo, StateKind
 
 from .adamw import AdamW
 from .muon import Muon
-from .narrow import NarrowShard, NarrowState, narrow_state, step_narrow
+from .narrow import NarrowShard, NarrowState, Zeros, narrow_state, step_narrow
 from .owners import cuts_of
 from .rule import ElementRule, Matrix, MatrixRule, ParamRange, Rules, Shard, Update
 from .sgd import Sgd
@@ -75,16 +75,7 @@ class ShardedOptimizer:
         master_dtype: torch.dtype,
         host: HostMemory | None = None,
     ):
-        """`host` holds master weights and moments, and computes the updates, if it is given. Raises
-        LayoutError for whole matrices and narrow state on the host."""
-        if host is not None and rules.state:
-            raise LayoutError(
-                f"optim.state={rules.state} is kept on the device: train.offload=none"
-            )
-        if host is not None and any(bucket.kind.whole_matrix for bucket in buckets.buckets):
-            raise LayoutError(
-                "an optimizer of whole matrices computes on the device: train.offload=none"
-            )
+        """`host` holds master weights and moments, and computes the updates, if it is given."""
         self.buckets = buckets
         self.rules = rules
         self.master_dtype = master_dtype
@@ -117,18 +108,21 @@ class ShardedOptimizer:
     def _new_state(self, bucket: ShardedBucket) -> BucketState:
         shard = bucket.param_shard
         kinds = self._rule(bucket).kinds
+        zeros = partial(_zeros, shard.device) if self.host is None else self.host.zeros
         if self.host is not None:
-            master, *moments = (
-                self.host.zeros(shard.numel(), self.master_dtype) for _ in ("master", *kinds)
-            )
-            master.copy_(shard)
-            return BucketState(master, dict(zip(kinds, moments, strict=True)))
-        master = shard if shard.dtype == self.master_dtype else shard.to(self.master_dtype)
+            master = zeros(shard.numel(), self.master_dtype).copy_(shard)
+        else:
+            master = shard if shard.dtype == self.master_dtype else shard.to(self.master_dtype)
         if bucket.kind.narrow and self.rules.state:
-            return BucketState(master, {}, self._narrow_states(bucket, master))
-        return BucketState(master, {kind: torch.zeros_like(master) for kind in kinds})
+            return BucketState(master, {}, self._narrow_states(bucket, master, zeros))
+        return BucketState(master, {kind: zeros(master.numel(), master.dtype) for kind in kinds})
 
-    def _narrow_states(self, bucket: ShardedBucket, master: Tensor) -> dict[StateKind, NarrowState]:
+    def _narrow_states(
+        self,
+        bucket: ShardedBucket,
+        master: Tensor,
+        zeros: Zeros,
+    ) -> dict[StateKind, NarrowState]:
         assert self.rules.state
         ranges = list(param_ranges(bucket))
         return {
@@ -138,7 +132,7 @@ class ShardedOptimizer:
                 ranges,
                 numel=master.numel(),
                 dtype=master.dtype,
-                device=master.device,
+                zeros=zeros,
                 seed=self.rules.seed,
             )
             for kind in self._rule(bucket).kinds
@@ -151,7 +145,9 @@ class ShardedOptimizer:
         for index, bucket in reversed(list(enumerate(self.buckets.buckets))):
             # A narrow gradient is widened for the update: never that of the whole model at once.
             widened = bucket.grad_shard.dtype != self.master_dtype
-            single = self.buckets.gathers or self.host is not None or widened
+            # Whole matrices share the ranks that compute them, one matrix each.
+            on_host = self.host is not None and not bucket.kind.whole_matrix
+            single = self.buckets.gathers or on_host or widened
             kind = bucket.kind.decay, bucket.kind.whole_matrix, bucket.kind.narrow
             if not single and kind in shared:
                 shared[kind].append(index)
@@ -225,7 +221,9 @@ class ShardedOptimizer:
         update: Update,
     ) -> None:
         """Updates the states of a group of buckets by their gradients, which may be overwritten."""
-        if self.host is not None and any(grad.dtype != self.master_dtype for grad in grads):
+        kind = self.buckets.buckets[group[0]].kind
+        in_pieces = self.host is not None and not kind.whole_matrix and not kind.narrow
+        if in_pieces and any(grad.dtype != self.master_dtype for grad in grads):
             for at, grad in zip(group, grads, strict=True):
                 self._compute_in_pieces(at, grad, factor, update)
             return
@@ -310,7 +308,9 @@ class ShardedOptimizer:
             state = {kind: tensor[span].view(shape) for kind, tensor in shard.state.items()}
             master = shard.master[span].view(shape)
             grad = shard.grad[span].view(shape)
-            yield Matrix(info, master, grad, state, cuts_of(info, self.buckets.mesh, rows))
+            cuts = cuts_of(info, self.buckets.mesh, rows)
+            device = bucket.param_shard.device if self.host is None else self.host.device
+            yield Matrix(info, master, grad, state, cuts, device=device)
 
     # -------------------------------------------------------------------------------------------
     #     checkpoints
@@ -359,6 +359,10 @@ def is_first_replica(buckets: Sharding, bucket: ShardedBucket) -> bool:
     groups = bucket.kind.groups
     holders = groups.replica if buckets.zero else groups.grad
     return buckets.mesh.index(holders) == 0
+
+
+def _zeros(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _gradient(bucket: ShardedBucket) -> Tensor:

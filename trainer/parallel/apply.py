@@ -5,7 +5,7 @@ order:
 2. build each stage whole on meta: names and shapes   model.Stage
 3. shard it over tp: the registry of parameters       tensor.shard
 4. allocate and initialise this rank's slices         model.init_stage, seed_dropout
-   (the same values on every layout)
+   (the same values on every layout; ZeRO-3 does it unit by unit when it shards them)
 5. tensor-parallel communication                      tensor_regions.apply_tensor_parallel
 6. products in 8 bits                                 fp8.apply_fp8
 7. experts over ranks, their terms of the loss        expert.apply_to_experts
@@ -33,6 +33,7 @@ from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
 from trainer.model.dropout import seed_dropout
 from trainer.model.fp8.delayed import declare_history
+from trainer.model.fp8.narrow import narrow_linears
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
 from trainer.model.prediction import MTP
@@ -76,6 +77,8 @@ class ModelPart:
     expert_choices: ChoiceStates
     delayed_scales: DelayedScales
     kept_inputs: list[int]  # per stage, the inputs of a micro-batch that `store` keeps
+    #: (stage, registry of some of its parameters): allocates and initialises them.
+    fill: Callable[[Stage, ParamTable], None]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
         """Yields every parameter once, in order of execution."""
@@ -102,13 +105,15 @@ def build(
     *,
     indices: Sequence[int] | None = None,
     allocate: Allocate | None = None,
+    deferred: bool = False,
     store: InputStore | None = None,
 ) -> ModelPart:
     """Builds the stages of this rank.
 
     `indices`: the stages' numbers among pp * vpp; by default those of the looped placement, in
     which rank r holds r, r + pp, ... `allocate`: allocates parameters that are not on the device.
-    `store`: holds the inputs of recomputed layers, on the device or elsewhere.
+    `deferred`: parameters stay on meta until `ModelPart.fill`. `store`: holds the inputs of
+    recomputed layers, on the device or elsewhere.
 
     Raises LayoutError for a plan that this trainer does not run.
     """
@@ -120,6 +125,7 @@ def build(
         device=torch.device(device),
         dtype=dtype,
         allocate=allocate,
+        deferred=deferred,
         store=store,
     )
     if indices is None:
@@ -151,6 +157,7 @@ class _Builder:
         device: torch.device,
         dtype: torch.dtype,
         allocate: Allocate | None,
+        deferred: bool,
         store: InputStore | None,
     ):
         self.plan = plan
@@ -159,6 +166,7 @@ class _Builder:
         self.device = device
         self.dtype = dtype
         self.allocate = allocate
+        self.deferred = deferred
         self.store = store
         self.stage_count = plan.parallel.pp * plan.parallel.vpp
         self.stages = list[Stage]()
@@ -179,7 +187,8 @@ class _Builder:
         with torch.device("meta"):
             stage = Stage(self.plan.model, layers, first=index == 0, last=last)
             if self.plan.job.matmul == "fp8_delayed":
-                declare_history(stage.layers)
+                for _, linear in narrow_linears(stage, self.plan.job.train):
+                    declare_history(linear)
             return stage
 
     def shard_parameters(self, stage: Stage) -> ParamTable:
@@ -187,11 +196,17 @@ class _Builder:
 
     def allocate_slices(self, stage: Stage, infos: ParamTable) -> None:
         """Allocates and initialises this rank's slices of parameters and of other state."""
-        seed = self.plan.job.train.seed
-        materialise(stage, infos, self.device, self.dtype, self.allocate)
-        init_stage(stage, self.plan.model, seed, infos)
-        seed_dropout(stage, seed, self.device)
+        if self.deferred:
+            materialise(stage, infos, torch.device("meta"), self.dtype)
+        else:
+            self.fill(stage, infos)
+        seed_dropout(stage, self.plan.job.train.seed, self.device)
         self.state_table |= allocate_states(stage, self.mesh, self.device)
+
+    def fill(self, stage: Stage, infos: ParamTable) -> None:
+        """Allocates and initialises this rank's slices of the parameters in `infos`."""
+        materialise(stage, infos, self.device, self.dtype, self.allocate)
+        init_stage(stage, self.plan.model, self.plan.job.train.seed, infos)
 
     def add_tensor_parallel_communication(self, stage: Stage, infos: ParamTable) -> None:
         if self.mesh.group("tp") is not None:
@@ -286,6 +301,7 @@ class _Builder:
             expert_choices=self.choices,
             delayed_scales=self.scales,
             kept_inputs=self.kept_inputs,
+            fill=self.fill,
         )
 
 
@@ -346,11 +362,11 @@ def materialise(
     dtype: torch.dtype,
     allocate: Allocate | None = None,
 ) -> None:
-    """Replaces every parameter by an uninitialised one of this rank's shape."""
+    """Replaces every parameter in `table` by an uninitialised one of this rank's shape."""
     for path, module in stage.named_modules():
         for key, _ in list(module.named_parameters(recurse=False)):
             name = f"{path}.{key}" if path else key
-            if name not in table:  # the tied head, which follows the embedding
+            if name not in table:  # such as the tied head, which follows the embedding
                 continue
             shape = table[name].local_shape
             if allocate is None:

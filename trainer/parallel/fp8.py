@@ -1,8 +1,9 @@
 """Products in 8 bits on every layout: the modules that use them, and the ranks over which the
 largest value of a tensor is taken.
 
-The linears and the experts of blocks use 8 bits. Embedding, head, routers, norms, attention's own
-products and all sums stay wide, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.1).
+The linears and the experts of blocks use 8 bits, without those that `train.matmul_wide` names.
+Embedding, head, routers, norms, attention's own products and all sums stay wide, as in DeepSeek-V3
+(arXiv 2412.19437, section 3.3.1).
 
     tp   cuts a weight, the gradient of a column-parallel linear, and the input of a row-parallel
         one; with sequence parallelism it cuts the tokens of a linear that is whole on every rank
@@ -22,10 +23,10 @@ from torch import Tensor
 from orchestrator.plan import Plan
 from trainer.comm.collectives import CommCounter, all_reduce
 from trainer.comm.mesh import Mesh
-from trainer.model.experts import Experts, GroupedLinear
 from trainer.model.fp8.delayed import DelayedOp
-from trainer.model.fp8.experts import ExpertOp
+from trainer.model.fp8.experts import ExpertOp, expert_by_expert
 from trainer.model.fp8.linears import BlockOp, Shared, SharedHeadsOp, TensorOp
+from trainer.model.fp8.narrow import narrow_experts, narrow_linears
 from trainer.model.fp8.rounding import UNCUT, Blocks, Dimension, Largest
 from trainer.model.linear import Linear, LinearOp
 from trainer.model.stage import Stage
@@ -224,10 +225,9 @@ def apply_fp8(
     """Makes the linears and the experts of a stage's blocks use the plan's `matmul`. `scales`
     receives the linears whose scales come from earlier steps."""
     rounding = _Rounding(plan, mesh, counter, scales)
-    for name, module in stage.layers.named_modules(prefix="layers"):
-        if isinstance(module, Linear):
-            module.op = rounding.linear_op(module, infos[f"{name}.weight"])
-        elif isinstance(module, Experts):
-            for matrix, experts in module.named_children():
-                assert isinstance(experts, GroupedLinear)
-                experts.op = rounding.expert_op(infos[f"{name}.{matrix}.weight"])
+    train = plan.job.train
+    for name, linear in narrow_linears(stage, train):
+        linear.op = rounding.linear_op(linear, infos[f"{name}.weight"])
+    for name, experts, is_narrow in narrow_experts(stage, train):
+        info = infos[f"{name}.weight"]
+        experts.op = rounding.expert_op(info) if is_narrow else expert_by_expert

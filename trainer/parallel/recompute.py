@@ -39,7 +39,8 @@ from .kept_inputs import KeptInputs
 Function = Callable[..., Any]
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default}
+#: The last computes products in 8 bits on a GPU.
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm_v2.default}
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,

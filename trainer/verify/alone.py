@@ -16,6 +16,7 @@ from orchestrator.plan import Plan, seal
 from orchestrator.plan.learning_rate import learning_rate
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.ranks import all_groups, coords, embeds_at_both_ends
+from orchestrator.plan.schedules import shards_layers
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
 from trainer.model.init import init_stage
@@ -28,14 +29,17 @@ from .samples import step_batches
 
 def rounds_as_one(plan: Plan) -> bool:
     """Whether a layout rounds where one process does. A process that holds both uses of an
-    embedding adds their gradients in the parameter's precision."""
+    embedding adds their gradients in the parameter's precision; it sends no gradients, which a
+    narrow wire rounds."""
     par = plan.parallel
+    if plan.job.train.grad_wire:
+        return False
     return par.tp == par.cp == 1 and not (embeds_at_both_ends(plan.model) and par.pp > 1)
 
 
 def shards_masters(plan: Plan) -> bool:
     """Whether ranks hold only shards of the master weights, which begin unrounded."""
-    return plan.parallel.zero == 3 and not offload_of(plan.job.train).optimizer
+    return shards_layers(plan.parallel) and not offload_of(plan.job.train).optimizer
 
 
 def one_process(plan: Plan) -> Plan:
@@ -98,10 +102,10 @@ def train(
     empty: bool,
     use: Recipe,
 ) -> list[Outcome]:
-    """Runs `steps` optimizer steps of the plan's job in one process. For ZeRO-3 it runs one step
-    and compares matrices only: torch passes on the gradient of a norm unrounded, more exactly than
-    one process does."""
-    sharded = plan.parallel.zero == 3
+    """Runs `steps` optimizer steps of the plan's job in one process. For `fully_shard` it runs one
+    step and compares matrices only: torch passes on the gradient of a norm unrounded, more exactly
+    than one process does."""
+    sharded = shards_layers(plan.parallel)
     unrounded = shards_masters(plan)
     plan = one_process(plan)
     engine = Engine(plan, Mesh.alone(plan), torch.device("cpu"), use)
@@ -157,8 +161,8 @@ def _masters(engine: Engine) -> dict[str, Tensor]:
 
 
 def _start_unrounded(engine: Engine) -> None:
-    """Starts with unrounded master weights, as ZeRO-3 without offload does, whose only weights are
-    the optimizer's in fp32; elsewhere master weights are made from rounded ones."""
+    """Starts with unrounded master weights, as `fully_shard` without offload does, whose only
+    weights are the optimizer's in fp32; elsewhere master weights are made from rounded ones."""
     model = engine.plan.model
     stage = Stage(model, range(model.layers), first=True, last=True)
     init_stage(stage, model, engine.plan.job.train.seed)

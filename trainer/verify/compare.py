@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -46,11 +47,15 @@ LIMIT = {FP64.param: LIMITS["fp64"]} | {DTYPES[name]: LIMITS[name] for name in D
 
 def recipe_for(precision: str, plan: Plan) -> Recipe:
     """Returns the recipe of a key of LIMITS; in bf16 and fp16 gradients are summed in the plan's
-    `grad_dtype`."""
+    `grad_dtype`, and travel as in the plan. In fp64 and fp32 they travel on the same way without
+    being rounded, so the layout is exact."""
     precision = precision.removesuffix(ALONE)
+    train = plan.job.train
     if precision in ("fp64", "fp32"):
-        return FP64 if precision == "fp64" else FP32
-    return Recipe(DTYPES[precision], DTYPES[plan.job.train.grad_dtype], torch.float32)
+        exact = FP64 if precision == "fp64" else FP32
+        return replace(exact, wire=exact.reduce) if train.grad_wire else exact
+    wire = DTYPES.get(train.grad_wire or "")
+    return Recipe(DTYPES[precision], DTYPES[train.grad_dtype], torch.float32, wire)
 
 
 def with_eps(plan: Plan, precision: str) -> Plan:

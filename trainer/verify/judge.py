@@ -16,6 +16,8 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.parity import ALONE, ALWAYS, HOPELESS, Cell, Errors, Verdict
+from orchestrator.plan.rounding.wide import wide_patterns
+from orchestrator.plan.schedules import shards_layers
 from orchestrator.plan.trained import problems
 from trainer.parallel import vocab
 from trainer.precision import DTYPES
@@ -216,7 +218,12 @@ def reference_run(
         par.global_batch_samples,
         offload_of(train).delayed,
         packed,
-        (empty or plan.job.matmul) and (plan.job.matmul, par.micro_batch_size),
+        (empty or plan.job.matmul)
+        and (
+            plan.job.matmul,
+            wide_patterns(train),
+            par.micro_batch_size,
+        ),
     )
     key = msgspec.json.encode(
         (
@@ -248,6 +255,6 @@ def _engine_key(plan: Plan) -> tuple:
         plan.job.train.grad_dtype,
         par.micro_batch_size,
         par.bucket_bytes,
-        par.zero == 3,
+        shards_layers(par),
         alone.shards_masters(plan),
     )

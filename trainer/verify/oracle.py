@@ -77,7 +77,8 @@ class _Reference:
         self.histories = list[plain_fp8.Delayed]()
         if plan.job.matmul:
             size = plan.parallel.micro_batch_size
-            self.histories = plain_fp8.use(stage, plan.job.matmul, size)
+            wide = plan.job.train.matmul_wide or []
+            self.histories = plain_fp8.use(stage, plan.job.matmul, size, wide)
         self.added = prepare(stage)
         self.model_terms = LossTerms()
         self.model_terms.declare(*term_names(plan.model))

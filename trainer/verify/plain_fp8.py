@@ -7,6 +7,8 @@ has 2, -14 and 57344 (arXiv 2209.05433, table 1). Each micro-batch is scaled as 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -139,20 +141,47 @@ class Delayed(Tensors):
             values.clear()
 
 
-def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> list[Delayed]:
-    """Rounds the products of every block's linears; the gradient passes the rounding unchanged.
-    Returns the roundings that keep largest values over steps."""
+def use(
+    stage: Stage,
+    matmul: Matmul,
+    micro_batch_size: int,
+    wide: Sequence[str] = (),
+) -> list[Delayed]:
+    """Rounds the products of every block's linears but those in `wide` (`train.matmul_wide`); the
+    gradient passes the rounding unchanged. Returns the roundings that keep largest values over
+    steps."""
     histories = list[Delayed]()
-    for block in stage.blocks.values():
-        for module in block.modules():
+    for layer, block in stage.blocks.items():
+        patterns = [_without_ends(pattern, stage.model.layers) for pattern in wide]
+        for name, module in block.named_modules():
             if isinstance(module, Experts):
-                module.forward = _ExpertByExpert(module, matmul)  # type: ignore[method-assign]
-            if isinstance(module, Linear):
+                matrices = ("gate", "up", "down")
+                wide_matrices = {m for m in matrices if _stays_wide(f"{name}.{m}", layer, patterns)}
+                module.forward = _ExpertByExpert(  # type: ignore[method-assign]
+                    module, matmul, wide_matrices
+                )
+            if isinstance(module, Linear) and not _stays_wide(name, layer, patterns):
                 rounding = _rounding(module, matmul)
                 module.run = partial(_run, rounding, micro_batch_size)
                 if isinstance(rounding, Delayed):
                     histories.append(rounding)
     return histories
+
+
+def _without_ends(pattern: str, layers: int) -> str:
+    """`first` and `last`, alone or before a name, as numbers of layers."""
+    return re.sub("^last", str(layers - 1), re.sub("^first", "0", pattern))
+
+
+def _stays_wide(name: str, layer: int, patterns: Sequence[str]) -> bool:
+    path = f"{layer}.{name}"  # 3.mlp.down
+    for pattern in patterns:
+        if pattern == str(layer) or re.fullmatch(rf"\d+\.(.*\.)?{re.escape(pattern)}", path):
+            return True
+        number, _, rest = pattern.partition(".")
+        if number == str(layer) and re.fullmatch(rf"\d+\.(.*\.)?{re.escape(rest)}", path):
+            return True
+    return False
 
 
 def _run(
@@ -217,9 +246,10 @@ class _Rounded(torch.autograd.Function):
 class _ExpertByExpert:
     """Replaces the forward of experts: one expert after the other, each row scaled for itself."""
 
-    def __init__(self, experts: Experts, matmul: Matmul):
+    def __init__(self, experts: Experts, matmul: Matmul, wide: Collection[str] = ()):
         self.experts = experts
         self.matmul = matmul
+        self.wide = wide
 
     def __call__(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         experts = self.experts
@@ -228,17 +258,19 @@ class _ExpertByExpert:
         start = 0
         for expert, count in enumerate(counts.tolist()):
             rows = x[start : start + count]
-            up = self._product(rows, experts.up.weight[expert])
+            up = self._product(rows, experts.up.weight[expert], "up")
             if experts.gate is None:
                 inner = act(up)
             else:
-                inner = act(self._product(rows, experts.gate.weight[expert])) * up
+                inner = act(self._product(rows, experts.gate.weight[expert], "gate")) * up
             weighted = inner * weights[start : start + count, None]
-            outputs.append(self._product(weighted, experts.down.weight[expert]))
+            outputs.append(self._product(weighted, experts.down.weight[expert], "down"))
             start += count
         return torch.cat(outputs)
 
-    def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, rows: Tensor, weight: Tensor, name: str) -> Tensor:
+        if name in self.wide:
+            return rows @ weight.T
         return _RoundedRows.apply(
             rows,
             weight,

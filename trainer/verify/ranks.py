@@ -32,7 +32,7 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 
 from trainer import compat
-from trainer.host.huge_pages import collapse
+from trainer.huge_pages import collapse
 
 compat.import_compiler()  # optimizers need it: here once, instead of a second in every rank
 

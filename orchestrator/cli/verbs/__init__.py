@@ -85,6 +85,9 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "train a layout and one process on the same tokens, and compare everything",
             overrides=True,
         ),
+        "precision": Verb(
+            "measure each linear's error in 8 bits, and propose which stay wide", overrides=True
+        ),
         "twin": Verb(
             "run ranks at full size without GPUs, and compare them with the plan", overrides=True
         ),

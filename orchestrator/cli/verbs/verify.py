@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return _data(args)
     if args.out and not args.matrix:
         raise OrchError("--out needs --matrix: it writes the page of a whole matrix")
-    if args.missing and not (args.out and args.out.exists()):
+    if args.missing and not (args.out and args.out.is_file()):
         raise OrchError("--missing needs --out FILE: the page whose missing cells are run")
     if args.matrix and overrides:
         raise OrchError(
@@ -109,11 +109,11 @@ def _matrix(args: argparse.Namespace) -> list[Verdict]:
     from orchestrator.verify.cells import cells_of_entries
 
     entries = matrix.quick() if args.matrix == "quick" else matrix.full()
-    measured = dict[str, Verdict]()
+    measured: dict[str, Verdict] = {}
     if args.missing:
         from orchestrator.verify.page import read_equal
 
-        measured = read_equal(args.out.read_text(), entries)
+        measured = read_equal(args.out.read_text(), entries, _versions())
     missing = [entry for entry in entries if entry.name not in measured]
     cells = list(cells_of_entries(missing, args.config_dir))
     verdicts = _show(cells, args.json, CELLS_PER_LAUNCH)

@@ -9,18 +9,24 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from orchestrator.cost.model.layers import embedding_norm_params, layer_groups, sample_layers
-from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
+from orchestrator.cost.model.stages import held_layers, rank_stages, stage_range
 from orchestrator.cost.time.pipeline import in_flight
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Parallel
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import prediction_blocks
-from orchestrator.plan.schedules import TABLE, Schedule, schedule_of
+from orchestrator.plan.layer import layer_moe
+from orchestrator.plan.rounding.wide import wide_patterns
+from orchestrator.plan.schedules import TABLE, Schedule, schedule_of, splits_backward
 
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
 from .kernels import Kernels, trainer_kernels
-from .layer_activations import ActivationBytes, layer_activation_bytes
+from .layer_activations import (
+    ActivationBytes,
+    layer_activation_bytes,
+    mean_activation_bytes,
+)
 from .moments import OneStage
 from .offloaded_inputs import back_bytes, keeps_inputs_apart, reserved_bytes
 from .unequal_stages import unequal_peak
@@ -142,7 +148,7 @@ class PipelineActivations:
         groups = []
         for kind, mode, count in layer_groups(model, self.workload.train, ranges):
             if count:
-                layer = self.layer_bytes(kind, mode)
+                layer = self.layer_bytes(kind, mode, tuple(ranges))
                 recomputing = layer.recomputing + ahead * (layer.recomputing > 0)
                 groups.append((count, kind, layer.stored, recomputing))
         return groups
@@ -168,16 +174,27 @@ def _schedule(parallel: Parallel) -> Schedule | tuple[str, int, int, int]:
 def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., ActivationBytes]:
     """Returns a cached function of the bytes of a layer.
 
-    Its arguments are the kind (0: dense, 1: with experts) and the recomputation mode.
+    Its arguments are the kind (0: dense, 1: with experts), the recomputation mode and the layers,
+    over which the result is a mean: they differ if only some of them have wide linears.
     """
-    kinds = sample_layers(workload.model)
+    model = workload.model
+    kinds = sample_layers(model)
+    patterns = wide_patterns(workload.train)
 
     @cache
-    def of(kind: int, mode: str) -> ActivationBytes:
-        """Returns the bytes of a layer of this kind."""
+    def of_kind(kind: int, mode: str) -> ActivationBytes:
         layer = kinds[kind]
         assert layer is not None
         return layer_activation_bytes(workload, layer, kernels, mode)
+
+    @cache
+    def of(kind: int, mode: str, ranges: tuple[range, ...]) -> ActivationBytes:
+        """Returns the bytes of a layer of this kind."""
+        if not patterns or kernels.product_width is None:
+            return of_kind(kind, mode)
+        layers = (layer for layers in ranges for layer in layers)
+        equal = [layer for layer in layers if (layer_moe(model, layer) is not None) == kind]
+        return mean_activation_bytes(workload, equal, kernels, mode)
 
     return of
 
@@ -188,9 +205,10 @@ def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
     train = workload.train
     layer_bytes = bytes_of_layers(workload, kernels)
     blocks = model.layers + prediction_blocks(model)
+    layers = (range(blocks),)
     groups = [
-        (n, layer_bytes(kind, mode))
-        for kind, mode, n in layer_groups(model, train, [range(blocks)])
+        (n, layer_bytes(kind, mode, layers))
+        for kind, mode, n in layer_groups(model, train, layers)
         if n
     ]
     head = head_bytes(workload, kernels)

@@ -215,6 +215,7 @@ class _Groups:
         if key_heads > 1:
             yield Use("awaited", cut(self.along("tp"), key_heads)[0])
         yield from self._shards(dense, parallel.zero_group)
+        yield from self._narrow_wire(dense, parallel.zero_group)
         if expert_mesh(parallel).ep > 1:
             yield from self._experts()
         yield Use("end", self._one_copy("tp"))
@@ -271,6 +272,25 @@ class _Groups:
             yield Use("gradients", replicated, positions=range(size))
             yield Use("gradients", replicated, positions=range(0, ranks, size))
 
+    def _narrow_wire(self, replicated: Grid, size: int) -> Iterator[Use]:
+        """Yields the ranks that send each other their gradients (`train.grad_wire`)."""
+        if not self.workload.train.grad_wire or self.parallel.zero not in (1, 2):
+            return
+        ranks = size_of(replicated)
+        positions = None
+        if not 0 < size < ranks:
+            size = ranks
+        elif is_run(replicated, size):
+            replicated = cut(replicated, size)[0]
+        else:
+            positions = range(size)
+        yield Use(
+            "gradients",
+            replicated,
+            peers=size,
+            positions=positions,
+        )
+
     def _experts(self) -> Iterator[Use]:
         parallel = self.parallel
         mesh = expert_mesh(parallel)
@@ -292,6 +312,7 @@ class _Groups:
         same_experts = self._replicated(replicas(parallel))
         yield Use("gradients", same_experts)
         yield from self._shards(same_experts, parallel.zero_group // spread(parallel))
+        yield from self._narrow_wire(same_experts, parallel.zero_group // spread(parallel))
         yield Use("end", self._one_copy("tp", *outside_tp))
 
 

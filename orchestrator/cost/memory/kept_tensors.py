@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from msgspec import structs
+
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_capacity import taken_choices
@@ -20,6 +22,7 @@ from orchestrator.plan.layer import (
     layer_moe,
     layer_operations,
 )
+from orchestrator.plan.rounding.wide import is_wide, wide_patterns
 
 from .kernels import Kernels
 
@@ -30,6 +33,10 @@ KeptWriter = Writer | Literal["routing", "statistics", "mask"]
 
 #: Bytes of a scale.
 _SCALE = 4
+#: The product that reads attention's output.
+OUTPUT = "attn.wo"
+#: The end of the name of a tensor in few bits, where products may keep it wide, too.
+NARROW = ", narrow"
 
 
 class KeptTensor(NamedTuple):
@@ -60,6 +67,10 @@ def _kept_by(
 ) -> Iterator[KeptTensor]:
     """Yields the tensors that an operation keeps."""
     half = operation.half
+    if operation.kind in ("product", "core"):
+        # Attention keeps its output narrow, too, if the product that reads it is narrow.
+        reader = operation.name if operation.kind == "product" else OUTPUT
+        kernels = kernels_of_product(workload, layer, kernels, reader)
     if operation.routed:
         yield from _routed(operation, workload, layer, kernels)
         return
@@ -83,6 +94,22 @@ def _kept_by(
             yield tensor._replace(size=tensor.size * copies)
         else:
             yield tensor
+
+
+def kernels_of_product(workload: Workload, layer: int, kernels: Kernels, name: str) -> Kernels:
+    """Returns what the linear `name` keeps: its input is wide if `train.matmul_wide` names it."""
+    patterns = wide_patterns(workload.train)
+    if not patterns or kernels.product_width is None:
+        return kernels
+    if not is_wide(patterns, layer, name, workload.model.layers):
+        return kernels
+    return structs.replace(kernels, product_width=None)
+
+
+def narrow_name(name: str, workload: Workload) -> str:
+    """Returns the name of a tensor in few bits, which differs from that of the wide tensor if a
+    layer may keep both."""
+    return f"{name}{NARROW}" if wide_patterns(workload.train) else name
 
 
 def _core(operation: Operation, workload: Workload, kernels: Kernels) -> Iterator[KeptTensor]:
@@ -178,7 +205,8 @@ def product_input(
     if tensor.is_regathered and kernels.wide_shards:
         is_narrow = False
     if is_narrow and kernels.product_width:
-        tensor = tensor._replace(size=tensor.size / workload.width * kernels.product_width)
+        size = tensor.size / workload.width * kernels.product_width
+        tensor = tensor._replace(name=narrow_name(tensor.name, workload), size=size)
     yield tensor
 
 
@@ -217,9 +245,11 @@ def _routed(
         ranks = tensor_ranks(workload.parallel) if saved.spread == "columns" else 1
         features = saved.features / ranks
         size = copies * features * workload.width
+        name = saved.tensor
         if operation.kind == "product" and kernels.product_width:
             size = copies * (features * kernels.product_width + _SCALE)
-        yield KeptTensor(operation.half, saved.tensor, saved.writer, size)
+            name = narrow_name(name, workload)
+        yield KeptTensor(operation.half, name, saved.writer, size)
 
 
 def copies_per_token(workload: Workload, moe: Moe) -> float:

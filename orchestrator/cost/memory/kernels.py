@@ -6,9 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from orchestrator.cost.model.stages import splits_backward
 from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.layer import layer_operations
+from orchestrator.plan.schedules import splits_backward
 
 #: The tensors that selective recomputation drops. orch: norms, activations and the last product of
 #: each half of a layer, as this project's trainer does; core: attention scores (Korthikanti et al.,

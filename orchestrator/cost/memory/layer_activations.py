@@ -6,15 +6,17 @@ With the paper's `Kernels`, a layer's sum is that of Korthikanti et al. (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.layer import Half, layer_moe, layer_operations
+from orchestrator.plan.rounding.wide import block_linears, is_wide, wide_patterns
 
 from . import other_software, routed_experts
-from .kept_tensors import KeptTensor, listed_tensors
+from .kept_tensors import NARROW, KeptTensor, kernels_of_product, listed_tensors, narrow_name
 from .kernels import Kernels
 from .offloaded_inputs import input_bytes, inputs_of
 
@@ -32,7 +34,8 @@ def layer_tensors(workload: Workload, layer: int, kernels: Kernels) -> list[Kept
     if model.mla is not None and not kernels.trainer:
         tensors += other_software.latent_attention(workload, model.mla, kernels)
     if moe is not None and kernels.trainer:
-        tensors += routed_experts.routing(workload, moe, kernels)
+        of_experts = kernels_of_experts(workload, layer, kernels)
+        tensors += routed_experts.routing(workload, moe, of_experts)
     elif moe is not None:
         tensors += other_software.experts(workload, moe, kernels)
     if model.dropout or kernels.dropout:
@@ -40,6 +43,17 @@ def layer_tensors(workload: Workload, layer: int, kernels: Kernels) -> list[Kept
         mask = 2 * model.hidden / workload.sequence_shards
         tensors.append(KeptTensor("mlp", "dropout masks", "mask", mask))
     return tensors
+
+
+def kernels_of_experts(workload: Workload, layer: int, kernels: Kernels) -> Kernels:
+    """Returns what the experts of a layer keep together: as without products in few bits, if all of
+    their products stay wide."""
+    routed = [
+        kernels_of_product(workload, layer, kernels, operation.name)
+        for operation in layer_operations(workload.model, layer)
+        if operation.routed and operation.kind == "product"
+    ]
+    return next((of_product for of_product in routed if of_product.product_width), routed[0])
 
 
 class ActivationBytes(Struct, frozen=True):
@@ -65,6 +79,33 @@ def layer_activation_bytes(
     away = inputs_of(model, layer, train, mode)
     return ActivationBytes(
         with_inputs.stored - away * input_bytes(workload), with_inputs.recomputing
+    )
+
+
+def mean_activation_bytes(
+    workload: Workload,
+    layers: Iterable[int],
+    kernels: Kernels,
+    mode: str,
+) -> ActivationBytes:
+    """Returns the bytes of a layer, on average over `layers` of one kind, which differ in the
+    linears that stay wide, and the most that one of them recomputes."""
+    model = workload.model
+    patterns = wide_patterns(workload.train)
+    counts = Counter[tuple[str, ...]]()
+    samples: dict[tuple[str, ...], int] = {}
+    for layer in layers:
+        names = block_linears(model, layer)
+        wide = tuple(name for name in names if is_wide(patterns, layer, name, model.layers))
+        counts[wide] += 1
+        samples[wide] = layer
+    sizes = {
+        wide: layer_activation_bytes(workload, layer, kernels, mode)
+        for wide, layer in samples.items()
+    }
+    stored = sum(counts[wide] * size.stored for wide, size in sizes.items())
+    return ActivationBytes(
+        stored / counts.total(), max(size.recomputing for size in sizes.values())
     )
 
 
@@ -122,9 +163,10 @@ def _full(
             tensor.size
             for tensor in tensors
             if tensor.name.startswith("mlp.shared")
-            or (tensor.name == "norm2" and moe.shared_ffn_hidden)
+            or (tensor.name.removesuffix(NARROW) == "norm2" and moe.shared_ffn_hidden)
         )
-        results = routed_experts.results_of_experts(workload, moe, kept_later, kernels)
+        of_experts = kernels_of_experts(workload, layer, kernels)
+        results = routed_experts.results_of_experts(workload, moe, kept_later, of_experts)
         everything += workload.tokens * results
     elif kernels.trainer and kernels.product_width:
         everything += workload.tokens * _wide_inputs(workload, tensors, kernels.product_width)
@@ -139,8 +181,12 @@ def _wide_inputs(workload: Workload, tensors: Sequence[KeptTensor], narrow: floa
     Products in 8 bits keep them narrow, but the MLP is computed from wide ones.
     """
     wide = workload.width / narrow
-    norm = sum(tensor.size * wide for tensor in tensors if tensor.name == "norm2")
-    last = sum(tensor.size for tensor in tensors if tensor.name == "mlp.activation")
+    sizes = {tensor.name: tensor.size for tensor in tensors}
+    # A product that stays wide keeps what the MLP is computed from.
+    narrow_norm = narrow_name("norm2", workload)
+    is_kept_wide = narrow_norm != "norm2" and "norm2" in sizes
+    norm = 0.0 if is_kept_wide else sizes.get(narrow_norm, 0.0) * wide
+    last = sizes.get(narrow_name("mlp.activation", workload), 0.0)
     return norm + last * (wide - 1)
 
 

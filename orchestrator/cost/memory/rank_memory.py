@@ -14,23 +14,24 @@ from msgspec import Struct, structs
 from orchestrator.cost.buckets import unsharded_params
 from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.model.stages import (
+    rank_matrices,
     rank_parameters,
     rank_stages,
     rank_vectors,
-    splits_backward,
 )
 from orchestrator.cost.time.traffic import shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Memory, Parallel, Train
-from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import (
     STATE_KINDS,
     buffer_size,
     comm_buffer_of,
+    keeps_shards_away,
     offload_of,
     state_width,
 )
-from orchestrator.plan.schedules import copies_of
+from orchestrator.plan.schedules import copies_of, splits_backward
 
 from .activations import activations, kept_of_one_stage
 from .communicators import communicator_bytes
@@ -66,10 +67,12 @@ def rank_state_bytes(
     train: Train,
     recipe: Recipe = ORCH,
     vectors: float = 0.0,
+    matrices: float = 0.0,
 ) -> StateBytes:
     """Returns the states of a rank with `dense` and `experts` parameters before sharding.
 
-    `vectors` of the dense parameters are in norms and biases. Weights have the training precision.
+    `vectors` of the dense parameters are in norms and biases, `matrices` are in matrices of blocks.
+    Weights have the training precision.
     Gradients have `grad_dtype` or the recipe's width, and are unsharded with ZeRO-0 and 1. Moments
     are in fp32 (fp64 with fp64 weights), with an fp32 master copy if weights are narrower. Experts
     shard over cp * dp, all other weights over cp * ep * dp; if a pipeline holds the model twice,
@@ -83,8 +86,13 @@ def rank_state_bytes(
     copies = copies_of(parallel)
     dense_replicas = copies * parallel.cp * parallel.ep * parallel.dp
     expert_replicas = copies * expert_mesh(parallel).edp
-    for count, replicas in ((dense, dense_replicas), (experts, expert_replicas)):
-        per_parameter = param_state_bytes(replicas, parallel, train, recipe)
+    # A group of shards holds an expert on fewer ranks than other weights.
+    expert_group = parallel.zero_group // spread(parallel)
+    for count, replicas, group in (
+        (dense, dense_replicas, parallel.zero_group),
+        (experts, expert_replicas, expert_group),
+    ):
+        per_parameter = param_state_bytes(replicas, parallel, train, recipe, group=group)
         params += count * per_parameter.params
         grads += count * per_parameter.grads
         optimizer += count * per_parameter.optimizer
@@ -92,9 +100,15 @@ def rank_state_bytes(
         disk += count * per_parameter.disk
     if recipe.wide_vectors:
         wide = structs.replace(recipe, moment=None)
-        narrow_state = param_state_bytes(dense_replicas, parallel, train, recipe).optimizer
-        wide_state = param_state_bytes(dense_replicas, parallel, train, wide).optimizer
-        optimizer += vectors * (wide_state - narrow_state)
+        narrow_state = param_state_bytes(dense_replicas, parallel, train, recipe)
+        wide_state = param_state_bytes(dense_replicas, parallel, train, wide)
+        optimizer += vectors * (wide_state.optimizer - narrow_state.optimizer)
+        host += vectors * (wide_state.host - narrow_state.host)
+    if recipe.whole_matrices:  # have one moment fewer; on the device that is an upper limit
+        fewer = structs.replace(recipe, moments=recipe.moments - 1)
+        of_others = param_state_bytes(dense_replicas, parallel, train, recipe).host
+        of_matrix = param_state_bytes(dense_replicas, parallel, train, fewer).host
+        host -= matrices * (of_others - of_matrix)
     return StateBytes(params, grads, optimizer, host, disk)
 
 
@@ -103,23 +117,18 @@ def param_state_bytes(
     parallel: Parallel,
     train: Train,
     recipe: Recipe = ORCH,
+    *,
+    group: int | None = None,
 ) -> StateBytes:
-    """Returns the states of one parameter that `replicas` ranks hold, on each of them."""
-    weight: float = DTYPE_BYTES[train.precision]
-    moment = recipe.moment or max(weight, 4)
-    shards = min(replicas, parallel.zero_group or replicas)
+    """Returns the states of one parameter that `replicas` ranks hold, on each of them. `group` of
+    these share them, 0: all (None: `parallel.zero_group`)."""
+    size = parallel.zero_group if group is None else group
+    shards = min(replicas, size or replicas)
     optimizer_shards = shards if parallel.zero >= 1 else 1
     gradient_shards = shards if parallel.zero >= 2 else 1
-    master = 0 if weight >= 4 else 4
     offload = offload_of(train)
-    # The shard is the master copy, unless that is elsewhere: also of an expert with one holder,
-    # whose shard is all of it.
-    if parallel.zero >= 3 and shard_ranks(parallel) > 1:
-        if recipe.own_master or offload.optimizer:
-            weight /= shards
-        else:
-            weight = (master or weight) / shards
-            master = 0
+    moment = recipe.moment or max(DTYPE_BYTES[train.precision], 4)
+    weight, master = _weight_bytes(shards, parallel, train, recipe)
     if not recipe.trained:
         return StateBytes(weight, 0.0, 0.0)
     gradient = gradient_bytes(train, recipe)
@@ -130,21 +139,41 @@ def param_state_bytes(
         # Master weights are a separate copy, even of weights that are as wide.
         master = state_width(train.precision)
     state = (recipe.moments * moment + master + recipe.more_optimizer) / optimizer_shards
-    if offload.optimizer == "host":
-        passes_through = parallel.zero == 2 and shards > 1
-        return StateBytes(
-            params=weight,
-            grads=0.0 if passes_through else gradient / gradient_shards,
-            optimizer=0.0,
-            host=state + gradient / optimizer_shards * (1 + offload.delayed),
-        )
     gradient_share = gradient / gradient_shards
+    if offload.optimizer == "host":
+        host_gradient = gradient / optimizer_shards * (1 + offload.delayed)
+        if keeps_shards_away(offload, parallel):
+            return StateBytes(0.0, 0.0, 0.0, host=state + host_gradient + weight)
+        by_bucket = parallel.zero == 2 or gathers_by_step(parallel, recipe)
+        passes_through = by_bucket and shards > 1
+        device_gradient = 0.0 if passes_through else gradient_share
+        return StateBytes(weight, device_gradient, 0.0, host=state + host_gradient)
     if offload.optimizer and offload.weights:
         return StateBytes(0.0, 0.0, 0.0, disk=state + weight + gradient_share)
     if offload.optimizer:  # gradients stay on the device
         return StateBytes(weight, gradient_share, 0.0, disk=state)
     more_bf16 = recipe.more_bf16 if train.precision == "bf16" else 0.0
     return StateBytes(weight + more_bf16, gradient_share, state)
+
+
+def _weight_bytes(
+    shards: int,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe,
+) -> tuple[float, int]:
+    """Returns the bytes of a weight in which ranks compute, and of its separate master copy before
+    sharding."""
+    weight: float = DTYPE_BYTES[train.precision]
+    master = 0 if weight >= 4 else 4
+    if parallel.zero < 3 or shard_ranks(parallel) == 1:
+        return weight, master
+    # The shard is the master copy, unless that is elsewhere or weights are gathered by step: also
+    # of an expert with one holder, whose shard is all of it.
+    by_step = gathers_by_step(parallel, recipe)
+    if recipe.own_master or offload_of(train).optimizer or by_step:
+        return weight / shards, master
+    return (master or weight) / shards, 0
 
 
 def gradient_bytes(train: Train, recipe: Recipe) -> float:
@@ -223,29 +252,57 @@ def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
     return recipe.name == ORCH.name and sharded
 
 
+def gathers_by_step(parallel: Parallel, recipe: Recipe) -> bool:
+    """Reports whether ZeRO-3 gathers the buckets of ZeRO-2 when a step starts, and frees them when
+    it ends: what this project's trainer does if backward is split."""
+    sharded = parallel.zero >= 3 and shard_ranks(parallel) > 1
+    return recipe.name == ORCH.name and sharded and splits_backward(parallel)
+
+
+def step_weights(
+    workload: Workload,
+    parameters: tuple[float, float],
+    recipe: Recipe = ORCH,
+) -> float:
+    """Returns the bytes of weights that are gathered by step, of a rank with these (dense, expert)
+    parameters. An expert that only one rank holds is not gathered."""
+    parallel = workload.parallel
+    if not gathers_by_step(parallel, recipe):
+        return 0.0
+    dense, experts = parameters
+    if expert_mesh(parallel).edp == 1 or parallel.zero_group == spread(parallel):
+        experts = 0
+    return (dense + experts) * workload.width
+
+
 def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     """Returns the bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
     ZeRO-2: gradients of the bucket that is being filled and of two that are being reduced, unless
-    it keeps constant buffers for them. ZeRO-3: weights of a layer and of the next one, which is
-    being gathered, and of embedding and head, or of all layers in a pipeline; gradients of a layer
-    and their copy that is being reduced.
+    it keeps constant buffers for them; the same for ZeRO-3 that gathers by step, beside
+    `step_weights`. ZeRO-3: weights of a layer and of the next one, which is being gathered, and of
+    embedding and head, or of all layers in a pipeline; gradients of a layer and their copy that is
+    being reduced. A narrow wire has buffers of its own.
     """
     model = workload.model
     parallel = workload.parallel
     train = workload.train
     weight = workload.width
     gradient = gradient_bytes(train, recipe)
+    wire = wire_buffers(workload)
     if parallel.zero < 2 and not (parallel.zero and recipe.buckets):
-        return 0.0
+        return wire
     if constant_buffers(workload):
-        return 0.0
+        return wire
+    filled: float = parallel.bucket_bytes
+    if gathers_by_step(parallel, recipe):  # a token table has a bucket of its own
+        filled = max(filled, model.vocab * model.hidden / parallel.tp * gradient)
     buckets = min(
-        recipe.buckets or 3 * parallel.bucket_bytes,
+        recipe.buckets or filled + 2 * parallel.bucket_bytes,
         2 * unsharded_params(model, parallel) * gradient,
     )
-    if parallel.zero < 3:
-        return buckets
+    if parallel.zero < 3 or gathers_by_step(parallel, recipe):
+        return buckets + wire
     block = whole_layer(model, parallel)
     tables = model.vocab * model.hidden / parallel.tp * (1 if model.tied_embeddings else 2)
     if recipe.by_matrix:
@@ -254,6 +311,19 @@ def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     gathered = unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
     summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
     return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
+
+
+def wire_buffers(workload: Workload) -> float:
+    """Returns the bytes of gradients that are sent and received in `train.grad_wire`: those of two
+    buckets with ZeRO-1, of three with ZeRO-2."""
+    parallel = workload.parallel
+    shards = shard_ranks(parallel) * copies_of(parallel)
+    if not workload.train.grad_wire or shards == 1:
+        return 0.0
+    numbers = unsharded_params(workload.model, parallel)
+    of_bucket = parallel.bucket_bytes / workload.gradient_width
+    in_flight = min(numbers, (2 if parallel.zero == 1 else 3) * of_bucket)
+    return 2 * in_flight * workload.wire_width
 
 
 def memory_by_pp_rank(
@@ -289,7 +359,7 @@ def memory_by_pp_rank(
         states = _states_of_rank(workload, recipe, parameters, stages)
         whole_step_buffers = lasting
         if one_stage is not None:
-            backward = temporaries.layer + (zero if parallel.zero == 2 else 0.0)
+            backward = temporaries.layer + (zero if parallel.zero < 3 else 0.0)
             peak = peak_of_one_stage(
                 workload,
                 one_stage,
@@ -308,7 +378,7 @@ def memory_by_pp_rank(
                 grads=states.grads,
             )
         else:
-            whole_step_buffers += zero
+            whole_step_buffers += zero + step_weights(workload, parameters, recipe)
             peak = _peak_of_sums(parallel, stages, temporaries)
         peak = peak._replace(buffers=whole_step_buffers + peak.buffers)
         accounts.append(
@@ -341,13 +411,16 @@ def _states_of_rank(
 ) -> StateBytes:
     """Returns the states of a pipeline rank with these (dense, expert) parameters and stages."""
     parallel = workload.parallel
-    vectors = rank_vectors(workload.model, parallel, stages) if recipe.wide_vectors else 0
+    model = workload.model
+    vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
+    matrices = rank_matrices(model, parallel, stages) if recipe.whole_matrices else 0
     return rank_state_bytes(
         *parameters,
         parallel=parallel,
         train=workload.train,
         recipe=recipe,
         vectors=vectors,
+        matrices=matrices,
     )
 
 

@@ -57,6 +57,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     moments: int = 2
     moment: float | None = None  # bytes of an element of a moment, if narrower than a master weight
     wide_vectors: bool = False  # moments of norms and biases stay wide
+    whole_matrices: bool = False  # matrices of blocks have a moment fewer (Muon)
     #: The kept tensors; None: this project's trainer, whose kernels depend on device and layout.
     kernels: Kernels | None = None
     #: Bytes of a gradient; None: as the software sends it, or the plan's `grad_dtype`.
@@ -219,7 +220,8 @@ def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
     """Returns the recipe of a family of `cost.software` with an optimizer (None: AdamW).
 
     Muon's state is counted as AdamW's, which its embeddings, head, vectors and experts have. Its
-    other matrices have half of that, so a plan gives an upper limit. Raises OrchError (65) for an
+    other matrices have half of that: on the host a plan counts it, on the device it gives an upper
+    limit. Raises OrchError (65) for an
     unknown name.
     """
     recipe = recipe_for(software_named(software))
@@ -231,6 +233,8 @@ def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
             moment=MOMENT[optim.state],
             wide_vectors=optim.state == "8bit",
         )
+    if optim.kind == "muon":
+        return structs.replace(recipe, whole_matrices=True)
     return structs.replace(recipe, moments=1) if optim.kind == "sgd" else recipe
 
 

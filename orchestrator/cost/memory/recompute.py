@@ -22,7 +22,7 @@ from orchestrator.plan.document import Cluster, Train
 
 from .activations import activations, backward_bytes, loss_bytes
 from .kernels import Kernels
-from .rank_memory import buffers, rank_state_bytes
+from .rank_memory import buffers, rank_state_bytes, step_weights
 from .recipe import ORCH, Recipe, kernels_of
 
 GIB = 1 << 30
@@ -57,7 +57,7 @@ def resolve_recompute(
         loss = loss_bytes(workload, kernels) if has_loss else 0.0
         loss = max(loss, backward_bytes(workload, kernels))
         free_bytes = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
-        free_bytes -= states.on_device
+        free_bytes -= states.on_device + step_weights(workload, (dense, experts), recipe)
         budget = free_bytes if budget_gib is None else budget_gib * GIB
         layer_modes = _cheapest(
             workload,

@@ -81,7 +81,9 @@ def _activations_of_rank(
     stages = rank_stages(parallel)[rank]
     held = [held_layers(model, parallel, stage) for stage in stages]
     groups = [
-        (n, layer_bytes(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n
+        (n, layer_bytes(kind, mode, tuple(held)))
+        for kind, mode, n in layer_groups(model, train, held)
+        if n
     ]
     recomputing = max((layer.recomputing for _, layer in groups), default=0.0)
     loss = head_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0

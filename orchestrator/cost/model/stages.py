@@ -11,7 +11,6 @@ from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.flops import prediction_blocks, prediction_weights
 from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import SCHEDULES, TABLE, schedule_of
-from orchestrator.plan.supported import WHOLE_BACKWARD
 
 from .layers import (
     dense_and_moe,
@@ -86,13 +85,6 @@ def _balance(
     return tuple(counts)
 
 
-def splits_backward(parallel: Parallel) -> bool:
-    """Reports whether backward is split: inputs' gradients first, weights' gradients later."""
-    if parallel.schedule == TABLE:
-        return schedule_of(parallel).splits_backward
-    return parallel.schedule not in WHOLE_BACKWARD
-
-
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
     """Returns the model stages of each pipeline rank, in model order.
 
@@ -160,6 +152,23 @@ def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int
         if stage == last:
             matrix = model.hidden**2 if model.head_transform else 0
             total += head_params(model, parallel.tp) - matrix + 3 * ahead * norm_params(model)
+    return total
+
+
+def rank_matrices(model: Model, parallel: Parallel, stages: Sequence[int]) -> int:
+    """Returns the parameters in matrices of blocks, without experts, of a rank that holds
+    `stages`."""
+    kinds = [
+        0
+        if layer is None
+        else dense_on_rank(model, layer, parallel.tp) - vectors_on_rank(model, layer, parallel.tp)
+        for layer in sample_layers(model)
+    ]
+    total = 0
+    for stage in stages:
+        held = held_layers(model, parallel, stage)
+        numbers = dense_and_moe(model, held.start, held.stop)
+        total += sum(count * matrices for count, matrices in zip(numbers, kinds, strict=True))
     return total
 
 

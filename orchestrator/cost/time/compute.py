@@ -27,6 +27,7 @@ from orchestrator.plan.document import Model, Moe, Parallel
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.layer import Operation, layer_moe, layer_operations
+from orchestrator.plan.rounding.wide import wide_share
 
 from .imbalance import imbalance
 
@@ -71,6 +72,7 @@ class Matrix(NamedTuple):
     inputs: float
     outputs: float
     weights: float = 1.0  # number of such matrices
+    wide: float = 0.0  # share of the layers of this kind in which they stay wide
 
     @property
     def flops(self) -> Number:
@@ -91,7 +93,12 @@ class Matrix(NamedTuple):
 
     def seconds(self, rate: Rates) -> Number:
         """Returns the seconds of the forward products."""
-        return self.flops * rate.gemm_s + self.bytes * rate.gemm_byte_s
+        seconds = self.flops * rate.gemm_s + self.bytes * rate.gemm_byte_s
+        return seconds + self.more_seconds(rate) if self.wide else seconds
+
+    def more_seconds(self, rate: Rates) -> Number:
+        """Returns the seconds by which forward products last longer for those that stay wide."""
+        return self.flops * self.wide * (rate.gemm16_s - rate.gemm_s)
 
 
 def layer_matrices(
@@ -135,8 +142,19 @@ def _matrix(
         matrices = first.matrices / mesh.ep
         choices = taken_choices(moe, workload.train.seq_len)
         rows = rows * choices * (mesh.etp / workload.parallel.tp) * load
-    outputs = sum(operation.outputs_on_rank(ranks) for operation in fused)
-    return Matrix(rows, first.inputs_on_rank(ranks), outputs, matrices)
+    outputs = [operation.outputs_on_rank(ranks) for operation in fused]
+    train = workload.train
+    wide = sum(
+        size * wide_share(train, workload.model, layer, operation.name)
+        for operation, size in zip(fused, outputs, strict=True)
+    )
+    return Matrix(
+        rows,
+        first.inputs_on_rank(ranks),
+        sum(outputs),
+        matrices,
+        wide=wide / sum(outputs),
+    )
 
 
 def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
@@ -150,7 +168,7 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     core, core_back = _core(workload, rate)
     row, columns = _elementwise_features(workload, moe, load)
     elementwise = workload.tokens * (row + columns) * rate.elementwise * rate.byte_s
-    cast = sum(matrix.rows * matrix.inputs for matrix in matrices) * rate.cast_bytes * rate.byte_s
+    cast = _cast_features(matrices) * rate.cast_bytes * rate.byte_s
     experts = _permutation_seconds(workload, moe, load, rate)
     accumulate = _accumulation_seconds(workload, layer, rate)
 
@@ -209,16 +227,30 @@ def _gemm_seconds(
         sum(matrix.flops for matrix in matrices) * rate.gemm_s
         + sum(matrix.bytes for matrix in matrices) * rate.gemm_byte_s
     )
+    gemm += sum(matrix.more_seconds(rate) for matrix in matrices if matrix.wide)
     if moe is not None:
         router = 2.0 * workload.tokens / workload.sequence_shards * workload.model.hidden
         gemm += router * moe.experts * rate.gemm16_s
     return gemm
 
 
+def _cast_features(matrices: Sequence[Matrix]) -> Number:
+    """Returns the elements of the inputs of forward products that are rounded to fewer bits."""
+    return sum(matrix.rows * matrix.inputs * (1 - matrix.wide) for matrix in matrices)
+
+
 def _wave_seconds(matrices: Sequence[Matrix], rate: Rates) -> tuple[Number, Number]:
     """Returns the seconds that (forward, backward) lose in last, partly filled waves."""
     forward, backward = zip(*(matrix.reduced for matrix in matrices), strict=True)
-    return sum(forward) * rate.wave_s, sum(backward) * rate.wave_s
+    seconds = sum(forward) * rate.wave_s, sum(backward) * rate.wave_s
+    wide = [matrix for matrix in matrices if matrix.wide]
+    if not wide:
+        return seconds
+    slower = rate.wave_s * (rate.gemm16_s / rate.gemm_s - 1.0)
+    more_forward, more_backward = (
+        sum(matrix.reduced[index] * matrix.wide for matrix in wide) * slower for index in range(2)
+    )
+    return seconds[0] + more_forward, seconds[1] + more_backward
 
 
 def _elementwise_features(

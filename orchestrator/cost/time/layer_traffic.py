@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 from msgspec import UNSET
 
 from orchestrator.cost.model.layers import DTYPE_BYTES, sample_layers
-from orchestrator.cost.model.stages import splits_backward
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.batch import largest_cut
 from orchestrator.plan.cluster import Operation
@@ -21,6 +20,7 @@ from orchestrator.plan.document import Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.layer import Half, layer_operations
+from orchestrator.plan.schedules import splits_backward
 
 #: The matrix product that an operation overlaps with: the first and the last one of a half of a
 #: layer, or the output projection. The trainer sums an input's gradient while it computes the

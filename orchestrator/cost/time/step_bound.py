@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD
-from orchestrator.cost.model.stages import rank_stages, splits_backward
+from orchestrator.cost.model.stages import rank_stages
+from orchestrator.plan.schedules import splits_backward
 
 from .communication import exposed_gradients
 from .pipeline import EQUAL, weights_at_end

@@ -21,7 +21,7 @@ from orchestrator.cost.rates import Rates
 from orchestrator.cost.time import collective
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Parallel, Time
-from orchestrator.plan.offload import offload_of
+from orchestrator.plan.offload import keeps_shards_away, offload_of
 from orchestrator.plan.schedules import copies_of
 
 from .communication import (
@@ -35,7 +35,7 @@ from .communication import (
 from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_seconds
 from .fabric import Path
 from .limited_by import limited_by
-from .offload import activation_seconds, offload_seconds
+from .offload import activation_seconds, offload_seconds, travel_seconds
 from .pipeline import rank_seconds, span_seconds
 from .traffic import (
     PathKey,
@@ -274,18 +274,29 @@ class StepCost:
         work = self.work
         most_parameters = max(map(sum, self.work.held))
         shards = shard_ranks(par)
+        narrow_bytes = NARROW_STATE.get(work.state, 0.0)
         if work.offload is None or not offload_of(self.workload.train).optimizer:
-            narrow = NARROW_STATE.get(work.state, 0.0) * most_parameters / shards
+            narrow = narrow_bytes * most_parameters / shards
             optimizer_s = constant_seconds(par, work.rate, most_parameters, work.nodes)
             return optimizer_s + narrow * work.rate.byte_s
+        train = self.workload.train
+        away = keeps_shards_away(offload_of(train), par)
+        costs = {
+            "byte_s": work.rate.byte_s,
+            "gpu_work_s": par.micro_batches * self.ranks[self.slowest],
+        }
         offload_s = offload_seconds(
             most_parameters,
             shards,
-            self.workload.train,
+            train,
             work.offload,
-            byte_s=work.rate.byte_s,
-            gpu_work_s=par.micro_batches * self.ranks[self.slowest],
+            shards_away=away,
+            narrow_bytes=narrow_bytes,
+            **costs,
         )
+        if away:
+            shard = most_parameters / shards
+            offload_s += travel_seconds(shard, par, train, work.offload, **costs)
         return constant_seconds(par, work.rate, 0.0, work.nodes) + offload_s
 
     @cached_property

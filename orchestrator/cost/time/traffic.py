@@ -31,7 +31,7 @@ from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Axis, Model, Parallel
 from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.ranks import embeds_at_both_ends
-from orchestrator.plan.schedules import copies_of
+from orchestrator.plan.schedules import copies_of, splits_backward
 
 from .collective import PATTERN, sent_bytes
 from .fabric import Pattern
@@ -458,9 +458,9 @@ def _gradient_operations(workload: Workload, parameters: int, once: int) -> list
 
     ZeRO-0 and -1 send 2 Psi per step. ZeRO-2 and -3 reduce-scatter for every micro-batch. ZeRO-3
     gathers all weights, except for `once` of them, for every forward and every backward; in a
-    pipeline, whose micro-batches interleave, it gathers once per step. If the software reduces by
-    round, gradients are reduced after the pp micro-batches that an interleaved schedule runs in a
-    row on a virtual stage.
+    pipeline, whose micro-batches interleave, and if backward is split, it gathers once per step. If
+    the software reduces by round, gradients are reduced after the pp micro-batches that an
+    interleaved schedule runs in a row on a virtual stage.
     """
     parallel = workload.parallel
     if parameters == 0:
@@ -472,8 +472,11 @@ def _gradient_operations(workload: Workload, parameters: int, once: int) -> list
         return [("all_reduce", gradients / buckets, buckets, "backward")]
     rounds = reductions(parallel, workload.software.reduces_by_round)
     window: Window = "backward" if rounds == 1 else "compute"
-    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * rounds, window)
-    if parallel.zero < 3 or parallel.pp > 1:
+    # Narrow gradients travel by an all-to-all, and are summed on arrival.
+    operation: Operation = "all_to_all" if workload.train.grad_wire else "reduce_scatter"
+    sent = parameters * workload.wire_width / buckets
+    scatter: SizedOperation = (operation, sent, buckets * rounds, window)
+    if parallel.zero < 3 or parallel.pp > 1 or splits_backward(parallel):
         return [scatter, ("all_gather", weights / buckets, buckets, "none")]
     twice = 2 - once / parameters
     return [scatter, ("all_gather", weights / buckets, twice * buckets * rounds, "compute")]

@@ -10,7 +10,16 @@ from orchestrator.plan.document import TABLE
 from .actions import RECEIVES, Action, Kind, ScheduleError, parse_action
 from .device import DeviceTimes, run_on_device
 from .lower import Batch, Program, lower, lower_to_batches, peer_of, receive_early, receive_of
-from .of_plan import copies, copies_of, costs_of, runs_pairs, schedule_of
+from .of_plan import (
+    WHOLE_BACKWARD,
+    copies,
+    copies_of,
+    costs_of,
+    runs_pairs,
+    schedule_of,
+    shards_layers,
+    splits_backward,
+)
 from .registry import SCHEDULES, build, illegal
 from .schedule import Schedule
 from .simulate import Costs, Span, Timeline, peak_in_flight, peak_inputs, simulate
@@ -21,6 +30,7 @@ __all__ = [
     "RECEIVES",
     "SCHEDULES",
     "TABLE",
+    "WHOLE_BACKWARD",
     "Action",
     "Batch",
     "Costs",
@@ -51,6 +61,8 @@ __all__ = [
     "run_on_device",
     "runs_pairs",
     "schedule_of",
+    "shards_layers",
     "simulate",
+    "splits_backward",
     "write_table",
 ]

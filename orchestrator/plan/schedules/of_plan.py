@@ -19,6 +19,9 @@ from .schedule import Schedule
 from .simulate import Costs
 from .table import read_rows
 
+#: Schedules that do not split the backward pass.
+WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
+
 
 def schedule_of(parallel: Parallel, micro_batches: int | None = None) -> Schedule:
     """Builds the plan's schedule for `micro_batches` (None: the plan's own number).
@@ -41,6 +44,21 @@ def schedule_of(parallel: Parallel, micro_batches: int | None = None) -> Schedul
                 f" {name}={plan_number}"
             )
     return schedule
+
+
+def splits_backward(parallel: Parallel) -> bool:
+    """Reports whether backward is split: inputs' gradients first, weights' gradients later."""
+    if parallel.schedule == TABLE:
+        return schedule_of(parallel).splits_backward
+    return parallel.schedule not in WHOLE_BACKWARD
+
+
+def shards_layers(parallel: Parallel) -> bool:
+    """Reports whether ZeRO-3 gathers by layer, with torch's `fully_shard`.
+
+    That does not take a split backward. Then weights are gathered by bucket, when a step starts.
+    """
+    return parallel.zero == 3 and not splits_backward(parallel)
 
 
 def copies_of(parallel: Parallel) -> int:

@@ -91,10 +91,15 @@ class BestPaths:
             (("pp",), "chain"): self._chain(mesh.pp, tp, near),
             (DENSE_REPLICAS, "ring"): self._ring(dense_replicas, tp, sharing),
             (alike, "ring"): self._ring(edp, tp, sharing),
+            # Narrow gradients go straight to the rank that sums them.
+            (DENSE_REPLICAS, "exchange"): self._exchange(dense_replicas, tp),
+            (alike, "exchange"): self._exchange(edp, tp),
             # The rings of a bidirectional pipeline, whose two ends hold the same layers: their
             # length does not depend on the rank.
             ((*DENSE_REPLICAS, "pp"), "ring"): self._ring(2 * dense_replicas, tp),
             ((*alike, "pp"), "ring"): self._ring(2 * edp, tp),
+            ((*DENSE_REPLICAS, "pp"), "exchange"): self._exchange(2 * dense_replicas, tp),
+            ((*alike, "pp"), "exchange"): self._exchange(2 * edp, tp),
         }
 
     def per_byte(self, path: Path) -> float:

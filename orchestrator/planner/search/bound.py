@@ -20,20 +20,24 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from orchestrator.cost.context import CostContext
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.memory.recipe import ORCH
 from orchestrator.cost.model.layers import DTYPE_BYTES, params_outside_layers
 from orchestrator.cost.time.communication import (
     gradient_overlap,
     gradient_seconds,
     transfer_seconds,
 )
+from orchestrator.cost.time.fabric import Pattern
 from orchestrator.cost.time.pipeline import EQUAL
 from orchestrator.cost.time.step_time import constant_seconds, step_factor
 from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions, shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import CpMethod, Parallel
-from orchestrator.plan.expert_mesh import expert_mesh, replicas
+from orchestrator.plan.expert_mesh import expert_mesh, replicas, spread
+from orchestrator.plan.offload import offload_of
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost
@@ -228,6 +232,12 @@ def gradient_shares(mesh: Mesh, cost: LayerCost) -> list[GradientShare]:
     ]
 
 
+def _updated(context: CostContext, parameters: float) -> float:
+    """Returns the parameters whose update a bound counts: none if the host computes it, which may
+    overlap with other work."""
+    return 0.0 if offload_of(context.train).optimizer else parameters
+
+
 class DegreesBound:
     """Values that meshes of the same degrees share, whatever their micro-batches."""
 
@@ -244,14 +254,8 @@ class DegreesBound:
         self.nodes = -(-par.world_size // context.cluster.gpus_per_node)
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
         dense, experts = min(layer_cost.average_params(mesh.pp) for layer_cost in folds)
-        self.constant_s = value_of(
-            constant_seconds(
-                par,
-                context.rate,
-                dense + experts,
-                self.nodes,
-            )
-        )
+        updated = _updated(context, dense + experts)
+        self.constant_s = value_of(constant_seconds(par, context.rate, updated, self.nodes))
         dense_s, experts_s = self._byte_seconds(best)
         experts_s *= len(folds) == 1  # the replicas of experts differ between folds
         self.byte_s = dense_s, experts_s
@@ -272,10 +276,16 @@ class DegreesBound:
         mesh = self.mesh
         of_experts = replicas(self.mesh)
         members = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp
+        narrow = self.cost.context.train.grad_wire
+        patterns: tuple[Pattern, ...] = ("ring", "exchange") if narrow else ("ring",)
         dense_s, experts_s = (
             (member_count - 1)
             / member_count
-            * min(best.per_byte(paths[replica_axes, "ring"]) for paths in self.nestings)
+            * min(
+                best.per_byte(paths[replica_axes, pattern])
+                for paths in self.nestings
+                for pattern in patterns
+            )
             for member_count, replica_axes in zip(
                 members,
                 (DENSE_REPLICAS, of_experts),
@@ -301,13 +311,19 @@ class ZeroStage:
         self._replicas = (mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp)
         self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
         self.pipeline = memory.is_sharded_pipeline(par, recipe)
+        #: Bytes of a (dense, expert) parameter's weight that a step gathers if backward is split.
+        self.step_weights = 0.0, 0.0
+        if par.zero >= 3 and recipe.name == ORCH.name and shard_ranks(par) > 1:
+            width = float(DTYPE_BYTES[self.context.train.precision])
+            gathers_experts = self._replicas[1] > 1 and par.zero_group != spread(par)
+            self.step_weights = width, width if gathers_experts else 0.0
         self.one_stage = memory.is_one_stage(par, recipe)
         self.dense_bytes, self.expert_bytes = self._peak_state_bytes()
         workload = Workload(self.context.model, par, self.context.train)
         zero_bytes = memory.zero_buffers(workload, recipe)
         by_moment = self.one_stage or self.pipeline
         self.buffer_bytes = lasting if by_moment else lasting + zero_bytes
-        self.bucket_bytes = zero_bytes if par.zero == 2 else 0.0
+        self.bucket_bytes = zero_bytes if par.zero < 3 else 0.0
         self._overlap = gradient_overlap(par, self.context.rate, self.context.software)
         self._sent: dict[tuple[tuple[int, int], int], list[float]] = {}
         self._constant: dict[int, float] = {}
@@ -397,7 +413,8 @@ class ZeroStage:
     def constant(self, parameters: int) -> float:
         """Returns the seconds of optimizer and network for a rank with these parameters."""
         if parameters not in self._constant:
-            seconds = constant_seconds(self.par, self.context.rate, parameters, self.nodes)
+            updated = _updated(self.context, parameters)
+            seconds = constant_seconds(self.par, self.context.rate, updated, self.nodes)
             self._constant[parameters] = value_of(seconds)
         return self._constant[parameters]
 

@@ -22,7 +22,7 @@ from orchestrator.cost.memory.deferred_weight_gradients import (
     Layers,
     bytes_of_stage,
 )
-from orchestrator.cost.memory.layer_activations import ActivationBytes, layer_activation_bytes
+from orchestrator.cost.memory.layer_activations import ActivationBytes
 from orchestrator.cost.memory.moments import OneStage
 from orchestrator.cost.memory.recipe import Recipe, kernels_of
 from orchestrator.cost.memory.unequal_stages import StageBytes
@@ -98,11 +98,11 @@ class Kept:
         if recompute not in self._layers:
             cost = self.cost
             workload = Workload(cost.context.model, self.par, cost.context.trains[recompute])
+            of_layers = activations.bytes_of_layers(workload, self.kernels)
+            model_layers = (range(cost.context.model.layers),)
             self._layers[recompute] = [
-                NO_ACTIVATIONS
-                if layer is None
-                else layer_activation_bytes(workload, layer, self.kernels, recompute)
-                for layer in cost.kinds
+                NO_ACTIVATIONS if layer is None else of_layers(kind, recompute, model_layers)
+                for kind, layer in enumerate(cost.kinds)
             ]
         return self._layers[recompute]
 
@@ -195,7 +195,7 @@ class LayerCost:
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.compute = context.compute(par)
         self.paths = best.paths(mesh, False)
-        self.widths = DTYPE_BYTES[train.precision], context.workload(par, train).gradient_width
+        self.widths = DTYPE_BYTES[train.precision], context.workload(par, train).wire_width
         blocks = model.layers + prediction_blocks(model)
         self.dense, self.moe = dense_and_moe(model, 0, blocks)
         self.mixed = bool(self.dense and self.moe)

@@ -17,6 +17,7 @@ from orchestrator.cost.memory.unequal_stages import unequal_peak
 from orchestrator.cost.time.pipeline import in_flight_on_rank, weights_at_end
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import CpMethod
+from orchestrator.plan.offload import offload_of
 
 from .bound import ROUNDING, RecomputeBound, ZeroStage
 from .layer_cost import StageSeconds
@@ -208,6 +209,10 @@ class PipelineBound:
         if sharded.pipeline and not self.split:
             return self._sharded_pipeline(activation_bytes, sharded) * ROUNDING
         dense, expert = sharded.state_bytes(self.shape.copies)
+        if self.split:
+            dense, expert = _split_state_bytes(sharded, self.shape.copies)
+            dense += sharded.step_weights[0]
+            expert += sharded.step_weights[1]
         fullest = 0.0
         for (plain, experts), keeps in zip(self.params, activation_bytes, strict=True):
             fullest = max(fullest, plain * dense + experts * expert + keeps)
@@ -310,3 +315,12 @@ class PipelineBound:
             for sent_by_rank, transfers in zip(sent, self.transfers, strict=True)
         )
         return (least + sharded.constant(self.most_params)) * base.degrees.factor
+
+
+def _split_state_bytes(sharded: ZeroStage, copies: int) -> tuple[float, float]:
+    """Returns the least device bytes of a dense parameter and of an expert parameter if backward is
+    split: gradients that the host takes pass through buffers."""
+    dense, experts = sharded.states(copies)
+    if sharded.par.zero < 3 or offload_of(sharded.context.train).optimizer != "host":
+        return dense.on_device, experts.on_device
+    return dense.params + dense.optimizer, experts.params + experts.optimizer

@@ -25,8 +25,8 @@ from orchestrator.plan.document import Model
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
-from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, broken, sharding, zero_group
-from orchestrator.plan.trained import TRAINER, expert_sharding
+from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, sharding, zero_group
+from orchestrator.plan.trained import TRAINER, expert_sharding, wire_sharding
 from orchestrator.planner.degrees import unit_case
 
 from .layout import CP_METHODS, RECOMPUTE_MODES, Fold, Layout, Mesh, Variant
@@ -34,7 +34,15 @@ from .layout import CP_METHODS, RECOMPUTE_MODES, Fold, Layout, Mesh, Variant
 #: Rules that depend on the variant of a mesh.
 VARIANT_RULES = ("sequence", "ulysses")
 #: Rules that only a complete layout can break.
-LAYOUT_RULES = ("virtual_stages", "zero_group", "schedule", "sharding", *VARIANT_RULES)
+LAYOUT_RULES = (
+    "virtual_stages",
+    "zero_group",
+    "schedule",
+    "sharding",
+    "grad_wire",
+    "offload_weights",
+    *VARIANT_RULES,
+)
 #: Rules about tp alone, checked once per tp.
 TP_RULES = ("heads", "kv_heads", "ffn", "nvlink")
 
@@ -72,8 +80,8 @@ class Space:
         self.base = unit_case(config, context.cluster, context.model)
         self.samples = self.base.global_batch_samples
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
-        # Degrees can only add to what is wrong.
-        if not any_layout and (breach := broken(self.base, TRAINER)):
+        # Degrees can only add to what is wrong with this case.
+        if not any_layout and (breach := broken(_least(self.base, par), TRAINER)):
             raise OrchError(
                 f"parallel=auto: {breach[1]}; --any searches layouts for another program",
                 Exit.CONFIG,
@@ -277,11 +285,13 @@ class Space:
         model_copies = copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
         ep = spread(mesh) if "expert_parallel" in self.rules else 1
+        wire = self.base.grad_wire if "grad_wire" in self.rules else UNSET
         return lambda zero: (
             not (
                 zero_group(zero, group, replicas)
-                or sharding(zero, mesh.pp, schedule, model_copies)
+                or sharding(zero, schedule, model_copies)
                 or expert_sharding(zero, ep, group)
+                or wire_sharding(wire, zero, replicas * model_copies)
             )
         )
 
@@ -336,6 +346,14 @@ class Space:
         )
         train = structs.replace(self.config.train, recompute=layout.recompute)
         return structs.replace(self.config, parallel=parallel, train=train)
+
+
+def _least(base: Case, par: ParallelSpec) -> Case:
+    """Returns the case of one GPU, or of two with ZeRO-3 if nothing smaller offloads weights to the
+    host."""
+    if base.offload_weights and base.offload == "host" and par.zero in (None, 3):
+        return structs.replace(base, zero=3, dp=2)
+    return base
 
 
 def _check_searchable(config: Config, model: Model) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..linear import Linear
 from ..loss import LossTerms
@@ -40,11 +40,9 @@ FORMATS = (E4M3, E4M3, E5M2)
 LARGEST_CODES = tuple(torch.finfo(dtype).max for dtype in FORMATS)
 
 
-def declare_history(module: nn.Module) -> None:
-    """Adds the history of largest values to the linears of a module."""
-    for linear in module.modules():
-        if isinstance(linear, Linear):
-            add_state(linear, HISTORY, State((len(Factor), STEPS)))
+def declare_history(linear: Linear) -> None:
+    """Adds the history of its largest values to a linear."""
+    add_state(linear, HISTORY, State((len(Factor), STEPS)))
 
 
 class DelayedOp(TensorOp):

@@ -37,12 +37,12 @@ from trainer.comm.collectives import (
     all_reduce,
     start_all_gather,
     start_all_reduce,
-    start_reduce_scatter,
 )
 from trainer.comm.mesh import Mesh
+from trainer.comm.narrow_wire import start_shard_sum
 from trainer.errors import LayoutError
 from trainer.host.memory import HostMemory
-from trainer.parallel.data.flat_bucket import CutParameter, FlatBucket, Kind
+from trainer.parallel.data.flat_bucket import CutParameter, FlatBucket, Kind, cut_parameters
 from trainer.parallel.data.layout import SHARD_ALIGN, Bucket, Item, Slot, make_layout
 from trainer.parallel.data.param_gathers import ParamGathers
 from trainer.parallel.data.rooms import Rooms
@@ -119,6 +119,7 @@ class GradBuckets(ParamGathers):
     (`gather_ahead`), so that gathers overlap with the computation of earlier parts.
     """
 
+    zero_stages: tuple[int, ...] = (0, 1)
     keeps_whole_grads = True  # each bucket has a whole gradient buffer during the whole step
 
     def __init__(
@@ -132,18 +133,21 @@ class GradBuckets(ParamGathers):
         classes: Sequence[GradGroups] = (DENSE,),
         host: HostMemory | None = None,
         most_bytes: int | None = None,
+        wire: torch.dtype | None = None,
     ):
         """`params` are listed in forward order, each once; their storage moves into the buckets.
         `classes` lists the classes of all ranks' parameters. `host` receives the summed gradients,
-        bucket by bucket. `most_bytes`: no message is larger.
+        bucket by bucket. `most_bytes`: no message is larger. `wire`: the format in which gradients
+        travel to the rank that sums them, in `reduce_dtype`.
 
         Raises LayoutError for a ZeRO stage that this class does not implement, ValueError for a
         parameter that appears twice or whose class is not listed.
         """
-        if zero not in ((0, 1) if self.keeps_whole_grads else (2,)):
+        if zero not in self.zero_stages:
             raise LayoutError(f"{type(self).__name__} does not implement ZeRO-{zero}")
         check_params(params, classes)
         super().__init__(mesh, zero, counter)
+        self.wire = wire
         self.classes = classes
         self.host = host
         self.passes = 0
@@ -171,7 +175,7 @@ class GradBuckets(ParamGathers):
             bucket_numel,
             most_numel,
         )
-        cut = _cut_parameters(layouts)
+        cut = cut_parameters(layouts)
         for layout in layouts:
             self._add_bucket(
                 layout,
@@ -302,11 +306,11 @@ class GradBuckets(ParamGathers):
         if self.zero:
             group = self.mesh.group(groups.shard)
             out = None if group is None else bucket.grad_shard
-            bucket.reduction = start_reduce_scatter(
+            bucket.reduction = start_shard_sum(
                 bucket.whole_grads,
                 group,
-                "dp",
                 self.counter,
+                self.wire,
                 out=out,
             )
         else:
@@ -320,6 +324,8 @@ class GradBuckets(ParamGathers):
         self.started += 1
         if self.started > SUMS_BEHIND:
             behind = self.buckets[self.started - 1 - SUMS_BEHIND]
+            if self.wire is not None:  # frees what it has sent, and makes its wide sum
+                behind.wait_reduction()
             if self.zero:
                 self._sum_replicas(behind)
             if not behind.kind.sums and not behind.summed:
@@ -336,7 +342,7 @@ class GradBuckets(ParamGathers):
         if replicas is None or bucket.summed:
             return
         bucket.summed = True
-        if not bucket.grad_shard.is_cuda:
+        if self.wire is not None or not bucket.grad_shard.is_cuda:
             bucket.wait_reduction()
             bucket.reduction = start_all_reduce(bucket.grad_shard, replicas, "dp", self.counter)
             return
@@ -412,18 +418,6 @@ def _by_name(buckets: Sequence[FlatBucket], whole_grads: Sequence[Tensor]) -> di
             runs.setdefault(info.name, []).append(run)
             shapes[info.name] = shape
     return {name: torch.cat(runs[name]).view(shape) for name, shape in shapes.items()}
-
-
-def _cut_parameters(layouts: Sequence[Bucket]) -> dict[int, CutParameter]:
-    """Returns the parameters that are cut over several buckets, by index."""
-    parameters: dict[int, CutParameter] = {}
-    for layout in layouts:
-        first = layout.slots[0]
-        if layout.continues or first.stop > layout.numel:
-            parameter = parameters.setdefault(first.index, CutParameter())
-            parameter.numel += layout.numel
-            parameter.buckets += 1
-    return parameters
 
 
 def _call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -37,6 +38,18 @@ class CutParameter:
         self.buckets = 0  # their number
         self.params: Tensor | None = None
         self.grads: Tensor | None = None
+
+
+def cut_parameters(layouts: Sequence[Bucket]) -> dict[int, CutParameter]:
+    """Returns the parameters that are cut over several buckets, by index."""
+    parameters: dict[int, CutParameter] = {}
+    for layout in layouts:
+        first = layout.slots[0]
+        if layout.continues or first.stop > layout.numel:
+            parameter = parameters.setdefault(first.index, CutParameter())
+            parameter.numel += layout.numel
+            parameter.buckets += 1
+    return parameters
 
 
 class FlatBucket:

@@ -16,85 +16,43 @@ sums the shard over the replicas while the units below compute.
 The shards are the master copy, unless the host holds that: then they are in `Recipe.param`, in
 which blocks compute. Gradients are sent and accumulated in `Recipe.reduce`, as sums: torch's mean
 over ranks is disabled. The optimizer, the norm and checkpoints see each parameter as a bucket whose
-shard is a range of rows.
+shard is a range of rows. Shards may be outside the device's memory (`fsdp_offload`).
+
+A model that fits nowhere as a whole can start: the initial weights of one unit at a time are made,
+and only their shards are kept.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.comm.collectives import CommCounter, all_reduce
+from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh, lone_group
-from trainer.compat import carry_grad_dtype, real_tensors
+from trainer.compat import real_tensors
+from trainer.compat.sharded import carry_grad_dtype
 from trainer.errors import LayoutError
 from trainer.host.memory import HostMemory
 from trainer.model.stage import Stage
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo, ParamTable
 from trainer.precision import Recipe
 
-from .buckets import AXIS_OF_GROUP, Kind, check_classes, kind_of
+from .buckets import AXIS_OF_GROUP, check_classes
 from .fsdp_collectives import FsdpAllGather, FsdpReduceScatter
-from .layout import Slot
+from .fsdp_offload import ShardsAway
+from .replica_sums import ReplicaSums, sum_together
+from .sharded_parameter import ShardedParameter, local_rows
 
-
-@dataclass(frozen=True)
-class Rows:
-    """The layout of a parameter that is sharded over dimension 0 in runs of ceil(rows / shards), of
-    which the last ones are shorter or empty."""
-
-    shape: tuple[int, ...]
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (Slot(0, 0, prod(self.shape)),)
-
-    def shard(self, index: int, shards: int) -> tuple[int, int]:
-        """Returns a shard's [start, stop) in the parameter's flat elements."""
-        height = self.shape[0]
-        run = -(-height // shards)
-        width = prod(self.shape[1:])
-        start = min(index * run, height)
-        stop = min((index + 1) * run, height)
-        return start * width, stop * width
-
-    def rows(self, shards: int) -> list[tuple[int, int]]:
-        """Returns [start, stop) of each of `shards` in the parameter's rows."""
-        width = prod(self.shape[1:])
-        ranges = [self.shard(index, shards) for index in range(shards)]
-        return [(start // width, stop // width) for start, stop in ranges]
-
-    def param_ranges(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
-        start, stop = self.shard(index, shards)
-        return [(self.slots[0], start, stop)] if start < stop else []
-
-
-class ShardedParameter:
-    """A parameter as the optimizer sees it: this rank's rows and their gradient, flat."""
-
-    def __init__(self, param: Tensor, info: ParamInfo, mesh: Mesh):
-        self.param = param
-        self.infos = [info]
-        self.owner = info.owner
-        self.shards = mesh.size(info.groups.shard)
-        self.shard_index = mesh.index(info.groups.shard)
-        self.layout = Rows(info.local_shape)
-        self.range = self.layout.shard(self.shard_index, self.shards)
-        self.kind: Kind = kind_of(param.dtype, info)
-        self.param_shard = _local(param)
-        #: The gradient from `finish` to the next step, else empty.
-        self.grad_shard = self.param_shard[:0]
-        self.host_grad: Tensor | None = None
+#: (stage, registry of some of its parameters): allocates these parameters whole on the device, with
+#: their initial weights.
+Fill = Callable[[Stage, ParamTable], None]
 
 
 class FullyShardedParameters:
@@ -115,13 +73,16 @@ class FullyShardedParameters:
         interleaved: bool,
         classes: Sequence[GradGroups] = (DENSE,),
         host: HostMemory | None = None,
+        away: bool = False,
+        fill: Fill | None = None,
     ):
         """Shards `stages`, in the master dtype, in place over the shard group of each parameter's
         class. A parameter that no other rank holds is whole in its shard.
 
         `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline).
         `host`: receives the summed gradients and holds the master weights; `stages` are then in the
-        dtype in which they compute.
+        dtype in which they compute. `away`: it holds the shards of weights and gradients, too.
+        `fill`: makes the weights of a unit, if `stages` have shapes alone.
 
         Raises LayoutError for a class that shares a module with another class.
         """
@@ -130,32 +91,36 @@ class FullyShardedParameters:
         self.counter = counter
         self.classes = classes
         self.host = host
+        self._table = table
+        self._fill = fill
+        self._recipe = recipe
+        self._away = ShardsAway(host, mesh, counter) if host is not None and away else None
         self._device_meshes = {groups: _device_mesh(mesh, groups, device) for groups in classes}
-        if host is not None:
-            for stage in stages:
-                for param in stage.parameters():
-                    param.grad_dtype = recipe.reduce  # that of the shard, which is narrower
-        self._policy = MixedPrecisionPolicy(
-            param_dtype=recipe.param,
-            reduce_dtype=recipe.reduce,
-            cast_forward_inputs=False,
-        )
         self.modules: list[FSDPModule] = []  # the units that FSDP2 shards
         holders = list[list[nn.Module]]()  # the modules of each unit
         for stage in stages:
             groups_of = {id(param): table[name].groups for name, param in stage.named_parameters()}
             holders += self._shard_stage(stage, groups_of, reshard=not interleaved)
         for module in self.modules:
-            self._set_collectives(module, recipe, reshard=not interleaved)
+            self._set_collectives(module, reshard=not interleaved)
         self.buckets = [
             ShardedParameter(param, table[name], mesh)
             for stage in stages
             for name, param in stage.named_parameters()
         ]
-        self._replicas = self._sum_replicas_early(holders)
+        self._replicas = ReplicaSums(mesh, counter)
+        if self._away is not None:
+            self._away.take_gradients(self.buckets, recipe.reduce)
+        else:
+            self._sum_replicas_early(holders)
+            self._allocate_host_gradients()
+
+    def _allocate_host_gradients(self) -> None:
+        """Allocates the gradients of an optimizer on the host."""
+        host = self.host
         if host is not None and host.takes_gradients:
             for bucket in self.buckets:
-                bucket.host_grad = host.zeros(bucket.param_shard.numel(), recipe.reduce)
+                bucket.host_grad = host.zeros(bucket.param_shard.numel(), self._recipe.reduce)
 
     def _shard_stage(
         self,
@@ -169,39 +134,74 @@ class FullyShardedParameters:
         blocks = list[FSDPModule]()
         for block in stage.blocks.values():
             for unit, groups in [*_units_of_other_classes(block, groups_of), (block, DENSE)]:
-                self.modules.append(self._shard(unit, groups, reshard))
+                self.modules.append(self._shard(stage, [unit], groups, reshard=reshard))
                 holders.append([unit])
             blocks.append(self.modules[-1])
         # The ends stay gathered: a head's backward follows its forward, an embedding's reads no
         # weights.
         first_end, last_end = _ends(stage)
-        first = [self._shard(first_end, DENSE, False)[0]] if first_end else []
-        last = [self._shard(last_end, DENSE, False)[0]] if last_end else []
-        whole_stage = self._shard(stage, DENSE, False)
+        first = [self._shard(stage, first_end)] if first_end else []
+        last = [self._shard(stage, last_end)] if last_end else []
+        whole_stage = self._shard(stage, [stage])
         self.modules += [*first, *last, whole_stage]
         holders += [*filter(None, (first_end, last_end)), [stage]]
         _prefetch(whole_stage, [*first, *blocks, *last])
         return holders
 
-    def _shard(self, unit: Any, groups: GradGroups, reshard: bool) -> Any:
-        """Shards one unit; `reshard`: frees its gathered weights after a forward."""
-        return fully_shard(
+    def _shard(
+        self,
+        stage: Stage,
+        unit: list[nn.Module],
+        groups: GradGroups = DENSE,
+        *,
+        reshard: bool = False,
+    ) -> FSDPModule:
+        """Shards one unit of a stage; `reshard`: frees its gathered weights after a forward."""
+        self._make_weights(stage, unit)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self._recipe.param,
+            reduce_dtype=self._recipe.reduce,
+            cast_forward_inputs=False,
+        )
+        options: dict[str, Any] = {}
+        if self._away is not None:
+            options["offload_policy"] = self._away.policy
+        module = fully_shard(
             unit,
             mesh=self._device_meshes[groups],
-            mp_policy=self._policy,
+            mp_policy=policy,
             reshard_after_forward=reshard,
-        )
+            **options,
+        )[0]
+        if self._away is not None:
+            self._away.move(module)
+        return module
+
+    def _make_weights(self, stage: Stage, unit: list[nn.Module]) -> None:
+        """Makes the weights of a unit whole, without those of units inside it."""
+        members = {
+            id(param)
+            for module in unit
+            for param in module.parameters()
+            if not isinstance(param, DTensor)
+        }
+        names = [name for name, param in stage.named_parameters() if id(param) in members]
+        if self._fill is not None:
+            self._fill(stage, {name: self._table[name] for name in names})
+        if self.host is not None:
+            for name in names:
+                # That of the shard, which is narrower.
+                stage.get_parameter(name).grad_dtype = self._recipe.reduce
 
     def _set_collectives(
         self,
         module: FSDPModule,
-        recipe: Recipe,
         *,
         reshard: bool,
     ) -> None:
         """Makes a unit use our collectives, and sums in place of means."""
         if self.host is not None:
-            carry_grad_dtype(module, recipe.reduce)
+            carry_grad_dtype(module, self._recipe.reduce)
         # The base class of these arguments is private.
         module.set_custom_all_gather(FsdpAllGather(self.counter))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(FsdpReduceScatter(self.counter))  # type: ignore[arg-type]
@@ -220,6 +220,9 @@ class FullyShardedParameters:
         shards."""
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
+        if self._away is not None:
+            self._away.start()
+            return
         for bucket in self.buckets:
             bucket.param.grad = None
             bucket.grad_shard = bucket.param_shard[:0]
@@ -236,11 +239,14 @@ class FullyShardedParameters:
         passes."""
         for module in self.modules:
             module.reshard()
+        if self._away is not None:
+            self._away.finish()
+            return
         for bucket in self.buckets:
             param = bucket.param
             if param.grad is None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-            bucket.grad_shard = _local(param.grad)
+            bucket.grad_shard = local_rows(param.grad)
         self._replicas.end()
         # All ranks sum over the groups in this order.
         for name in sorted({name for bucket in self.buckets for name in bucket.kind.sums}):
@@ -250,10 +256,10 @@ class FullyShardedParameters:
                 if bucket.host_grad is not None:
                     self.host.take(bucket.host_grad, bucket.grad_shard)
 
-    def _sum_replicas_early(self, holders: list[list[nn.Module]]) -> ReplicaSums:
+    def _sum_replicas_early(self, holders: list[list[nn.Module]]) -> None:
         """Starts each unit's sum over the replicas when a backward pass has reduced its gradients.
         `holders`: the modules of each unit."""
-        sums = ReplicaSums(self.mesh, self.counter)
+        sums = self._replicas
         bucket_of = {id(bucket.param): bucket for bucket in self.buckets}
         device = self.buckets[0].param_shard.device if self.buckets else torch.device("cpu")
         stream: dict[str, torch.cuda.Stream] = {}
@@ -269,7 +275,6 @@ class FullyShardedParameters:
                 continue
             if self.mesh.group(unit_buckets[0].kind.groups.replica) is not None:
                 module.set_all_reduce_hook(sums.unit(unit_buckets), **stream)
-        return sums
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
         """Sums the gradient shards over one group, in one message."""
@@ -296,15 +301,17 @@ class FullyShardedParameters:
 
     def full_grads(self) -> dict[str, Tensor]:
         """Returns the whole summed gradients by parameter name: for verification only."""
-        return {bucket.infos[0].name: _full(bucket.param.grad) for bucket in self.buckets}
+        return {bucket.infos[0].name: bucket.whole_grad() for bucket in self.buckets}
 
     def full_params(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         """Yields every parameter whole, gathered: for verification only."""
         for bucket in self.buckets:
-            yield bucket.infos[0], _full(bucket.param.detach())
+            yield bucket.infos[0], bucket.whole_param()
 
     def param_tensors(self) -> list[Tensor]:
-        """The shards' storage, for memory metrics."""
+        """The shards' storage on the device, for memory metrics."""
+        if self._away is not None:
+            return []
         return [bucket.param_shard for bucket in self.buckets]
 
     def buffer_tensors(self) -> list[Tensor]:
@@ -314,77 +321,10 @@ class FullyShardedParameters:
     def grad_tensors(self) -> list[Tensor]:
         """The gradient shards' storage, for memory metrics."""
         return [
-            _local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None
+            local_rows(bucket.param.grad)
+            for bucket in self.buckets
+            if bucket.param.grad is not None
         ]
-
-
-class ReplicaSums:
-    """Sums of gradient shards over the replicas of hybrid sharding, one message per unit.
-
-    FSDP2 calls a unit's hook (`set_all_reduce_hook`) before it adds the shard to the sum of earlier
-    passes. So each unit's sum over replicas starts when the next unit's hook is called, or in
-    `end`. Hooks are called in the same order on all ranks.
-    """
-
-    def __init__(self, mesh: Mesh, counter: CommCounter):
-        self.mesh = mesh
-        self.counter = counter
-        self.passes = 0
-        self._waiting = list[int]()
-        self._units = list[list[ShardedParameter]]()
-        self._passes_of_unit = list[int]()
-
-    def any(self, classes: Sequence[GradGroups]) -> bool:
-        return any(self.mesh.group(groups.replica) is not None for groups in classes)
-
-    def start(self, passes: int) -> None:
-        self.passes = passes
-        self._passes_of_unit = [0] * len(self._units)
-
-    def unit(self, buckets: list[ShardedParameter]) -> Callable[[Tensor], None]:
-        """Returns the hook that FSDP2 calls after each pass of a unit with these parameters, on the
-        stream where it adds the shard."""
-        number = len(self._units)
-        self._units.append(buckets)
-
-        def count_pass(shard: Tensor) -> None:
-            self._passes_of_unit[number] += 1
-            if self._passes_of_unit[number] == self.passes:
-                self._sum()
-                self._waiting.append(number)
-
-        return count_pass
-
-    def end(self) -> None:
-        """Sums the remaining units: the last one, and those without gradients in some pass."""
-        self._waiting += [
-            number for number, passes in enumerate(self._passes_of_unit) if passes < self.passes
-        ]
-        self._sum()
-
-    @torch.no_grad()
-    def _sum(self) -> None:
-        while self._waiting:
-            buckets = self._units[self._waiting.pop(0)]
-            group = self.mesh.required_group(buckets[0].kind.groups.replica)
-            sum_together(
-                [_local(bucket.param.grad) for bucket in buckets],
-                group,
-                "dp",
-                self.counter,
-            )
-
-
-def sum_together(
-    grads: list[Tensor],
-    group: dist.ProcessGroup,
-    axis: str,
-    counter: CommCounter,
-) -> None:
-    """Sums each tensor over the group, all in one message."""
-    total = all_reduce(torch.cat(grads), group, axis, counter)
-    for grad, grad_sum in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(grad_sum)
 
 
 def _ends(stage: Stage) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -431,14 +371,3 @@ def _prefetch(stage: FSDPModule, units: list[FSDPModule]) -> None:
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    """Returns this rank's rows of a DTensor as a flat view."""
-    assert tensor is not None
-    return cast(DTensor, tensor.detach()).to_local().view(-1)
-
-
-def _full(tensor: Tensor | None) -> Tensor:
-    """Returns the whole of a DTensor, gathered."""
-    return cast(DTensor, tensor).full_tensor()

@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.comm.collectives import Handle, all_reduce, start_reduce_scatter
+from trainer.comm.collectives import Handle, all_reduce
+from trainer.comm.narrow_wire import start_shard_sum
 
 from .buckets import AXIS_OF_GROUP, GradBuckets
 
@@ -31,6 +32,7 @@ class ShardedGradBuckets(GradBuckets):
     """`GradBuckets` with a separate buffer for `grad_shard`; the whole gradient buffer is
     temporary."""
 
+    zero_stages = (2,)
     keeps_whole_grads = False
     #: The buckets of which the previous step, with as many passes, has shown that each pass sends
     #: them once; a weight that two stages use may be sent twice.
@@ -98,7 +100,8 @@ class ShardedGradBuckets(GradBuckets):
         self._received[number] = [0] * len(bucket.infos)
         full_grads = bucket.close()
         self.counter.subject = f"bucket {number}"
-        handle = start_reduce_scatter(full_grads, self._shard_group(bucket), "dp", self.counter)
+        group = self._shard_group(bucket)
+        handle = start_shard_sum(full_grads, group, self.counter, self.wire)
         self.counter.subject = ""
         self._in_flight.append((number, handle, full_grads))
         while len(self._in_flight) > MOST_IN_FLIGHT:

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.compat import is_fake
-
 _HUGE = 1 << 21
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels return EINVAL
@@ -34,7 +32,8 @@ def collapse() -> int:
 def prefer_huge_pages(block: Tensor) -> Tensor:
     """Asks the system for huge pages under a tensor that is about to be written, if it is in host
     memory and has at least one; returns the tensor. Does nothing on a system without support."""
-    if block.device.type != "cpu" or is_fake(block):
+    is_real = type(block) is Tensor  # a fake tensor, of a subclass, has no memory
+    if block.device.type != "cpu" or not is_real:
         return block
     start = -(-block.data_ptr() // _HUGE) * _HUGE
     end = (block.data_ptr() + block.nbytes) // _HUGE * _HUGE

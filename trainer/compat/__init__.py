@@ -1,5 +1,5 @@
 """The only place for torch API that torch does not promise to keep. Each function says why it is
-needed.
+needed. `sharded` has those of FSDP2.
 
 Checked with torch 2.11 to 2.15. When one of these functions breaks, repair it here.
 """
@@ -432,29 +432,6 @@ def split_group(
     positions = [inside.index(rank) for rank in ranks]
     group = dist.split_group(parent, [positions], timeout=timeout, group_desc=name, **options)
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-# -------------------------------------------------------------------------------------------
-#     gradients of sharded weights
-
-
-def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
-    """Makes a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its
-    narrower parameters. Torch 2.11 does not pass that dtype on to the shards, and rounds each sum
-    to the dtype of the weights."""
-    if all(param.grad_dtype == dtype for param in module.parameters()):
-        return
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:  # all parameters belong to inner modules
-        return
-
-    def init_mp_dtypes() -> None:
-        type(group)._init_mp_dtypes(group)
-        group._orig_dtype = dtype
-
-    group._init_mp_dtypes = init_mp_dtypes
-    for sharded_param in group.fsdp_params:
-        sharded_param.sharded_param.grad_dtype = dtype
 
 
 # -------------------------------------------------------------------------------------------
