@@ -20,6 +20,6 @@ def test_a_model_of_four_times_the_memory_learns_at_the_rate_of_the_disk():
 
 
 def test_steps_with_the_optimizer_elsewhere_are_predicted_within_15_percent():
-    ways = result("offload_prediction")["ways"]
-    for way in ("on the host", "on the host, delayed", "on the disk"):
-        assert 0.85 <= ways[way]["planned_over_measured"] <= 1.15, way
+    steps = result("offload_prediction")["ways"]
+    for storage in ("on the host", "on the host, delayed", "on the disk"):
+        assert 0.85 <= steps[storage]["planned_over_measured"] <= 1.15, storage
