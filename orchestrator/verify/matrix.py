@@ -95,6 +95,11 @@ PLAIN = Variation(
 )
 
 
+def _merged(settings: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the keys of all settings together; later ones win."""
+    return {key: value for keys in settings for key, value in keys.items()}
+
+
 class Entry(NamedTuple):
     """The description of a cell: techniques of different axes, in a variation."""
 
@@ -177,18 +182,12 @@ class Entry(NamedTuple):
     @property
     def train(self) -> dict[str, Any]:
         """The further keys of `train` that the techniques set."""
-        keys = dict[str, Any]()
-        for technique in self.techniques:
-            keys |= technique.train
-        return keys
+        return _merged(technique.train for technique in self.techniques)
 
     @property
     def optim(self) -> dict[str, Any]:
         """The further keys of `optim` that the techniques set."""
-        keys = dict[str, Any]()
-        for technique in self.techniques:
-            keys |= technique.optim
-        return keys
+        return _merged(technique.optim for technique in self.techniques)
 
     @property
     def compile(self) -> bool:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from orchestrator.plan.parity import HOPELESS
+from trainer.model.experts import GroupedOp
 from trainer.model.fp8.experts import expert_by_expert
 from trainer.model.linear import PLAIN, LinearOp
-
-#: (x [n, in] sorted by expert, weight [experts, out, in], rows of each expert) -> [n, out]
-GroupedOp = Callable[[Tensor, Tensor, list[int]], Tensor]
 
 
 class RelativeError:

@@ -277,19 +277,11 @@ class _Groups:
         if not self.workload.train.grad_wire or self.parallel.zero not in (1, 2):
             return
         ranks = size_of(replicated)
-        positions = None
-        if not 0 < size < ranks:
-            size = ranks
-        elif is_run(replicated, size):
-            replicated = cut(replicated, size)[0]
-        else:
-            positions = range(size)
-        yield Use(
-            "gradients",
-            replicated,
-            peers=size,
-            positions=positions,
+        sharers = next(
+            self._shards(replicated, size),
+            Use("gradients", replicated),
         )
+        yield sharers._replace(peers=min(size or ranks, ranks))
 
     def _experts(self) -> Iterator[Use]:
         parallel = self.parallel

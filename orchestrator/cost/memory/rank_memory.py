@@ -72,11 +72,10 @@ def rank_state_bytes(
     """Returns the states of a rank with `dense` and `experts` parameters before sharding.
 
     `vectors` of the dense parameters are in norms and biases, `matrices` are in matrices of blocks.
-    Weights have the training precision.
-    Gradients have `grad_dtype` or the recipe's width, and are unsharded with ZeRO-0 and 1. Moments
-    are in fp32 (fp64 with fp64 weights), with an fp32 master copy if weights are narrower. Experts
-    shard over cp * dp, all other weights over cp * ep * dp; if a pipeline holds the model twice,
-    over both copies.
+    Weights have the training precision. Gradients have `grad_dtype` or the recipe's width, and are
+    unsharded with ZeRO-0 and 1. Moments are in fp32 (fp64 with fp64 weights), with an fp32 master
+    copy if weights are narrower. Experts shard over cp * dp, all other weights over cp * ep * dp;
+    if a pipeline holds the model twice, over both copies.
     """
     params = 0.0
     grads = 0.0

@@ -221,8 +221,7 @@ def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
 
     Muon's state is counted as AdamW's, which its embeddings, head, vectors and experts have. Its
     other matrices have half of that: on the host a plan counts it, on the device it gives an upper
-    limit. Raises OrchError (65) for an
-    unknown name.
+    limit. Raises OrchError (65) for an unknown name.
     """
     recipe = recipe_for(software_named(software))
     if optim is None:

@@ -23,7 +23,6 @@ from msgspec import structs
 from orchestrator.cost.context import CostContext
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.memory import rank_memory as memory
-from orchestrator.cost.memory.recipe import ORCH
 from orchestrator.cost.model.layers import DTYPE_BYTES, params_outside_layers
 from orchestrator.cost.time.communication import (
     gradient_overlap,
@@ -36,7 +35,7 @@ from orchestrator.cost.time.step_time import constant_seconds, step_factor
 from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions, shard_ranks
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import CpMethod, Parallel
-from orchestrator.plan.expert_mesh import expert_mesh, replicas, spread
+from orchestrator.plan.expert_mesh import expert_mesh, replicas
 from orchestrator.plan.offload import offload_of
 
 from .best_paths import BestPaths
@@ -311,12 +310,13 @@ class ZeroStage:
         self._replicas = (mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp)
         self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
         self.pipeline = memory.is_sharded_pipeline(par, recipe)
+        split = structs.replace(par, schedule="zb_h1")
+        split_workload = Workload(self.context.model, split, self.context.train)
         #: Bytes of a (dense, expert) parameter's weight that a step gathers if backward is split.
-        self.step_weights = 0.0, 0.0
-        if par.zero >= 3 and recipe.name == ORCH.name and shard_ranks(par) > 1:
-            width = float(DTYPE_BYTES[self.context.train.precision])
-            gathers_experts = self._replicas[1] > 1 and par.zero_group != spread(par)
-            self.step_weights = width, width if gathers_experts else 0.0
+        self.step_weights = (
+            memory.step_weights(split_workload, (1.0, 0.0), recipe),
+            memory.step_weights(split_workload, (0.0, 1.0), recipe),
+        )
         self.one_stage = memory.is_one_stage(par, recipe)
         self.dense_bytes, self.expert_bytes = self._peak_state_bytes()
         workload = Workload(self.context.model, par, self.context.train)

@@ -51,6 +51,13 @@ from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 #: The axis under which the bytes of a composite group are counted.
 AXIS_OF_GROUP = {"kv": "tp", "embedding": "pp"}
 
+
+def axis_of_sum(name: str, groups: GradGroups) -> str:
+    """Returns the axis under which the bytes of a sum over the group `name` are counted: "dp" if it
+    is that of the replicas."""
+    return "dp" if name == groups.replica else AXIS_OF_GROUP.get(name, name)
+
+
 #: Number of later reductions that start before a bucket's sum over the replicas starts.
 SUMS_BEHIND = 1
 

@@ -28,7 +28,7 @@ from trainer.comm.mesh import Mesh
 from trainer.compat.sharded import move_shards
 from trainer.host.memory import HostMemory
 
-from .buckets import AXIS_OF_GROUP
+from .buckets import axis_of_sum
 from .fsdp_collectives import FsdpReduceScatter
 from .replica_sums import sum_together
 from .sharded_parameter import ShardedParameter
@@ -178,7 +178,7 @@ class UnitReduceScatter(FsdpReduceScatter):
         if group is None or not buckets:
             return
         grads = [self._back_on_device(bucket) for bucket in buckets]
-        axis = "dp" if name == buckets[0].kind.groups.replica else AXIS_OF_GROUP.get(name, name)
+        axis = axis_of_sum(name, buckets[0].kind.groups)
         sum_together(grads, group, axis, self.counter)
         for bucket, grad in zip(buckets, grads, strict=True):
             self._send(bucket, grad)

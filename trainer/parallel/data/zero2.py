@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.comm.collectives import Handle, all_reduce
 from trainer.comm.narrow_wire import start_shard_sum
 
-from .buckets import AXIS_OF_GROUP, GradBuckets
+from .buckets import GradBuckets, axis_of_sum
 
 #: Maximum number of reductions in progress; each holds one bucket's whole gradient.
 MOST_IN_FLIGHT = 2
@@ -146,14 +146,13 @@ class ShardedGradBuckets(GradBuckets):
             return
         # One shard at a time is back on the device for these sums.
         for bucket in self.buckets:
-            replica = bucket.kind.groups.replica
-            names = [replica, *bucket.kind.sums]
+            names = [bucket.kind.groups.replica, *bucket.kind.sums]
             groups = [(name, self.mesh.group(name)) for name in names]
             if all(group is None for _, group in groups):
                 continue
             shard = bucket.grad_shard.to(bucket.params.device)
             for name, group in groups:
-                axis = "dp" if name == replica else AXIS_OF_GROUP.get(name, name)
+                axis = axis_of_sum(name, bucket.kind.groups)
                 all_reduce(shard, group, axis, self.counter)
             bucket.grad_shard.copy_(shard)
 
